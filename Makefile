@@ -1,0 +1,71 @@
+# make demo   create the environment and run the demo: a table, pictures and HDF5 files in demo_output/
+# make test   create the environment and run the tests
+# make lint   ruff: rules and formatting         make format   let ruff rewrite the files
+# make types  pyright on the package             make clean    remove the environment and all output
+#
+# Only Python 3.10+ and make are needed. PYTHON=/path/to/python3 chooses an interpreter, VENV=dir another
+# place for the environment, PIP_FLAGS="..." is handed to pip (an index with CPU-only wheels, say).
+
+VENV      ?= .venv
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+
+BIN       := $(VENV)/bin
+# The stamps are newer than pyproject.toml exactly while the environment is up to date.
+DEMO_ENV  := $(VENV)/.installed-demo
+DEV_ENV   := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format types clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(DEMO_ENV)
+	$(BIN)/python -m posthoc_uq.demo $(DEMO_FLAGS)
+
+test: $(DEV_ENV)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(DEV_ENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEV_ENV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV_ENV)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) demo_output build dist .pytest_cache .ruff_cache
+
+# A Python of 3.10 or newer that can make environments; PYTHON, where given, is the only one asked.
+$(BIN)/python:
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10 python3.14 python); do \
+	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || continue; \
+	    found=$$python; \
+	    $$python -c 'import venv, ensurepip' >/dev/null 2>&1 || continue; \
+	    echo "Creating $(VENV) with $$($$python --version) ($$(command -v $$python))"; \
+	    exec $$python -m venv $(VENV); \
+	done; \
+	if [ -n "$$found" ]; then \
+	    echo "$$found has no venv or ensurepip module, which a virtual environment needs." >&2; \
+	    echo "On Debian and Ubuntu: apt install python3-venv. Or name another one: make PYTHON=/path/to/python3" >&2; \
+	else \
+	    echo "No Python 3.10 or newer was found. Install one, or name it: make PYTHON=/path/to/python3" >&2; \
+	fi; exit 1
+
+$(DEMO_ENV): pyproject.toml | $(BIN)/python
+	@echo "Installing posthoc_uq and its dependencies into $(VENV) (the first time takes some minutes)"
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[demo]'
+	@touch $@
+
+# dev contains demo, so that one environment serves both.
+$(DEV_ENV): pyproject.toml | $(BIN)/python
+	@echo "Installing posthoc_uq and its development tools into $(VENV) (the first time takes some minutes)"
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
+	@touch $(DEMO_ENV) $@

@@ -1,0 +1,36 @@
+"""Honest uncertainty for trained PyTorch models, after the fact.
+
+``fit`` a posterior over the weights, ``tune`` it, ``save`` and ``load`` it as one safe file, and ``wrap`` the model so that every
+prediction comes with its uncertainty.
+"""
+
+from posthoc_uq.errors import (
+    CorruptPosteriorError,
+    NonFiniteError,
+    PosteriorMismatchError,
+    PosthocUQError,
+    UnsupportedLayerError,
+)
+from posthoc_uq.fitting import fit
+from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.tuning import tune
+from posthoc_uq.wrapping import wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClassPrediction",
+    "CorruptPosteriorError",
+    "Likelihood",
+    "NonFiniteError",
+    "Posterior",
+    "PosteriorMismatchError",
+    "PosthocUQError",
+    "RegressionPrediction",
+    "UnsupportedLayerError",
+    "fit",
+    "tune",
+    "wrap",
+]

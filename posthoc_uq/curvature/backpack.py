@@ -1,0 +1,54 @@
+"""The BackPACK first-order extension that hands over activations and output gradients.
+
+BackPACK (Dangel, Kunstner, Hennig 2020) runs an extension on every extended module during the backward pass. Only weighted
+leaf modules are extended, so the code between them is free to be anything. Where its mechanism is not sound (a module
+called twice, an output changed in place, autocast), `hooks` serves instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from backpack import backpack, extend
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
+from torch import Tensor, nn
+
+from posthoc_uq.layers import WEIGHTED_MODULES
+
+Handler = Callable[[nn.Module, Tensor, Tensor], None]
+
+# BackPACK keeps its active extensions in one global; two fits in two threads take turns at the backward pass.
+_CONTEXT_LOCK = threading.RLock()
+
+
+class _HandOver(FirstOrderModuleExtension):
+    """Passes a module's input and output gradient on; computes nothing and stores nothing on the parameters."""
+
+    def __call__(self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]) -> None:
+        extension.handler(module, module.input0, g_out[0])
+
+
+class ActivationsAndGradients(FirstOrderBackpropExtension):
+    """Calls ``handler(module, input, output_gradient)`` for every extended weighted module, in backward order."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__(
+            savefield="posthoc_uq",
+            module_exts={kind: _HandOver() for kind in WEIGHTED_MODULES},
+            fail_mode="ERROR",
+        )
+        self.handler = handler
+
+
+def extend_modules(modules: list[nn.Module]) -> None:
+    """Let BackPACK see these leaf modules (of a replica: BackPACK leaves hooks and attributes on them)."""
+    for module in modules:
+        extend(module)
+
+
+def backward(outputs: Tensor, gradient: Tensor, handler: Handler, retain_graph: bool) -> None:
+    """Pull `gradient` back from `outputs`; every extended module's input and output gradient go to `handler`."""
+    with _CONTEXT_LOCK, backpack(ActivationsAndGradients(handler), retain_graph=retain_graph):
+        outputs.backward(gradient, retain_graph=retain_graph)

@@ -1,0 +1,209 @@
+"""Which weights are used where, and the activations and output gradients of each, batch by batch.
+
+`Capture` owns a replica of the model. `prepare` finds the weighted layers on the first batch and settles which engine
+serves each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.verify` then proves that nothing was missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.curvature import backpack
+from posthoc_uq.curvature.hooks import CallInterceptor, Use
+from posthoc_uq.errors import UnsupportedLayerError
+from posthoc_uq.layers import WEIGHTED_MODULES, Call, Geometry, Layer, as_matrices, describe
+from posthoc_uq.loaders import Batch
+from posthoc_uq.replica import parameter_names, replicate
+
+Engine = Literal["backpack", "hooks"]
+
+
+@dataclass
+class Caught:
+    """All uses of one layer in one backward pass."""
+
+    layer: Layer
+    calls: list[Call]
+    samples: int
+    batch_axis: int
+
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Activations ``(samples, groups, positions, inputs)`` and output gradients ``(..., positions, outputs)``."""
+        return as_matrices(self.calls, self.samples, dtype, self.batch_axis)
+
+
+Sink = Callable[[Caught], None]
+
+
+@dataclass
+class Tracked:
+    """A layer as the first batch showed it."""
+
+    layer: Layer
+    module: nn.Module | None
+    engine: Engine = "hooks"
+    geometry: Geometry = field(default_factory=Geometry)
+    uses: int = 0
+    batch_axis: int = 0
+    keep_input: bool = False  # the input is changed in place after the call: keep a copy of it
+
+
+def owners(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
+    """For every parameter's identity, the modules that hold it: (module name, attribute, module)."""
+    found: dict[int, list[tuple[str, str, nn.Module]]] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            found.setdefault(id(parameter), []).append((module_name, attribute, module))
+    return found
+
+
+class Capture:
+    """Runs a model and hands over each tracked layer's activations and output gradients.
+
+    Args:
+        model: the user's model; it is copied, and only the copy is run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.twin = replicate(model)
+        self.tracked: dict[str, Tracked] = {}
+        self._names = parameter_names(self.twin)
+        self._owners = owners(self.twin)
+        self._by_module: dict[int, Tracked] = {}
+
+    def discover(self, batch: Batch, autocast: bool) -> list[Tracked]:
+        """Run one batch and return every weighted layer it uses, in the order of their last calls."""
+        seen: dict[int, tuple[Tracked, list[tuple[Use, int, Tensor, int]]]] = {}
+
+        def note(use: Use, output: Tensor) -> None:
+            key = id(use.weight)
+            if key not in seen:
+                seen[key] = (self._describe(use), [])
+            entry = seen.pop(key)
+            entry[1].append((use, use.input._version, output, output._version))
+            seen[key] = entry
+
+        with torch.enable_grad(), CallInterceptor(set(self._names), note):
+            batch.call(self.twin)
+        for tracked, uses in seen.values():
+            use = uses[0][0]
+            tracked.uses, tracked.geometry = len(uses), use.geometry
+            tracked.keep_input = any(u.input._version != version for u, version, _, _ in uses)
+            untouched = all(out._version == version for _, _, out, version in uses)
+            if (
+                not autocast
+                and len(uses) == 1
+                and untouched
+                and not tracked.keep_input
+                and use.input.requires_grad
+                and self._is_plain(tracked, use)
+            ):
+                tracked.engine = "backpack"
+        return [tracked for tracked, _ in seen.values()]
+
+    def track(self, layers: list[Tracked]) -> None:
+        """Settle on these layers, and let BackPACK see those it serves."""
+        self.tracked = {tracked.layer.name: tracked for tracked in layers}
+        served = [t for t in layers if t.engine == "backpack" and t.module is not None]
+        self._by_module = {id(t.module): t for t in served}
+        backpack.extend_modules([t.module for t in served if t.module is not None])
+
+    def run(self, batch: Batch, samples: int) -> Recording:
+        """A forward pass, ready to be pulled back through."""
+        return Recording(self, batch, samples)
+
+    def served_by_backpack(self, module: nn.Module) -> Tracked | None:
+        """The layer that BackPACK serves through this module, if it does."""
+        return self._by_module.get(id(module))
+
+    def weight_ids(self) -> dict[int, Tracked]:
+        """Tracked layers that the interceptor serves, by the identity of their weight."""
+        by_name = {name: key for key, name in self._names.items()}
+        return {by_name[t.layer.weight]: t for t in self.tracked.values() if t.engine == "hooks"}
+
+    def _describe(self, use: Use) -> Tracked:
+        module_name, attribute, module = self._owners[id(use.weight)][0]
+        weight_name = self._names[id(use.weight)]
+        bias_name = self._names.get(id(use.bias)) if use.bias is not None else None
+        bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
+        name = module_name if attribute == "weight" and module_name else weight_name
+        layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
+        return Tracked(layer, module)
+
+    def _is_plain(self, tracked: Tracked, use: Use) -> bool:
+        """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's own."""
+        module, holders = tracked.module, self._owners[id(use.weight)]
+        if module is None or type(module) not in WEIGHTED_MODULES or len(holders) != 1:
+            return False
+        if type(module).forward is not getattr(module.forward, "__func__", None):  # replaced on the instance
+            return False
+        return getattr(module, "padding_mode", "zeros") == "zeros"
+
+
+class Recording:
+    """One forward pass of the replica whose tracked layers can be pulled back through any number of times.
+
+    Attributes:
+        outputs: the model's outputs.
+    """
+
+    def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
+        self._capture = capture
+        self._samples = samples
+        self._hooked = capture.weight_ids()
+        self._calls: dict[str, list[Call]] = {}
+        self._sink: Sink | None = None
+        with torch.enable_grad(), CallInterceptor(set(self._hooked), self._note):
+            self.outputs = batch.call(capture.twin)
+
+    def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
+        """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to `sink` once.
+
+        Args:
+            last: no further pass follows, so the graph is freed.
+        """
+        if not self.outputs.requires_grad:
+            return
+        self._sink = sink
+        backpack.backward(self.outputs, gradient.to(self.outputs.dtype), self._from_backpack, retain_graph=not last)
+        for calls in self._calls.values():
+            self._emit([call for call in calls if call.output_gradient is not None])
+        self._sink = None
+
+    def _note(self, use: Use, output: Tensor) -> None:
+        tracked = self._hooked[id(use.weight)]
+        x = use.input.detach()
+        call = Call(tracked.layer, x.clone() if tracked.keep_input else x, use.geometry)
+        self._calls.setdefault(tracked.layer.name, []).append(call)
+        version = call.input._version
+
+        def receive(gradient: Tensor) -> None:
+            if call.input._version != version:
+                raise UnsupportedLayerError(
+                    f"The input of layer '{tracked.layer.name}' was changed in place after the layer used it, and was not on the "
+                    f"first batch; make that operation out of place, or leave the layer out with layers=...."
+                )
+            call.output_gradient = gradient
+            calls = self._calls[tracked.layer.name]
+            if len(calls) == 1:
+                self._emit(calls)
+
+        output.register_hook(receive)
+
+    def _from_backpack(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+        tracked = self._capture.served_by_backpack(module)
+        if tracked is not None:
+            self._emit([Call(tracked.layer, x, tracked.geometry, gradient)])
+
+    def _emit(self, calls: list[Call]) -> None:
+        if not calls or self._sink is None:
+            return
+        tracked = self._capture.tracked[calls[0].layer.name]
+        self._sink(Caught(tracked.layer, list(calls), self._samples, tracked.batch_axis))
+        for call in calls:
+            call.output_gradient = None

@@ -1,0 +1,283 @@
+"""The dry run: find the weighted layers on a few samples, and prove that what is caught is their whole gradient.
+
+For every layer the caught pairs must rebuild autograd's own gradient, of the batch and of one sample alone:
+``sum_t g_st a_st^T`` to rounding. A layer that fails is named, never silently missed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.curvature.capture import Capture, Caught, Tracked, owners
+from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
+from posthoc_uq.layers import WEIGHTED_MODULES, Layer
+from posthoc_uq.loaders import Batch
+from posthoc_uq.replica import parameter_names, replicate
+
+Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+PROBE_SAMPLES = 4
+_HOLD_WEIGHTS = (
+    *WEIGHTED_MODULES,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.Bilinear,
+    nn.MultiheadAttention,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+@dataclass
+class Prepared:
+    """A capture that has proved itself, and what it leaves out.
+
+    Attributes:
+        capture: ready to run.
+        deterministic: parameters without a posterior, each with the reason.
+    """
+
+    capture: Capture
+    deterministic: dict[str, str]
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The tracked layers by name."""
+        return {name: tracked.layer for name, tracked in self.capture.tracked.items()}
+
+
+def prepare(
+    model: nn.Module, batch: Batch, selection: Selection = "all", *, unsupported: str = "raise", autocast: bool = False
+) -> Prepared:
+    """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
+
+    Raises:
+        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
+        PosthocUQError: the selection names no weighted layer, or the model none at all.
+    """
+    if unsupported not in ("raise", "skip"):
+        raise PosthocUQError(f"unsupported must be 'raise' or 'skip', not {unsupported!r}.")
+    samples = count_samples(batch)
+    probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
+    reference = _Reference(model, probe, min(samples, PROBE_SAMPLES))
+    found = Capture(model).discover(probe, autocast)
+    if not found and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
+        raise PosthocUQError("The model has no Linear or convolution layer, so there are no weights to fit a posterior over.")
+    chosen = select(found, selection, reference)
+    failures: dict[str, str] = {}
+    names = {t.layer.weight for t in found}
+    for name, parameter_name in reference.missed_weights(names, selection):
+        failures[name] = f"its weight '{parameter_name}' is used in a way that cannot be caught"
+    capture, broken = _settle(model, probe, chosen, reference, 0.1 if autocast else None)
+    failures |= {name: "what was caught does not rebuild its gradient" for name in broken}
+    if failures and unsupported == "raise":
+        listed = "; ".join(f"'{name}': {why}" for name, why in failures.items())
+        raise UnsupportedLayerError(f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic.")
+    if not capture.tracked:
+        raise PosthocUQError("No weighted layer is left to fit a posterior over.")
+    return Prepared(capture, reference.deterministic(capture, failures))
+
+
+def count_samples(batch: Batch) -> int:
+    """Samples in a batch: the first dimension of its first input tensor.
+
+    Raises:
+        PosthocUQError: there is no such tensor, or it is empty.
+    """
+    for tensor in batch.tensors():
+        if tensor.ndim > 0 and tensor.shape[0] > 0:
+            return tensor.shape[0]
+    raise PosthocUQError("A batch holds no input tensor with samples along its first dimension.")
+
+
+def select(found: list[Tracked], selection: Selection, reference: _Reference) -> list[Tracked]:
+    """The layers that the user asked for: all, the last, by name or prefix, or by predicate."""
+    if callable(selection):
+        chosen = [t for t in found if t.module is not None and selection(t.layer.name, t.module)]
+    elif selection == "all":
+        chosen = found
+    elif selection == "last":
+        chosen = found[-1:]
+    else:
+        wanted = [selection] if isinstance(selection, str) else list(selection)
+        names = [t.layer.name for t in found]
+        for want in wanted:
+            if not any(n == want or n.startswith(want + ".") for n in names) and not reference.holds_missed(want):
+                near = difflib.get_close_matches(want, names, n=3, cutoff=0.3)
+                raise PosthocUQError(f"There is no weighted layer '{want}' in the forward pass; the nearest are {near}.")
+        chosen = [t for t in found if any(t.layer.name == w or t.layer.name.startswith(w + ".") for w in wanted)]
+    return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
+
+
+class _Reference:
+    """What autograd says: outputs and gradients of a probe batch, computed without any capture."""
+
+    def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
+        self.samples = samples
+        twin = replicate(model).requires_grad_(True)
+        self.names = parameter_names(twin)
+        self.order = {name: index for index, name in enumerate(self.names.values())}
+        self._owners = owners(twin)
+        parameters = list(twin.parameters())
+        with torch.enable_grad():
+            outputs = probe.call(twin)
+            if outputs.ndim == 0 or outputs.shape[0] != samples:
+                raise PosthocUQError(
+                    f"The model gives outputs of shape {tuple(outputs.shape)} for {samples} samples; the first dimension must "
+                    f"count the samples."
+                )
+            if not bool(torch.isfinite(outputs).all()):
+                raise NonFiniteError("Batch 0: the model's outputs are not finite.")
+            self.pull = self.cotangent(outputs)
+            last = torch.zeros_like(self.pull)
+            last[-1] = self.pull[-1]
+            self.total = self._gradients(outputs, parameters, self.pull, retain=True)
+            self.last = self._gradients(outputs, parameters, last, retain=False)
+
+    @staticmethod
+    def cotangent(outputs: Tensor) -> Tensor:
+        """Fixed numbers without structure, shaped like the outputs; the same for every sample."""
+        size = outputs[0].numel()
+        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64) ** 2).to(outputs.dtype)
+        return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
+
+    def _gradients(self, outputs: Tensor, parameters: list[Tensor], pull: Tensor, retain: bool) -> dict[str, Tensor | None]:
+        found = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
+        return {self.names[id(p)]: g for p, g in zip(parameters, found, strict=True)}
+
+    def _home(self, parameter: str) -> tuple[str, nn.Module]:
+        key = next(key for key, name in self.names.items() if name == parameter)
+        module_name, _, module = self._owners[key][0]
+        return module_name, module
+
+    def _used(self, name: str) -> bool:
+        gradient = self.total[name]
+        return gradient is not None and bool((gradient != 0).any())
+
+    def _missed(self, caught: set[str]) -> list[tuple[str, str]]:
+        missed: list[tuple[str, str]] = []
+        for name, gradient in self.total.items():
+            module_name, module = self._home(name)
+            if gradient is None or gradient.ndim < 2 or name in caught or not isinstance(module, _HOLD_WEIGHTS):
+                continue
+            if self._used(name):
+                missed.append((module_name or name, name))
+        return missed
+
+    def missed_weights(self, caught: set[str], selection: Selection) -> list[tuple[str, str]]:
+        """Modules that hold weights which have a gradient but were not seen in use, among those asked for."""
+        missed = self._missed(caught)
+        if selection == "all":
+            return missed
+        if selection == "last":
+            return []
+        if callable(selection):
+            return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]
+        wanted = [selection] if isinstance(selection, str) else list(selection)
+        return [(module, name) for module, name in missed if any(module == w or module.startswith(w + ".") for w in wanted)]
+
+    def holds_missed(self, prefix: str) -> bool:
+        """Whether a module of that name or prefix holds weights that no use was seen of."""
+        return any(module == prefix or module.startswith(prefix + ".") for module, _ in self._missed(set()))
+
+    def deterministic(self, capture: Capture, failures: dict[str, str]) -> dict[str, str]:
+        """Every parameter without a posterior, with the reason."""
+        covered = {name for t in capture.tracked.values() for name in t.layer.parameter_names}
+        reasons: dict[str, str] = {}
+        for name, gradient in self.total.items():
+            if name in covered:
+                continue
+            module_name, module = self._home(name)
+            if gradient is None:
+                reasons[name] = "not used in the forward pass"
+            elif module_name in failures:
+                reasons[name] = f"skipped: {failures[module_name]}"
+            elif isinstance(module, WEIGHTED_MODULES):
+                reasons[name] = "not among the chosen layers"
+            else:
+                reasons[name] = f"{type(module).__name__} is kept deterministic"
+        return reasons
+
+
+def _settle(
+    model: nn.Module, probe: Batch, chosen: list[Tracked], reference: _Reference, tolerance: float | None
+) -> tuple[Capture, list[str]]:
+    """A capture of the chosen layers that is proved, and the layers that no engine could serve."""
+
+    def attempt(layers: list[Tracked]) -> tuple[Capture, set[str]]:
+        capture = Capture(model)
+        modules = dict(capture.twin.named_modules())
+        owned = owners(capture.twin)
+        by_weight = {name: owned[key][0] for key, name in parameter_names(capture.twin).items()}
+        fresh = [replace(t, module=modules[by_weight[t.layer.weight][0]]) for t in layers]
+        capture.track(fresh)
+        return capture, _failing(capture, probe, reference, tolerance)
+
+    layers = chosen
+    try:
+        capture, bad = attempt(layers)
+    except UnsupportedLayerError:
+        raise
+    except (RuntimeError, AssertionError, NotImplementedError, AttributeError):
+        # BackPACK could not be run on some module after all: serve every layer by the interceptor.
+        layers = [replace(t, engine="hooks") for t in layers]
+        capture, bad = attempt(layers)
+    if bad:
+        layers = [replace(t, engine="hooks") if t.layer.name in bad else t for t in layers]
+        capture, bad = attempt(layers)
+    if bad:
+        layers = [replace(t, batch_axis=1) if t.layer.name in bad and t.layer.kind == "linear" else t for t in layers]
+        capture, bad = attempt(layers)
+    broken = sorted(bad)
+    if broken:
+        capture, _ = attempt([t for t in layers if t.layer.name not in bad])
+    return capture, broken
+
+
+def _failing(capture: Capture, probe: Batch, reference: _Reference, tolerance: float | None) -> set[str]:
+    """Layers whose caught pairs do not rebuild autograd's gradients."""
+    failing = set(capture.tracked)
+    recording = capture.run(probe, reference.samples)
+
+    def compare(caught: Caught) -> None:
+        layer = caught.layer
+        dtype = torch.promote_types(torch.float32, recording.outputs.dtype)
+        try:
+            activations, gradients = caught.matrices(dtype)
+        except UnsupportedLayerError:
+            return
+        whole = torch.einsum("sgto,sgti->goi", gradients, activations)
+        single = torch.einsum("gto,gti->goi", gradients[-1], activations[-1])
+        # Terms may cancel in the sum; rounding is relative to what was summed.
+        summed = float(torch.linalg.vector_norm(gradients) * torch.linalg.vector_norm(activations))
+        if _agrees(layer, whole, reference.total, summed, tolerance) and _agrees(
+            layer, single, reference.last, summed, tolerance
+        ):
+            failing.discard(layer.name)
+
+    recording.pull_back(reference.pull, compare, last=True)
+    for name in list(failing):  # a layer that nothing pulled back to has no gradient to miss
+        layer = capture.tracked[name].layer
+        if all(reference.total[p] is None for p in layer.parameter_names):
+            failing.discard(name)
+    return failing
+
+
+def _agrees(
+    layer: Layer, rebuilt: Tensor, truth: dict[str, Tensor | None], summed: float, tolerance: float | None
+) -> bool:
+    wide = rebuilt.dtype == torch.float64
+    relative, absolute = (tolerance or (1e-6 if wide else 2e-3)), summed * (1e-12 if wide else 1e-6)
+    weight = truth[layer.weight]
+    bias = truth[layer.bias] if layer.bias is not None else None
+    if weight is None or (layer.bias is not None and bias is None):
+        return False
+    expected = layer.to_matrix(weight, bias).to(rebuilt)
+    error = torch.linalg.vector_norm(rebuilt - expected)
+    return bool(error <= relative * torch.linalg.vector_norm(expected) + absolute)

@@ -1,0 +1,120 @@
+"""Catching uses of a weight wherever they happen: calls of ``linear`` and ``conv`` on tracked parameters.
+
+This is the collector beside BackPACK. It follows the parameter, not the module, so it also sees shared modules, tied
+weights, autocast, weights used through `torch.nn.functional`, and layers whose output is changed in place afterwards.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from posthoc_uq.layers import Geometry
+
+_CONVOLUTIONS: dict[Any, tuple[str, int]] = {F.conv1d: ("conv1d", 1), F.conv2d: ("conv2d", 2), F.conv3d: ("conv3d", 3)}
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+@dataclass
+class Use:
+    """One call of ``linear`` or ``conv`` on a tracked weight."""
+
+    kind: str
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    geometry: Geometry
+    groups: int
+
+
+UseHandler = Callable[[Use, Tensor], None]
+
+
+def _open_attention() -> Callable[..., Any]:
+    """`F.multi_head_attention_forward` whose inner ``linear`` calls can be seen.
+
+    Under a function mode it would hand itself over as one opaque call, again and again.
+    """
+    function = F.multi_head_attention_forward
+    namespace = {**function.__globals__, "has_torch_function": lambda _: False}
+    opened = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+_attention = _open_attention()
+
+
+class CallInterceptor(TorchFunctionMode):
+    """Reports every ``linear`` or ``conv`` call whose weight is tracked to `handler`, with the call's output.
+
+    Args:
+        tracked: identities of the parameters to look for.
+        handler: called with the use and its output while the forward pass runs.
+    """
+
+    def __init__(self, tracked: set[int], handler: UseHandler) -> None:
+        super().__init__()
+        self._tracked = tracked
+        self._handler = handler
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _attention(*args, **kwargs)
+        convolution = _CONVOLUTIONS.get(func)
+        if convolution is None and func is not F.linear:
+            return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        if id(given["weight"]) in self._tracked and torch.is_grad_enabled():
+            use = _use(convolution, given)
+            if not output.requires_grad:
+                output = _anchor(output)  # the first layer: nothing before it needs a gradient
+            self._handler(use, output)
+        return output
+
+
+class _Anchor(torch.autograd.Function):
+    """Makes a tensor part of the graph without making it a leaf, which could not be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, needs_gradient: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _anchor(tensor: Tensor) -> Tensor:
+    return _Anchor.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # type: ignore[no-any-return]
+
+
+def _use(convolution: tuple[str, int] | None, given: dict[str, Any]) -> Use:
+    if convolution is None:
+        return Use("linear", given["input"], given["weight"], given.get("bias"), Geometry(), 1)
+    kind, dims = convolution
+    padding = given.get("padding", 0)
+    geometry = Geometry(
+        stride=_tuple(given.get("stride", 1), dims),
+        padding=padding if isinstance(padding, str) else _tuple(padding, dims),
+        dilation=_tuple(given.get("dilation", 1), dims),
+    )
+    return Use(kind, given["input"], given["weight"], given.get("bias"), geometry, int(given.get("groups", 1)))
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    values = tuple(int(v) for v in value)
+    return values * dims if len(values) == 1 else values

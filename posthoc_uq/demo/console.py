@@ -1,0 +1,35 @@
+"""What the demo prints: short lines, and tables with aligned columns."""
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+
+def say(text: str = "") -> None:
+    """Print one line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+@contextmanager
+def step(text: str) -> Generator[None, None, None]:
+    """Print ``text`` before the block, and the seconds it took after."""
+    print(f"{text} ...", end=" ", flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"{time.perf_counter() - start:.1f} s", flush=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str | float]], digits: int = 3) -> str:
+    """Rows under a header; numbers to the right with ``digits`` decimals, text to the left."""
+    cells = [[cell if isinstance(cell, str) else f"{cell:.{digits}f}" for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in [list(header), *cells]) for column in range(len(header))]
+    numeric = [bool(rows) and not isinstance(rows[0][column], str) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        aligned = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        return ("  " + "  ".join(aligned)).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *(line(row) for row in cells)])

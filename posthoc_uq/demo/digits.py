@@ -1,0 +1,213 @@
+"""Digits: train a stand-in for the user's model; fit, tune, save; load in a fresh process; measure."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import posthoc_uq as uq
+from posthoc_uq.demo.console import say, step, table
+from posthoc_uq.demo.digits_data import DigitsData, Labelled, load_digits, rendered_letters, rotated_digits
+from posthoc_uq.demo.figures import Example, digits_figure
+from posthoc_uq.heads.prediction import ClassPrediction
+from posthoc_uq.metrics import (
+    accuracy,
+    brier_score,
+    expected_calibration_error,
+    negative_log_likelihood,
+    ood_auroc,
+)
+from posthoc_uq.posteriors.base import Posterior
+
+PLAIN, EVIDENCE, TUNED = "network alone", "INF as fitted", "INF tuned"
+
+
+class DigitsResult(NamedTuple):
+    """What the tables hold: by model the scores on test digits, by (model, score, foreign set) the AUROC."""
+
+    quality: dict[str, dict[str, float]]
+    auroc: dict[tuple[str, str, str], float]
+    identical: bool
+
+
+def network() -> nn.Sequential:
+    """A small convolutional network for 8 x 8 images: the stand-in for the user's model."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def train(model: nn.Module, data: Labelled, epochs: int, seed: int) -> None:
+    """Plain training without regularisation, long enough to make the network over-confident."""
+    generator = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(data.labels), generator=generator).split(32):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
+            optimiser.step()
+    model.eval()
+
+
+def run(output: Path, seed: int = 0, epochs: int = 100, n_samples: int = 50) -> DigitsResult:
+    """The digits part; leaves the picture, the posterior and the network's weights in ``output``."""
+    output.mkdir(parents=True, exist_ok=True)
+    data = load_digits(seed)
+    sizes = [len(part.labels) for part in data]
+    say(f"scikit-learn's digits: {sizes[0]} to train on, {sizes[1]} to tune on, {sizes[2]} to test on")
+    torch.manual_seed(seed)
+    model = network()
+    with step(f"Training a small CNN for {epochs} epochs"):
+        train(model, data.train, epochs, seed)
+
+    foreign = {"rotated digits": rotated_digits(data.test), "letters": rendered_letters()}
+    inputs = {"test digits": data.test.images, **foreign}
+    predictions = {PLAIN: {name: _plain(model, images) for name, images in inputs.items()}}
+
+    with step("uq.fit(model, train_loader)"):
+        posterior = uq.fit(model, _loader(data.train), seed=seed, progress=False)
+    predictor = uq.wrap(model, posterior, head="sampling", n_samples=n_samples, seed=seed)
+    predictions[EVIDENCE] = {name: predictor(images) for name, images in inputs.items()}
+
+    with step("uq.tune(posterior, val_loader)"):
+        uq.tune(posterior, _loader(data.validation))
+    predictor = uq.wrap(model, posterior, head="sampling", n_samples=n_samples, seed=seed)
+    predictions[TUNED] = {name: predictor(images) for name, images in inputs.items()}
+
+    identical = _fresh_process_agrees(
+        output, model, posterior, data.test.images, predictions[TUNED]["test digits"].probs, n_samples, seed
+    )
+    result = DigitsResult(
+        {name: _quality(by_set["test digits"], data.test.labels) for name, by_set in predictions.items()},
+        _auroc(predictions, list(foreign)),
+        identical,
+    )
+    _print_tables(result, list(foreign))
+    path = output / "digits.png"
+    _figure(predictions, inputs, data).savefig(path)
+    say(f"Picture: {path}")
+    return result
+
+
+def _loader(data: Labelled) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(data.images, data.labels), batch_size=100)
+
+
+def _plain(model: nn.Module, images: Tensor) -> ClassPrediction:
+    """The network's own prediction in the same form: one sample of the weights."""
+    with torch.no_grad():
+        return ClassPrediction.from_logits(model(images).unsqueeze(0))
+
+
+def _fresh_process_agrees(
+    output: Path,
+    model: nn.Module,
+    posterior: Posterior,
+    images: Tensor,
+    probs: Tensor,
+    n_samples: int,
+    seed: int,
+) -> bool:
+    """Save, load and predict in a new Python, and compare every bit of the probabilities."""
+    paths = {name: output / f"digits.{name}" for name in ("inf.h5", "cnn.pt", "images.pt", "probs.pt")}
+    uq.save(posterior, paths["inf.h5"])
+    torch.save(model.state_dict(), paths["cnn.pt"])
+    torch.save(images, paths["images.pt"])
+    with step(f"uq.save, then uq.load and predict in a fresh process ({paths['inf.h5']})"):
+        command = [sys.executable, "-m", "posthoc_uq.demo.fresh_process", *map(str, paths.values())]
+        threads = torch.get_num_threads()  # another number would sum in another order
+        subprocess.run([*command, str(n_samples), str(seed), str(threads)], check=True)
+    same = torch.equal(torch.load(paths["probs.pt"], weights_only=True), probs)
+    for name in ("images.pt", "probs.pt"):
+        paths[name].unlink()
+    say(f"  its probabilities are {'bit for bit the same' if same else 'NOT THE SAME'}")
+    return same
+
+
+def _quality(prediction: ClassPrediction, labels: Tensor) -> dict[str, float]:
+    return {
+        "accuracy": accuracy(prediction.probs, labels),
+        "NLL": negative_log_likelihood(prediction.probs, labels),
+        "ECE": expected_calibration_error(prediction.probs, labels),
+        "Brier": brier_score(prediction.probs, labels),
+    }
+
+
+def _scores(prediction: ClassPrediction, model: str) -> dict[str, Tensor]:
+    """What may tell foreign inputs; a network without posterior has its entropy alone."""
+    scores = {"entropy": prediction.entropy()}
+    if model != PLAIN:
+        scores["mutual information"] = prediction.mutual_information()
+        scores["epistemic()"] = prediction.epistemic()
+    return scores
+
+
+def _auroc(
+    predictions: dict[str, dict[str, ClassPrediction]], foreign: list[str]
+) -> dict[tuple[str, str, str], float]:
+    result: dict[tuple[str, str, str], float] = {}
+    for model, by_set in predictions.items():
+        familiar = _scores(by_set["test digits"], model)
+        for name in foreign:
+            for score, values in _scores(by_set[name], model).items():
+                result[model, score, name] = ood_auroc(familiar[score], values)
+    return result
+
+
+def _print_tables(result: DigitsResult, foreign: list[str]) -> None:
+    columns = list(next(iter(result.quality.values())))
+    say("\nTest digits (NLL, ECE, Brier: lower is better)\n")
+    say(table(["model", *columns], [[name, *scores.values()] for name, scores in result.quality.items()]))
+    pairs = list(dict.fromkeys((model, score) for model, score, _ in result.auroc))
+    rows = [[model, score, *(result.auroc[model, score, name] for name in foreign)] for model, score in pairs]
+    say("\nTelling test digits from foreign images (AUROC: 1 is perfect, 0.5 is chance)\n")
+    say(table(["model", "score", *foreign], rows))
+    say("  (rotated: by 90 degrees, without 0, 1 and 8; letters: those that no digit resembles, 12 fonts)\n")
+
+
+def _figure(predictions: dict[str, dict[str, ClassPrediction]], inputs: dict[str, Tensor], data: DigitsData):
+    labels = data.test.labels
+    shown = {PLAIN: predictions[PLAIN], TUNED: predictions[TUNED]}
+    calibration = {name: (by_set["test digits"].probs, labels) for name, by_set in shown.items()}
+    scores = {
+        f"entropy, {PLAIN}": {name: p.entropy() for name, p in predictions[PLAIN].items()},
+        f"epistemic(), {TUNED}": {name: p.epistemic() for name, p in predictions[TUNED].items()},
+    }
+    return digits_figure(calibration, scores, _examples(predictions[TUNED], inputs, labels))
+
+
+def _examples(
+    predictions: dict[str, ClassPrediction], inputs: dict[str, Tensor], labels: Tensor
+) -> list[Example]:
+    """Three ordinary digits, the three least certain ones, and three of each foreign set."""
+    examples: list[Example] = []
+
+    def add(name: str, group: str, indices: list[int]) -> None:
+        prediction = predictions[name]
+        probabilities, classes = prediction.top_k(1)
+        for index in indices:
+            truth = f"{int(labels[index])} → " if name == "test digits" else "→ "
+            caption = f"{truth}{int(classes[index, 0])} ({float(probabilities[index, 0]):.0%})"
+            epistemic = float(prediction.epistemic()[index])
+            examples.append(Example(inputs[name][index], caption, epistemic, group))
+
+    digits = predictions["test digits"]
+    add("test digits", "test digits", [0, 1, 2])
+    add("test digits", "least certain", digits.entropy().topk(3).indices.tolist())
+    for name in inputs:
+        if name != "test digits":
+            add(name, name, [len(inputs[name]) * part // 7 for part in (1, 3, 5)])
+    return examples

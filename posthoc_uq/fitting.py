@@ -1,0 +1,178 @@
+"""`fit`: a trained model and its data in, a posterior over the weights out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.curvature.dryrun import Selection, prepare
+from posthoc_uq.curvature.statistics import DEFAULT_BUDGET
+from posthoc_uq.curvature.sweep import SweepSettings, residual_variance
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.evidence import maximise_evidence
+from posthoc_uq.inference.laplace import FAMILIES, LaplaceOptions, Run, laplace
+from posthoc_uq.inference.sparsify import kept_entries
+from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.loaders import BatchFunction, BatchReader, check_reusable
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.information import CORRECTIONS, Correction
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import model_device, statistics_dtype, unwrap
+from posthoc_uq.tuning import tune
+
+# Options that only some methods take, with their defaults.
+_OPTIONS: dict[str, dict[str, Any]] = {"inf": {"rank": 100, "basis": "auto", "correction": "rescale"}}
+_BASES = ("auto", "exact", "sketch")
+
+
+def fit(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    val_loader: Iterable[Any] | None = None,
+    method: str = "inf",
+    likelihood: str | Likelihood = "classification",
+    layers: Selection = "all",
+    rank: int | float | None = None,
+    fisher: Fisher = "mc",
+    n_samples: int = 1,
+    basis: str | None = None,
+    correction: Correction | None = None,
+    prior_precision: float | str = "evidence",
+    residual_weight: float = 1.0,
+    noise_variance: Tensor | float | None = None,
+    unsupported: str = "raise",
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+    batch_to_inputs: BatchFunction | None = None,
+    batch_to_targets: BatchFunction | None = None,
+    progress: bool = True,
+) -> Posterior:
+    """Fit a Gaussian posterior over the weights of a trained model, around the trained weights.
+
+    The model is not changed, and neither is the global random state. The result does not depend on the batch size or the order
+    of the samples beyond rounding.
+
+    Args:
+        model: trained; run in eval mode on a copy that shares its weights.
+        loader: batches ``(inputs, targets)``, inputs alone, or mappings; read once or twice, by method.
+        val_loader: held-out batches; the fit then ends with `tune(posterior, val_loader)`.
+        method: ``"inf"`` (sparse information form), ``"efb"``, ``"kfac"``, ``"diag"`` or ``"full"``.
+        likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
+        layers: ``"all"``, ``"last"``, names or prefixes of names, or a predicate ``(name, module) -> bool``.
+        rank: eigenvalues that ``"inf"`` keeps of a layer, or their share in (0, 1); default 100.
+        fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, or ``"empirical"`` targets.
+        n_samples: labels drawn per sample with ``fisher="mc"``.
+        basis: how ``"inf"`` finds its bases: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or ``"auto"`` by size.
+        correction: of ``"inf"``: ``"rescale"`` (default), ``"clamp"`` or ``"none"``.
+        prior_precision: tau, or ``"evidence"`` for the maximum of the log marginal likelihood.
+        residual_weight: omega of ``"inf"``.
+        noise_variance: for regression, in squared units of the targets, one number or one an output; by default the mean squared
+            residual of the training data, which takes a forward pass over it.
+        unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them (they stay deterministic).
+        seed: of drawn labels and sketches; a seed makes a fit bit-identical on one device.
+        dtype: of the statistics: float32 (default) or float64.
+        memory_budget: bytes that one temporary of the statistics may take.
+        batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of named ones.
+        batch_to_targets: takes a batch to its targets.
+        progress: show a bar per sweep.
+
+    Returns:
+        The posterior; see its `report`.
+
+    Raises:
+        UnsupportedLayerError: a layer's gradients cannot be caught.
+        NonFiniteError: outputs, activations or gradients are not finite.
+        PosthocUQError: options, data or model do not fit; the message says how to go on.
+    """
+    options = _options(method, rank=rank, basis=basis, correction=correction)
+    options = replace(options, memory_budget=_checked_budget(memory_budget))
+    law = resolve_likelihood(likelihood, noise_variance)
+    _check(fisher, n_samples, prior_precision)
+    model = unwrap(model)
+    device = model_device(model)
+    reader = BatchReader(device, batch_to_inputs, batch_to_targets)
+    finds_noise = isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
+    check_reusable(loader, FAMILIES[method][1] + finds_noise)
+    settings = SweepSettings(reader, law, fisher, n_samples, seed, statistics_dtype(model, dtype), progress)
+    with isolated_random_state(seed):
+        first, loader = _peek(loader)
+        batch = reader.read(first)
+        autocast = torch.is_autocast_enabled(device.type)
+        prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
+    noise_source = "given" if noise_variance is not None else "1, since the loader gives no targets"
+    if finds_noise:
+        with isolated_random_state(seed):
+            noise = residual_variance(prepared.capture, loader, settings)
+        if noise is not None:
+            settings = replace(settings, likelihood=Gaussian(noise))
+            noise_source = "mean squared residual of the training data"
+    posterior = laplace(method, Run(prepared, loader, settings, options, device), model)
+    if isinstance(law, Gaussian):
+        posterior.record.tuning["noise variance"] = noise_source
+    posterior.residual_weight = residual_weight
+    if isinstance(prior_precision, str):
+        maximise_evidence(posterior)
+    else:
+        posterior.prior_precision = prior_precision
+        posterior.record.tuning["prior precision"] = "given"
+    if val_loader is not None:
+        tune(
+            posterior,
+            val_loader,
+            seed=seed,
+            batch_to_inputs=batch_to_inputs,
+            batch_to_targets=batch_to_targets,
+            progress=progress,
+        )
+    return posterior
+
+
+def _options(method: str, **given: Any) -> LaplaceOptions:
+    if method not in FAMILIES:
+        raise PosthocUQError(f"method must be one of {sorted(FAMILIES)}, not {method!r}.")
+    own = _OPTIONS.get(method, {})
+    stray = [name for name, value in given.items() if value is not None and name not in own]
+    if stray:
+        raise PosthocUQError(f"method={method!r} does not take {stray}; of these options it takes {sorted(own) or 'none'}.")
+    chosen = own | {name: value for name, value in given.items() if value is not None}
+    options = LaplaceOptions(**chosen)
+    kept_entries(options.rank, (1, 1, 1))
+    if options.basis not in _BASES:
+        raise PosthocUQError(f"basis must be one of {_BASES}, not {options.basis!r}.")
+    if options.correction not in CORRECTIONS:
+        raise PosthocUQError(f"correction must be one of {CORRECTIONS}, not {options.correction!r}.")
+    return options
+
+
+def _checked_budget(budget: int) -> int:
+    if budget < 2**20:
+        raise PosthocUQError(f"memory_budget must be at least {2**20} bytes, not {budget}.")
+    return int(budget)
+
+
+def _check(fisher: str, n_samples: int, prior_precision: float | str) -> None:
+    if fisher not in get_args(Fisher):
+        raise PosthocUQError(f"fisher must be one of {get_args(Fisher)}, not {fisher!r}.")
+    if n_samples < 1 or (n_samples > 1 and fisher != "mc"):
+        raise PosthocUQError(f"n_samples is the number of labels drawn with fisher='mc', at least 1; not {n_samples} with {fisher!r}.")
+    if isinstance(prior_precision, str) and prior_precision != "evidence":
+        raise PosthocUQError(f"prior_precision must be a positive number or 'evidence', not {prior_precision!r}.")
+    if not isinstance(prior_precision, str) and not 0 < prior_precision < float("inf"):
+        raise PosthocUQError(f"prior_precision must be positive and finite, not {prior_precision}.")
+
+
+def _peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """The first batch, and a loader that still yields all of them."""
+    iterator = iter(loader)
+    try:
+        first = next(iterator)
+    except StopIteration:
+        raise PosthocUQError("The loader yields no batch; it needs at least one sample.") from None
+    return first, (cast(Iterable[Any], chain([first], iterator)) if iterator is loader else loader)

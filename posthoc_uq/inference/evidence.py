@@ -1,0 +1,165 @@
+"""Hyperparameters by the log marginal likelihood: the prior precision, and on request the noise.
+
+``log p(D) = log p(D | theta) - (log det P - n log tau + tau |theta|^2) / 2`` (MacKay 1992). The first term does not depend on the
+prior precision, so its search needs no labels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize, minimize_scalar
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.posteriors.base import Posterior
+
+START = (-4.0, 6.0)  # decades of the prior precision that are searched first
+LIMITS = (-10.0, 12.0)  # and how far the search goes before it gives up
+TOLERANCE = 0.02  # decades: 5 %
+
+
+@dataclass
+class Trials:
+    """What a search tried.
+
+    Attributes:
+        trials: one dictionary per evaluation: values and objective.
+        at_edge: what was found at the edge of its search interval.
+    """
+
+    trials: list[dict[str, Any]] = field(default_factory=lambda: list[dict[str, Any]]())
+    at_edge: list[str] = field(default_factory=lambda: list[str]())
+
+    def __str__(self) -> str:
+        lines = ["  ".join(f"{name}={_text(value)}" for name, value in trial.items()) for trial in self.trials]
+        lines += [f"at the edge of the search: {name}" for name in self.at_edge]
+        return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def search_decades(
+    objective: Callable[[float], float], interval: tuple[float, float], limits: tuple[float, float], tolerance: float = TOLERANCE, max_evaluations: int = 30
+) -> tuple[float, bool]:
+    """Minimise a function of a positive number over decades: bounded Brent, widened while the optimum sits at an edge.
+
+    Returns:
+        The minimiser, and whether it is at the edge of `limits`.
+    """
+    low, high = interval
+    while True:
+        found = minimize_scalar(
+            lambda x: objective(10.0**x), bounds=(low, high), method="bounded", options={"xatol": tolerance, "maxiter": max_evaluations}
+        )
+        best = float(found.x)
+        near = 4 * tolerance + 0.02 * (high - low)
+        if best - low < near and low > limits[0]:
+            low, high = max(limits[0], low - 4), min(high, low + 1)
+        elif high - best < near and high < limits[1]:
+            low, high = max(low, high - 1), min(limits[1], high + 4)
+        else:
+            return 10.0**best, best - low < near or high - best < near
+
+
+def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: bool = False) -> Trials:
+    """Set the prior precision (one, or one per layer) where the log marginal likelihood is largest, and with `noise` the noise too.
+
+    The noise found so at fixed weights is known to come out too large; by default it stays at the training residuals' variance.
+
+    Raises:
+        PosthocUQError: the noise is asked for, but the likelihood has none or the fit saw no labels.
+    """
+    if noise and posterior.noise_variance is None:
+        raise PosthocUQError(f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}.")
+    trials = Trials()
+    _set_prior(posterior, per_layer, trials)
+    if noise:
+        for _ in range(2):  # noise and prior in turn
+            _set_noise(posterior, trials)
+            _set_prior(posterior, per_layer, trials)
+        posterior.record.tuning["noise variance"] = "log marginal likelihood"
+    posterior.record.tuning["prior precision"] = "log marginal likelihood" + (", per layer" if per_layer else "")
+    warn_edges(trials)
+    return trials
+
+
+def warn_edges(trials: Trials) -> None:
+    """Say aloud what was found at an edge."""
+    if trials.at_edge:
+        warnings.warn(
+            f"The search ended at the edge of its interval for {', '.join(trials.at_edge)}; the value is a bound, not an optimum. "
+            f"Set it yourself, or look at what was tried.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials) -> None:
+    trials.at_edge = [name for name in trials.at_edge if not name.startswith("prior precision")]
+    if not per_layer:
+        posterior.prior_precision = _search_prior(posterior, list(posterior.blocks), "", trials)
+        return
+    if all(block in posterior.layers for block in posterior.blocks):
+        posterior.prior_precision = {
+            name: _search_prior(posterior, [name], f" of '{name}'", trials) for name in posterior.layers
+        }
+        return
+    _search_jointly(posterior, trials)
+
+
+def _search_prior(posterior: Posterior, blocks: list[str], label: str, trials: Trials) -> float:
+    def objective(tau: float) -> float:
+        value = 0.5 * sum(float(posterior.occam_factor(name, _everywhere(posterior, tau))) for name in blocks)
+        trials.trials.append({"prior precision" + label: tau, "log marginal likelihood less log likelihood": -value})
+        return value
+
+    tau, edge = search_decades(objective, START, LIMITS)
+    if edge:
+        trials.at_edge.append(f"prior precision{label} = {tau:.3g}")
+    return tau
+
+
+def _everywhere(posterior: Posterior, tau: float) -> dict[str, float]:
+    return dict.fromkeys(posterior.layers, tau)
+
+
+def _search_jointly(posterior: Posterior, trials: Trials) -> None:
+    """One prior precision per layer inside one dense block: gradient ascent from the best common one."""
+    common = _search_prior(posterior, list(posterior.blocks), "", trials)
+    names = list(posterior.layers)
+
+    def objective(decades: np.ndarray) -> tuple[float, np.ndarray]:
+        logs = torch.tensor(decades, dtype=torch.float64, requires_grad=True)
+        priors = dict(zip(names, (10.0**logs).unbind(), strict=True))
+        value = 0.5 * torch.stack([posterior.occam_factor(block, priors) for block in posterior.blocks]).sum()
+        (gradient,) = torch.autograd.grad(value, logs)
+        trials.trials.append({"prior precisions": (10.0**decades).tolist(), "log marginal likelihood less log likelihood": -float(value)})
+        return float(value), gradient.numpy()
+
+    start = np.full(len(names), np.log10(common))
+    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=[LIMITS] * len(names), options={"maxiter": 100})
+    for name, decade in zip(names, found.x, strict=True):
+        if min(decade - LIMITS[0], LIMITS[1] - decade) < TOLERANCE:
+            trials.at_edge.append(f"prior precision of '{name}' = {10.0**decade:.3g}")
+    posterior.prior_precision = {name: float(10.0**decade) for name, decade in zip(names, found.x, strict=True)}
+
+
+def _set_noise(posterior: Posterior, trials: Trials) -> None:
+    trials.at_edge = [name for name in trials.at_edge if not name.startswith("noise")]
+
+    def objective(factor: float) -> float:
+        value = -float(posterior.log_marginal_likelihood(noise_scale=factor))
+        trials.trials.append({"noise scale": factor, "log marginal likelihood": -value})
+        return value
+
+    factor, edge = search_decades(objective, (-2.0, 2.0), (-6.0, 6.0))
+    posterior.noise_scale = factor
+    if edge:
+        trials.at_edge.append(f"noise scale = {factor:.3g}")

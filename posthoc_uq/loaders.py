@@ -1,0 +1,155 @@
+"""Batches of every accepted form as inputs and targets on the model's device.
+
+A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch is a
+tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under a usual name), or whatever
+`batch_to_inputs` and `batch_to_targets` take apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from posthoc_uq.errors import PosthocUQError
+
+BatchFunction = Callable[[Any], Any]
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+
+
+@dataclass
+class Batch:
+    """One batch on the device: arguments of the model, and targets where the loader gave them."""
+
+    args: tuple[Any, ...]
+    targets: Tensor | None = None
+    kwargs: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor among the inputs."""
+        values = (*self.args, *(self.kwargs[name] for name in sorted(self.kwargs)))
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def call(self, model: nn.Module) -> Tensor:
+        """The model's output tensor ``(samples, ...)``.
+
+        Raises:
+            PosthocUQError: the model gives something that holds no tensor of outputs.
+        """
+        return output_tensor(model(*self.args, **self.kwargs))
+
+    def narrow(self, start: int, length: int, samples: int) -> Batch:
+        """The samples ``start`` to ``start + length`` of a batch of `samples`."""
+
+        def cut(value: Any) -> Any:
+            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
+            return value[start : start + length] if counted else value
+
+        return Batch(tuple(cut(v) for v in self.args), cut(self.targets), {k: cut(v) for k, v in self.kwargs.items()})
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The tensor of outputs in what a model returned: itself, ``.logits``, ``["logits"]``, or the first of a tuple."""
+    found = output
+    if isinstance(output, Mapping):
+        found = cast(Mapping[str, Any], output).get("logits")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "logits", None)
+        if found is None and isinstance(output, Sequence) and len(cast(Sequence[Any], output)) > 0:
+            found = cast(Sequence[Any], output)[0]
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        raise PosthocUQError(
+            f"The model returned {type(output).__name__}; it must return a tensor of logits or means, "
+            f"or something with that tensor as 'logits'."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Takes batches apart and moves them to a device."""
+
+    device: torch.device
+    batch_to_inputs: BatchFunction | None = None
+    batch_to_targets: BatchFunction | None = None
+
+    def read(self, batch: Any) -> Batch:
+        """A `Batch` on the device.
+
+        Raises:
+            PosthocUQError: the batch has a form that needs `batch_to_inputs`.
+        """
+        inputs, targets = self._split(batch)
+        if self.batch_to_targets is not None:
+            targets = self.batch_to_targets(batch)
+        targets = None if targets is None else torch.as_tensor(targets)
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            kwargs = {str(k): self._move(v) for k, v in cast(Mapping[str, Any], inputs).items()}
+        elif isinstance(inputs, tuple):
+            args = tuple(self._move(v) for v in cast(tuple[Any, ...], inputs))
+        else:
+            args = (self._move(inputs),)
+        return Batch(args, None if targets is None else self._move(targets), kwargs)
+
+    def _split(self, batch: Any) -> tuple[Any, Any]:
+        if self.batch_to_inputs is not None:
+            inputs = self.batch_to_inputs(batch)
+            pair = isinstance(batch, (tuple, list)) and len(cast(Sequence[Any], batch)) == 2
+            return inputs, (batch[1] if pair and self.batch_to_targets is None else None)
+        if isinstance(batch, Tensor):
+            return batch, None
+        if isinstance(batch, Mapping):
+            named = dict(cast(Mapping[str, Any], batch))
+            targets = next((named.pop(name) for name in TARGET_NAMES if name in named), None)
+            return named, targets
+        if isinstance(batch, (tuple, list)):
+            parts = cast(Sequence[Any], batch)
+            if len(parts) == 1:
+                return parts[0], None
+            if len(parts) == 2:
+                return parts[0], parts[1]
+            raise PosthocUQError(
+                f"The loader yields batches of {len(parts)} parts; say which are inputs with batch_to_inputs=lambda batch: ... "
+                f"(and batch_to_targets=...)."
+            )
+        raise PosthocUQError(
+            f"The loader yields batches of type {type(batch).__name__}; pass batch_to_inputs=lambda batch: ... to take them apart."
+        )
+
+    def _move(self, value: Any) -> Any:
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def batches(
+    loader: Iterable[Any], reader: BatchReader, *, progress: bool = False, description: str = ""
+) -> Iterator[Batch]:
+    """Read a loader from its start to its end.
+
+    Raises:
+        PosthocUQError: the loader yields no batch.
+    """
+    count = 0
+    for batch in tqdm(loader, desc=description, disable=not progress, leave=False):
+        count += 1
+        yield reader.read(batch)
+    if count == 0:
+        raise PosthocUQError("The loader yields no batch; it needs at least one sample.")
+
+
+def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
+    """Refuse an iterator that is used up after one sweep where more are needed.
+
+    Raises:
+        PosthocUQError: the loader can be read only once.
+    """
+    if sweeps > 1 and iter(loader) is loader:
+        raise PosthocUQError(
+            "The loader is an iterator that can be read only once, and this fit reads the data "
+            f"{sweeps} times; pass a DataLoader or a list of batches."
+        )

@@ -1,0 +1,1 @@
+"""What a posterior over the weights is."""

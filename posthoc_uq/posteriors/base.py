@@ -1,0 +1,366 @@
+"""The posterior over a model's weights: a Gaussian around the trained ones, one block per layer (or one for all).
+
+What heads, the tuner and the store need, and no more; see `Posterior`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import log
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings
+from posthoc_uq.posteriors.report import Report, build_report
+from posthoc_uq.randomness import mixed_seed
+
+_DRAW_BYTES = 64 * 2**20  # noise that `sample` holds at once beyond the draws themselves
+_CACHE_BYTES = 512 * 2**20  # factorised blocks that a posterior keeps
+
+
+@dataclass
+class Evidence:
+    """What the fit saw of the data, for the log marginal likelihood.
+
+    Attributes:
+        samples: training samples.
+        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise of the fit; None without labels.
+        squared_residuals: sum of squared residuals over their noise variance (regression), else 0.
+        targets: number of target values (regression), else 0.
+    """
+
+    samples: int
+    log_likelihood: float | None = None
+    squared_residuals: float = 0.0
+    targets: int = 0
+
+    def at_noise(self, noise_scale: float | Tensor) -> float | Tensor:
+        """The log likelihood with every noise variance multiplied by `noise_scale`."""
+        if self.log_likelihood is None:
+            raise PosthocUQError(
+                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw no labels; "
+                "fit with a loader that yields (inputs, targets)."
+            )
+        if self.targets == 0:
+            return self.log_likelihood
+        logarithm = noise_scale.log() if isinstance(noise_scale, Tensor) else log(noise_scale)
+        return self.log_likelihood + 0.5 * self.squared_residuals * (1 - 1 / noise_scale) - 0.5 * self.targets * logarithm
+
+
+@dataclass
+class Record:
+    """What a posterior remembers of how it came to be; `report` prints it.
+
+    Attributes:
+        fit: plain values: method options, seed, timings in seconds.
+        deterministic: parameters without a posterior, each with the reason.
+        tuning: how each hyperparameter was chosen, in words.
+    """
+
+    fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    deterministic: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+
+
+class Posterior:
+    """A Gaussian ``N(mean, P^-1)`` over the weights of some layers, independent between blocks.
+
+    ``P = scale / noise_scale * I + prior_precision`` per block, with the Fisher information ``I`` in the form of the method.
+    `scale`, `prior_precision`, `residual_weight`, `noise_scale` and `temperature` are plain attributes; setting one re-factors
+    lazily, and never needs the data again.
+
+    Attributes:
+        method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"`` or ``"full"``.
+        layers: the layers by name.
+        blocks: block name to `Block`; the block's name is its layer's, but for the dense posterior.
+        members: block name to the names of its layers.
+        mean: trained parameters by name, a view of the model's.
+        likelihood: of the targets given the outputs.
+        model: the model it was fitted on or loaded for; no part of the state.
+        scale: what the mean Fisher is multiplied with; starts at the number of samples.
+        prior_precision: a number, or one number per layer name.
+        residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
+        noise_scale: factor on the noise variance of the likelihood (regression).
+        temperature: divides the logits in prediction (classification).
+    """
+
+    def __init__(
+        self,
+        method: str,
+        layers: Mapping[str, Layer],
+        blocks: Mapping[str, Block],
+        members: Mapping[str, list[str]],
+        mean: Mapping[str, Tensor],
+        likelihood: Likelihood,
+        evidence: Evidence,
+        record: Record | None = None,
+    ) -> None:
+        self.method = method
+        self.layers = dict(layers)
+        self.blocks = dict(blocks)
+        self.members = {name: list(inner) for name, inner in members.items()}
+        self.mean = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
+        self.likelihood = likelihood
+        self.evidence = evidence
+        self.record = record or Record()
+        self.model: nn.Module | None = None
+        self.scale: float = float(evidence.samples)
+        self.prior_precision: float | dict[str, float] = 1.0
+        self.residual_weight: float = 1.0
+        self.noise_scale: float = 1.0
+        self.temperature: float = 1.0
+        self._cache: dict[str, tuple[Any, Factor]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("scale", "noise_scale", "temperature"):
+            value = _positive(name, value)
+        elif name == "residual_weight":
+            value = float(value)
+            if not 0.0 <= value <= 1.0:
+                raise PosthocUQError(f"residual_weight must lie in [0, 1], not {value}.")
+        elif name == "prior_precision":
+            value = self._checked_prior(value)
+        super().__setattr__(name, value)
+
+    def _checked_prior(self, value: Any) -> float | dict[str, float]:
+        if not isinstance(value, Mapping):
+            return _positive("prior_precision", value)
+        given = {str(k): _positive("prior_precision", v) for k, v in cast(Mapping[str, Any], value).items()}
+        if given.keys() != self.layers.keys():
+            missing = sorted(self.layers.keys() ^ given.keys())
+            raise PosthocUQError(f"prior_precision per layer must name every layer once; these do not match: {missing[:5]}.")
+        return given
+
+    def __repr__(self) -> str:
+        count = sum(layer.parameters for layer in self.layers.values())
+        return f"Posterior(method={self.method!r}, layers={len(self.layers)}, parameters={count}, scale={self.scale:g})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks live."""
+        return next(iter(next(iter(self.blocks.values())).tensors().values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the blocks are stored in."""
+        return next(iter(next(iter(self.blocks.values())).tensors().values())).dtype
+
+    @property
+    def noise_variance(self) -> Tensor | None:
+        """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
+        return self.likelihood.noise_variance * self.noise_scale if isinstance(self.likelihood, Gaussian) else None
+
+    def layer_prior(self, layer: str) -> float:
+        """The prior precision of one layer."""
+        return self.prior_precision[layer] if isinstance(self.prior_precision, dict) else self.prior_precision
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw `n` sets of weights.
+
+        The i-th draw depends on the generator alone, not on `n`, the device or other draws; without a generator the draws differ
+        from call to call. The global random state is never touched.
+
+        Returns:
+            Parameter name to ``(n, *shape)``, in the parameters' dtype and on their device.
+
+        Raises:
+            PosthocUQError: `n` is not positive.
+        """
+        if n < 1:
+            raise PosthocUQError(f"The number of draws must be at least 1, not {n}.")
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        seeds = torch.randint(0, 2**63 - 1, (n,), generator=generator, device=generator.device).tolist()
+        draws: dict[str, Tensor] = {}
+        for layer, matrix in self._deviations(seeds):
+            for name, deviation in layer.to_parameters(matrix).items():
+                mean = self.mean[name]
+                draws[name] = deviation.to(device=mean.device, dtype=mean.dtype).add_(mean)
+        return draws
+
+    def _deviations(self, seeds: list[int]) -> Iterator[tuple[Layer, Tensor]]:
+        """Draws from ``N(0, P^-1)`` layer by layer, ``(n, G, m, n)``."""
+        for index, (name, block) in enumerate(self.blocks.items()):
+            factor, shape = self.factor(name), self._block_shape(name)
+            size = shape[0] * shape[1] * shape[2]
+            like = next(iter(block.tensors().values()))
+            out = like.new_empty(len(seeds), *shape)
+            chunk = max(1, _DRAW_BYTES // (3 * size * like.element_size()))
+            for start in range(0, len(seeds), chunk):
+                noise = [_normals(mixed_seed(seed, index), shape, like) for seed in seeds[start : start + chunk]]
+                out[start : start + len(noise)] = factor.transform(torch.stack(noise))
+            yield from self._split(name, out)
+
+    def variance(self) -> dict[str, Tensor]:
+        """Marginal variance of every parameter, by name and in its shape."""
+        found: dict[str, Tensor] = {}
+        for name in self.blocks:
+            for layer, matrix in self._split(name, self.factor(name).variance()):
+                found |= layer.to_parameters(matrix)
+        return found
+
+    def quadratic(self, jacobians: Mapping[str, Tensor]) -> Tensor:
+        """``J Sigma J^T``, ``(q, q)``: the covariance of q linear functions of the weights.
+
+        Args:
+            jacobians: layer name to ``(q, groups, outputs, inputs)`` (the matrix view, bias last); absent layers count as zero.
+
+        Raises:
+            PosthocUQError: no layer is given, or one is unknown.
+        """
+        unknown = sorted(set(jacobians) - set(self.layers))
+        if unknown or not jacobians:
+            raise PosthocUQError(f"Jacobians must be given for layers of the posterior; unknown: {unknown}.")
+        total: Tensor | None = None
+        for name, inner in self.members.items():
+            if not any(layer in jacobians for layer in inner):
+                continue
+            part = self.factor(name).quadratic(self._join(name, jacobians))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def output_variance(self, layer: str, mean: Tensor, variance: Tensor | None = None) -> Tensor:
+        """Variance that one layer's weights give to its outputs ``W x``, for inputs of given mean and variance.
+
+        Args:
+            layer: its name.
+            mean: input means ``(rows, inputs)``, or ``(rows, groups, inputs)``; without the bias column, which is added.
+            variance: input variances of the same shape; None for certain inputs.
+
+        Returns:
+            ``(rows, outputs)``, or ``(rows, groups, outputs)``.
+        """
+        spec = self.layers[layer]
+        grouped = mean.ndim == 3
+        means = mean if grouped else mean.unsqueeze(1)
+        spread = torch.zeros_like(means) if variance is None else variance.reshape(means.shape)
+        if spec.bias is not None:
+            means = torch.nn.functional.pad(means, (0, 1), value=1.0)
+            spread = torch.nn.functional.pad(spread, (0, 1))
+        block, start = self._home(layer)
+        found = self.factor(block).output_variance(spread, means, start, spec.matrix_shape)
+        return found if grouped else found.squeeze(1)
+
+    def log_determinant(self) -> Tensor:
+        """``log det P`` over all blocks, a scalar."""
+        return torch.stack([self.factor(name).log_determinant() for name in self.blocks]).sum()
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None, noise_scale: float | Tensor | None = None
+    ) -> Tensor:
+        """Laplace's approximation to ``log p(data)`` (MacKay 1992), a scalar in nats:
+        ``log p(D | theta) - (log det P - sum n log tau + sum tau |theta|^2) / 2``.
+
+        Args:
+            prior_precision: tau to evaluate at, differentiably where it is a tensor (a scalar, or by layer name);
+                the posterior's own if None.
+            noise_scale: factor on the noise variance, likewise.
+
+        Raises:
+            PosthocUQError: the fit saw no labels.
+        """
+        noise = self.noise_scale if noise_scale is None else noise_scale
+        fit = self.evidence.at_noise(noise)
+        return fit - 0.5 * sum(self.occam_factor(name, prior_precision, noise) for name in self.blocks)
+
+    def occam_factor(
+        self, block: str, prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None, noise_scale: float | Tensor | None = None
+    ) -> Tensor:
+        """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
+        prior = self.prior_precision if prior_precision is None else prior_precision
+        noise = self.noise_scale if noise_scale is None else noise_scale
+        own = prior_precision is None and noise_scale is None
+        factor = self.factor(block) if own else self.blocks[block].factor(self._settings(block, prior, noise))
+        total = factor.log_determinant()
+        for name in self.members[block]:
+            tau = prior[name] if isinstance(prior, Mapping) else prior
+            layer = self.layers[name]
+            norm = sum(float(self.mean[p].double().square().sum()) if self.mean[p].device.type != "mps"
+                       else float(self.mean[p].square().sum()) for p in layer.parameter_names)
+            logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
+            total = total - layer.parameters * logarithm + tau * norm
+        return total
+
+    def factor(self, block: str) -> Factor:
+        """A block's precision at the present settings, factorised; kept while memory allows."""
+        key = (self.scale, self.noise_scale, self.residual_weight, tuple(self.layer_prior(n) for n in self.members[block]))
+        cached = self._cache.get(block)
+        if cached is not None and cached[0] == key:
+            return cached[1]
+        self._cache.pop(block, None)
+        factor = self.blocks[block].factor(self._settings(block, self.prior_precision, self.noise_scale))
+        if factor.bytes() + sum(kept.bytes() for _, kept in self._cache.values()) <= _CACHE_BYTES:
+            self._cache[block] = (key, factor)
+        return factor
+
+    def _settings(self, block: str, prior: Any, noise: float | Tensor) -> Settings:
+        inner = self.members[block]
+        if isinstance(prior, Mapping):
+            by_layer = cast(Mapping[str, Any], prior)
+            if len(inner) == 1:
+                prior = by_layer[inner[0]]
+            else:
+                parts = [torch.as_tensor(by_layer[n], dtype=torch.float64).expand(self.layers[n].parameters) for n in inner]
+                prior = torch.cat(parts).reshape(1, 1, -1)
+        return Settings(self.scale / noise, prior, self.residual_weight)
+
+    def _block_shape(self, block: str) -> tuple[int, int, int]:
+        inner = self.members[block]
+        return self.layers[inner[0]].matrix_shape if block in self.layers else (1, 1, sum(self.layers[n].parameters for n in inner))
+
+    def _home(self, layer: str) -> tuple[str, int]:
+        """The block of a layer, and where the layer starts in it."""
+        if layer in self.blocks:
+            return layer, 0
+        for block, inner in self.members.items():
+            if layer in inner:
+                return block, sum(self.layers[n].parameters for n in inner[: inner.index(layer)])
+        raise PosthocUQError(f"The posterior has no layer '{layer}'; it has {list(self.layers)[:8]}.")
+
+    def _split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
+        """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""
+        if block in self.layers:
+            yield self.layers[block], matrix
+            return
+        start = 0
+        for name in self.members[block]:
+            layer = self.layers[name]
+            part = matrix[..., 0, 0, start : start + layer.parameters]
+            start += layer.parameters
+            yield layer, part.reshape(*matrix.shape[:-3], *layer.matrix_shape)
+
+    def _join(self, block: str, matrices: Mapping[str, Tensor]) -> Tensor:
+        """Layers' matrices ``(q, G, m, n)`` as the block's."""
+        if block in self.layers:
+            return matrices[block]
+        like = next(iter(matrices.values()))
+        parts = [
+            matrices[n].flatten(1) if n in matrices else like.new_zeros(like.shape[0], self.layers[n].parameters)
+            for n in self.members[block]
+        ]
+        return torch.cat(parts, dim=1).reshape(like.shape[0], 1, 1, -1)
+
+    def report(self) -> Report:
+        """A table of what was fitted and how; prints itself."""
+        return build_report(self)
+
+
+def _positive(name: str, value: Any) -> float:
+    number = float(value)
+    if not (0.0 < number < float("inf")):
+        raise PosthocUQError(f"{name} must be positive and finite, not {value}.")
+    return number
+
+
+def _normals(seed: int, shape: tuple[int, int, int], like: Tensor) -> Tensor:
+    """Standard normals drawn on the CPU, so that every device gets the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)

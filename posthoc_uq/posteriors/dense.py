@@ -1,0 +1,90 @@
+"""The dense posterior: the whole Fisher over all parameters of all its layers, correlations between layers included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape
+from posthoc_uq.posteriors.numerics import as_double, cholesky, positive_part
+
+
+class DenseFactor(Factor):
+    """``P = R R^T`` over the parameters of all layers, flattened one after the other; tensors are ``(..., 1, 1, parameters)``."""
+
+    def __init__(self, root: Tensor, like: Tensor) -> None:
+        self.root = root
+        self._like = like
+
+    def _solve(self, rows: Tensor) -> Tensor:
+        """``R^-1`` applied to rows ``(q, parameters)``."""
+        return torch.linalg.solve_triangular(self.root, rows.to(self.root).T, upper=False).T
+
+    def transform(self, noise: Tensor) -> Tensor:
+        rows = noise.flatten(1).to(self.root)
+        return torch.linalg.solve_triangular(self.root.T, rows.T, upper=True).T.to(noise).reshape(noise.shape)
+
+    def covariance(self) -> Tensor:
+        """``P^-1``, ``(parameters, parameters)``."""
+        return torch.cholesky_inverse(self.root)
+
+    def variance(self) -> Tensor:
+        return self.covariance().diagonal().to(self._like).reshape(1, 1, -1)
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        rows = self._solve(jacobians.flatten(1))
+        return (rows @ rows.T).to(jacobians)
+
+    def log_determinant(self) -> Tensor:
+        return 2 * self.root.diagonal().log().sum()
+
+    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
+        groups, outputs, inputs = shape
+        stop = start + groups * outputs * inputs
+        own = self.covariance()[start:stop, start:stop].reshape(groups * outputs, inputs, groups * outputs, inputs)
+        rows = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1).reshape(groups, outputs, inputs, inputs).to(mean)
+        spread = torch.einsum("goii,rgi->rgo", rows, second)
+        return torch.einsum("rgi,goij,rgj->rgo", mean, rows, mean) + spread
+
+    def bytes(self) -> int:
+        return self.root.numel() * self.root.element_size()
+
+
+class DenseBlock(Block):
+    """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
+
+    kind = "dense"
+
+    def __init__(self, fisher: Tensor) -> None:
+        self.fisher = fisher
+
+    def factor(self, settings: Settings) -> DenseFactor:
+        prior = torch.as_tensor(settings.prior_precision).to(device=self.fisher.device)
+        prior = as_double(prior).expand(1, 1, self.fisher.shape[0]).flatten()
+        fisher = as_double(self.fisher)
+        try:
+            root = cholesky(settings.scale * fisher + prior.diag())
+        except NonFiniteError:  # rounding in the accumulated Fisher left a negative eigenvalue below -prior_precision
+            root = cholesky(settings.scale * positive_part(fisher) + prior.diag())
+        return DenseFactor(root, self.fisher)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"fisher": self.fisher}
+
+    def attributes(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"fisher": (shape[-1], shape[-1])}
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DenseBlock:
+        return cls(tensors["fisher"])
+
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        return scale * self.fisher.unsqueeze(0)

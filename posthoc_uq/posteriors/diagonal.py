@@ -1,0 +1,63 @@
+"""The diagonal posterior: ``P = scale * d + prior_precision`` with the exact diagonal ``d`` of the Fisher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+
+
+class DiagonalFactor(Factor):
+    """A diagonal precision ``(G, m, n)``."""
+
+    def __init__(self, precision: Tensor) -> None:
+        self.precision = precision
+
+    def transform(self, noise: Tensor) -> Tensor:
+        return noise * self.precision.rsqrt()
+
+    def variance(self) -> Tensor:
+        return self.precision.reciprocal()
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        rows = (jacobians * self.precision.rsqrt()).flatten(1)
+        return rows @ rows.T
+
+    def log_determinant(self) -> Tensor:
+        return log_sum(self.precision)
+
+    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
+        return torch.einsum("goi,rgi->rgo", self.precision.reciprocal(), mean.square() + second)
+
+
+class DiagonalBlock(Block):
+    """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``."""
+
+    kind = "diagonal"
+
+    def __init__(self, diagonal: Tensor) -> None:
+        self.diagonal = diagonal
+
+    def factor(self, settings: Settings) -> DiagonalFactor:
+        return DiagonalFactor(settings.scale * self.diagonal + settings.prior_precision)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"diagonal": self.diagonal}
+
+    def attributes(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"diagonal": shape}
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DiagonalBlock:
+        return cls(tensors["diagonal"])
+
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        return scale * torch.diag_embed(self.diagonal.flatten(1))

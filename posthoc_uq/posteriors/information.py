@@ -1,0 +1,271 @@
+"""INF, the sparse information form (Lee, Humt, Feng, Triebel 2020): low rank in a Kronecker basis, and an exact diagonal.
+
+One layer keeps ``U_a`` (inputs x a), ``U_g`` (outputs x g), eigenvalues ``(g, a)`` and the Fisher's diagonal ``d``. With
+``l = (U_g o U_g) Lambda (U_a o U_a)^T`` and L = a g, its precision is
+
+    P = V V^T + H^-1,   V = diag(vec s) (U_g x U_a) diag(sqrt(scale * lambda)),   H^-1 = scale * omega * D + tau,
+
+where ``D = max(d - l, 0)`` and, under the correction ``"rescale"``, ``s = min(1, sqrt(d / l))``, so that the diagonal is exact and the
+matrix positive semidefinite at every rank; ``"clamp"`` has ``s = 1``, ``"none"`` also ``D = 0``. V is never formed: products with it are
+two small matrix products, and everything else goes through the L x L system ``I + M``, ``M = V^T H V``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import CorruptPosteriorError
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, log_sum
+from posthoc_uq.posteriors.numerics import as_double, cholesky
+
+Correction = Literal["rescale", "clamp", "none"]
+CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
+
+_CHUNK = 8 * 2**20  # numbers in a temporary of the contractions below
+
+
+class InformationFactor(Factor):
+    """``P = V V^T + H^-1`` with the Cholesky factor ``R R^T = I + M``; shapes as in `InformationBlock`."""
+
+    def __init__(self, input_basis: Tensor, output_basis: Tensor, roots: Tensor, shrink: Tensor | None, inverse: Tensor) -> None:
+        self._input_basis = input_basis
+        self._output_basis = output_basis
+        self._roots = roots  # sqrt(scale * lambda), (G, g, a)
+        self._inverse = inverse  # H, (G, m, n)
+        self._shrink = shrink  # s, or None for 1
+        self._half = inverse.sqrt()
+        self._root = cholesky(self._identity_plus_m())
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        return tensor if self._shrink is None else tensor * self._shrink
+
+    def _project(self, matrices: Tensor) -> Tensor:
+        """``V^T x`` of matrices ``(q, G, m, n)``: ``(q, G, L)``."""
+        inner = self._output_basis.transpose(-1, -2) @ self._scaled(matrices) @ self._input_basis
+        return (inner * self._roots).flatten(2)
+
+    def _lift(self, cores: Tensor) -> Tensor:
+        """``V y`` of cores ``(q, G, L)``: ``(q, G, m, n)``."""
+        inner = cores.reshape(-1, *self._roots.shape) * self._roots
+        return self._scaled(self._output_basis @ inner @ self._input_basis.transpose(-1, -2))
+
+    def _identity_plus_m(self) -> Tensor:
+        """``I + V^T H V`` in float64, ``(G, L, L)``.
+
+        ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, over ``a <= a'`` and ``g <= g'``.
+        """
+        groups, width_g, width_a = self._roots.shape
+        weights = self._inverse if self._shrink is None else self._inverse * self._shrink.square()
+        first = _contract_pairs(as_double(weights), as_double(self._input_basis))
+        packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
+        index_g, index_a = _pair_index(width_g, packed.device), _pair_index(width_a, packed.device)
+        full = packed[:, index_g.flatten()][:, :, index_a.flatten()]
+        full = full.reshape(groups, width_g, width_g, width_a, width_a).transpose(2, 3)
+        full = full.reshape(groups, width_g * width_a, width_g * width_a)
+        roots = as_double(self._roots).flatten(1)
+        if full.requires_grad or roots.requires_grad:
+            full = full * roots.unsqueeze(-1) * roots.unsqueeze(-2)
+            return full + torch.eye(full.shape[-1], dtype=full.dtype, device=full.device)
+        full.mul_(roots.unsqueeze(-1)).mul_(roots.unsqueeze(-2))
+        full.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        return full
+
+    def _columns(self, rows: Tensor) -> Tensor:
+        """``(q, G, L)`` as columns ``(G, L, q)`` in the factor's precision and place."""
+        return rows.permute(1, 2, 0).to(self._root)
+
+    def transform(self, noise: Tensor) -> Tensor:
+        # P^-1 = H^1/2 (I + W W^T)^-1 H^1/2 with W = H^1/2 V, and (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1 for
+        # K = R^-T (I + R)^-1. One noise instead of two, and stiff directions lose only half the digits.
+        columns = self._columns(self._project(self._half * noise))
+        lower = self._root + torch.eye(self._root.shape[-1], dtype=self._root.dtype, device=self._root.device)
+        columns = torch.linalg.solve_triangular(lower, columns, upper=False)
+        columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
+        correction = self._lift(columns.permute(2, 0, 1).to(noise))
+        return self._half * (noise - self._half * correction)
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        weighted = jacobians * self._half
+        columns = torch.linalg.solve_triangular(self._root, self._columns(self._project(self._half * weighted)), upper=False)
+        reduction = torch.einsum("glq,glp->qp", columns, columns).to(jacobians)
+        rows = weighted.flatten(1)
+        return rows @ rows.T - reduction
+
+    def log_determinant(self) -> Tensor:
+        small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
+        return small.to(self._inverse.device, torch.float64 if self._inverse.device.type != "mps" else None) - log_sum(self._inverse)
+
+    def _row_cores(self) -> Tensor:
+        """``sum_gg' Ug[o g] Ug[o g'] C[g., g'.]`` with ``C = lambda^1/2 (I + M)^-1 lambda^1/2``, packed over pairs: ``(G, m, pairs)``."""
+        groups, width_g, width_a = self._roots.shape
+        roots = as_double(self._roots).flatten(1)
+        core = torch.cholesky_inverse(self._root).mul_(roots.unsqueeze(-1)).mul_(roots.unsqueeze(-2))
+        core = core.reshape(groups, width_g, width_a, width_g, width_a)
+        g0, g1 = torch.triu_indices(width_g, width_g, device=core.device)
+        a0, a1 = torch.triu_indices(width_a, width_a, device=core.device)
+        twice = torch.where(g0 == g1, 1.0, 2.0).to(core)
+        # (G, pairs of g, pairs of a); the mean of both orders, since C[g a, g' a'] and C[g a', g' a] differ.
+        packed = core[:, g0.unsqueeze(1), a0, g1.unsqueeze(1), a1] + core[:, g0.unsqueeze(1), a1, g1.unsqueeze(1), a0]
+        return (_pairs(as_double(self._output_basis)) * twice) @ (packed / 2)
+
+    def variance(self) -> Tensor:
+        cores = self._row_cores()
+        a0, a1 = torch.triu_indices(self._roots.shape[-1], self._roots.shape[-1], device=cores.device)
+        cores = cores * torch.where(a0 == a1, 1.0, 2.0).to(cores)
+        reduction = (cores @ _pairs(as_double(self._input_basis)).transpose(-1, -2)).to(self._inverse)
+        scaled = self._scaled(self._inverse)
+        return self._inverse - scaled.square() * reduction
+
+    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
+        width_a = self._roots.shape[-1]
+        cores = self._row_cores().to(mean)[..., _pair_index(width_a, mean.device).flatten()]
+        cores = cores.reshape(*cores.shape[:2], width_a, width_a)
+        scaled = self._scaled(self._inverse)
+        outputs: list[Tensor] = []
+        step = max(1, _CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * width_a))
+        for first in range(0, scaled.shape[1], step):
+            rows = slice(first, first + step)
+            shaped = scaled[:, rows].unsqueeze(-1) * self._input_basis.unsqueeze(1)  # (G, rows, n, a)
+            inner = torch.einsum("rgi,goia->rgoa", mean, shaped)
+            outputs.append(torch.einsum("rgoa,goab,rgob->rgo", inner, cores[:, rows], inner))
+        exact = torch.einsum("goi,rgi->rgo", self._inverse, mean.square()) - torch.cat(outputs, dim=2)
+        return exact + torch.einsum("goi,rgi->rgo", self.variance(), second)
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self._inverse, self._half, self._root))
+
+
+class InformationBlock(Block):
+    """What INF stores of one layer.
+
+    Args:
+        input_basis: ``U_a``, ``(G, n, a)``.
+        output_basis: ``U_g``, ``(G, m, g)``.
+        eigenvalues: ``(G, g, a)``; groups that keep fewer directions are padded with zeros.
+        diagonal: ``d``, ``(G, m, n)``.
+        correction: ``"rescale"``, ``"clamp"`` or ``"none"``.
+    """
+
+    kind = "inf"
+
+    def __init__(
+        self, input_basis: Tensor, output_basis: Tensor, eigenvalues: Tensor, diagonal: Tensor, correction: Correction
+    ) -> None:
+        self.input_basis = input_basis
+        self.output_basis = output_basis
+        self.eigenvalues = eigenvalues
+        self.diagonal = diagonal
+        self.correction: Correction = correction
+
+    def low_rank_diagonal(self) -> Tensor:
+        """``l``, the diagonal of the low-rank part before any correction, ``(G, m, n)``."""
+        inner = self.output_basis.square() @ self.eigenvalues
+        return inner @ self.input_basis.square().transpose(-1, -2)
+
+    def shrink(self) -> Tensor | None:
+        """``s``, ``(G, m, n)``, or None where it is 1 everywhere."""
+        if self.correction != "rescale":
+            return None
+        low_rank = self.low_rank_diagonal()
+        ratio = self.diagonal / low_rank.clamp(min=torch.finfo(low_rank.dtype).tiny)
+        return torch.where(low_rank > 0, ratio.sqrt().clamp(max=1.0), torch.ones_like(ratio))
+
+    def residual(self) -> Tensor:
+        """``D``, ``(G, m, n)``."""
+        if self.correction == "none":
+            return torch.zeros_like(self.diagonal)
+        return (self.diagonal - self.low_rank_diagonal()).clamp(min=0)
+
+    def factor(self, settings: Settings) -> InformationFactor:
+        precision = settings.scale * settings.residual_weight * self.residual() + settings.prior_precision
+        roots = self.eigenvalues.sqrt() * settings.scale**0.5
+        return InformationFactor(self.input_basis, self.output_basis, roots, self.shrink(), precision.reciprocal())
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "input_basis": self.input_basis,
+            "output_basis": self.output_basis,
+            "eigenvalues": self.eigenvalues,
+            "diagonal": self.diagonal,
+        }
+
+    def attributes(self) -> dict[str, Any]:
+        return {
+            "correction": self.correction,
+            "input_directions": self.eigenvalues.shape[-1],
+            "output_directions": self.eigenvalues.shape[-2],
+        }
+
+    @classmethod
+    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        groups, outputs, inputs = shape
+        width_a = bounded(attributes, "input_directions", 0, inputs)
+        width_g = bounded(attributes, "output_directions", 0, outputs)
+        if attributes.get("correction") not in CORRECTIONS:
+            raise CorruptPosteriorError(f"A block's correction is {attributes.get('correction')!r}, not one of {CORRECTIONS}.")
+        return {
+            "input_basis": (groups, inputs, width_a),
+            "output_basis": (groups, outputs, width_g),
+            "eigenvalues": (groups, width_g, width_a),
+            "diagonal": shape,
+        }
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> InformationBlock:
+        return cls(
+            tensors["input_basis"],
+            tensors["output_basis"],
+            tensors["eigenvalues"],
+            tensors["diagonal"],
+            attributes["correction"],
+        )
+
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis).flatten(3).flatten(1, 2)
+        shrink = self.shrink()
+        if shrink is not None:
+            vectors = vectors * shrink.flatten(1).unsqueeze(-1)
+        low_rank = (vectors * self.eigenvalues.flatten(1).unsqueeze(1)) @ vectors.transpose(-1, -2)
+        return scale * (low_rank + residual_weight * torch.diag_embed(self.residual().flatten(1)))
+
+    def summary(self) -> dict[str, Any]:
+        excess = (self.low_rank_diagonal() - self.diagonal).clamp(min=0)
+        norm = torch.linalg.vector_norm(self.diagonal).clamp(min=torch.finfo(excess.dtype).tiny)
+        return {
+            "a": self.eigenvalues.shape[-1],
+            "g": self.eigenvalues.shape[-2],
+            "kept": int((self.eigenvalues > 0).sum()),
+            "corrected": float((excess > 0).float().mean()),
+            "change": float(torch.linalg.vector_norm(excess) / norm),
+        }
+
+
+def _pairs(basis: Tensor) -> Tensor:
+    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``."""
+    first, second = torch.triu_indices(basis.shape[-1], basis.shape[-1], device=basis.device)
+    return basis[..., first] * basis[..., second]
+
+
+def _pair_index(width: int, device: torch.device) -> Tensor:
+    """Where the pair of two directions stands in the packed order, ``(width, width)``."""
+    first, second = torch.triu_indices(width, width, device=device)
+    index = torch.empty(width, width, dtype=torch.long, device=device)
+    order = torch.arange(first.shape[0], device=device)
+    index[first, second] = order
+    index[second, first] = order
+    return index
+
+
+def _contract_pairs(weights: Tensor, basis: Tensor) -> Tensor:
+    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of inputs."""
+    pairs = basis.shape[-1] * (basis.shape[-1] + 1) // 2
+    step = max(1, _CHUNK // max(1, basis.shape[0] * pairs))
+    total = weights.new_zeros(*weights.shape[:2], pairs)
+    for start in range(0, basis.shape[1], step):
+        part = slice(start, start + step)
+        total = total + weights[:, :, part] @ _pairs(basis[:, part])
+    return total

@@ -1,0 +1,139 @@
+"""KFAC and EFB: precisions that are diagonal in a Kronecker-factored eigenbasis.
+
+``P = (U_G x U_A) diag(scale * lambda + prior_precision) (U_G x U_A)^T``. KFAC (Martens, Grosse 2015; Ritter, Botev, Barber 2018) takes
+``lambda = s_G s_A^T`` from the eigenvalues of the two Grams; EFB (George et al. 2018) takes the exact second moments in that basis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+
+
+class KroneckerFactor(Factor):
+    """A precision with eigenvalues ``(G, m, n)`` in the basis ``output_basis x input_basis``."""
+
+    def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
+        self._input_basis = input_basis
+        self._output_basis = output_basis
+        self.precision = precision
+
+    def transform(self, noise: Tensor) -> Tensor:
+        return self._output_basis @ (noise * self.precision.rsqrt()) @ self._input_basis.transpose(-1, -2)
+
+    def variance(self) -> Tensor:
+        inner = self._output_basis.square() @ self.precision.reciprocal()
+        return inner @ self._input_basis.square().transpose(-1, -2)
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        rotated = self._output_basis.transpose(-1, -2) @ jacobians @ self._input_basis
+        rows = (rotated * self.precision.rsqrt()).flatten(1)
+        return rows @ rows.T
+
+    def log_determinant(self) -> Tensor:
+        return log_sum(self.precision)
+
+    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
+        squares = torch.einsum("rgi,gia->rga", mean, self._input_basis).square()
+        squares = squares + torch.einsum("rgi,gia->rga", second, self._input_basis.square())
+        table = self._output_basis.square() @ self.precision.reciprocal()
+        return torch.einsum("goa,rga->rgo", table, squares)
+
+    def bytes(self) -> int:
+        return self.precision.numel() * self.precision.element_size()
+
+
+class _EigenbasisBlock(Block):
+    """Shared by KFAC and EFB: full eigenbases of both Grams."""
+
+    def __init__(self, input_basis: Tensor, output_basis: Tensor) -> None:
+        self.input_basis = input_basis
+        self.output_basis = output_basis
+
+    def eigenvalues_matrix(self) -> Tensor:
+        """Eigenvalues of the Fisher approximation, ``(G, m, n)``."""
+        raise AssertionError("each family defines its own eigenvalues")
+
+    def factor(self, settings: Settings) -> KroneckerFactor:
+        precision = settings.scale * self.eigenvalues_matrix() + settings.prior_precision
+        return KroneckerFactor(self.input_basis, self.output_basis, precision)
+
+    def attributes(self) -> dict[str, Any]:
+        return {}
+
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis)
+        vectors = vectors.flatten(3).flatten(1, 2)
+        return scale * (vectors * self.eigenvalues_matrix().flatten(1).unsqueeze(1)) @ vectors.transpose(-1, -2)
+
+
+class KroneckerBlock(_EigenbasisBlock):
+    """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``."""
+
+    kind: ClassVar[str] = "kfac"
+
+    def __init__(self, input_basis: Tensor, output_basis: Tensor, input_values: Tensor, output_values: Tensor) -> None:
+        super().__init__(input_basis, output_basis)
+        self.input_values = input_values
+        self.output_values = output_values
+
+    def eigenvalues_matrix(self) -> Tensor:
+        return self.output_values.unsqueeze(-1) * self.input_values.unsqueeze(-2)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "input_basis": self.input_basis,
+            "output_basis": self.output_basis,
+            "input_eigenvalues": self.input_values,
+            "output_eigenvalues": self.output_values,
+        }
+
+    @classmethod
+    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        groups, outputs, inputs = shape
+        return {
+            "input_basis": (groups, inputs, inputs),
+            "output_basis": (groups, outputs, outputs),
+            "input_eigenvalues": (groups, inputs),
+            "output_eigenvalues": (groups, outputs),
+        }
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
+        return cls(
+            tensors["input_basis"], tensors["output_basis"], tensors["input_eigenvalues"], tensors["output_eigenvalues"]
+        )
+
+
+class EigenvalueCorrectedBlock(_EigenbasisBlock):
+    """EFB: the Kronecker-factored eigenbasis with exact second moments ``(G, m, n)``."""
+
+    kind: ClassVar[str] = "efb"
+
+    def __init__(self, input_basis: Tensor, output_basis: Tensor, eigenvalues: Tensor) -> None:
+        super().__init__(input_basis, output_basis)
+        self.eigenvalues = eigenvalues
+
+    def eigenvalues_matrix(self) -> Tensor:
+        return self.eigenvalues
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"input_basis": self.input_basis, "output_basis": self.output_basis, "eigenvalues": self.eigenvalues}
+
+    @classmethod
+    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        groups, outputs, inputs = shape
+        return {
+            "input_basis": (groups, inputs, inputs),
+            "output_basis": (groups, outputs, outputs),
+            "eigenvalues": (groups, outputs, inputs),
+        }
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EigenvalueCorrectedBlock:
+        return cls(tensors["input_basis"], tensors["output_basis"], tensors["eigenvalues"])

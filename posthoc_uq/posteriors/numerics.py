@@ -1,0 +1,87 @@
+"""Linear algebra with its precision settled in one place: small systems and eigenproblems are solved in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import NonFiniteError
+
+# Above this size a float32 Gram is first decomposed in float32, which halves the time; float64 is the fallback.
+_WIDE_EIGH_LIMIT = 1024
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64, on the CPU where its device has none."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
+def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of symmetric matrices.
+
+    Raises:
+        NonFiniteError: the matrices are not finite.
+    """
+    if not bool(torch.isfinite(gram).all()):
+        raise NonFiniteError("A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights.")
+    symmetric = (gram + gram.transpose(-1, -2)) / 2
+    if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
+        try:
+            values, vectors = torch.linalg.eigh(symmetric)
+        except torch.linalg.LinAlgError:  # seen on finite, rank-deficient Grams of a ResNet
+            values, vectors = torch.linalg.eigh(as_double(symmetric))
+    else:
+        values, vectors = torch.linalg.eigh(as_double(symmetric))
+    return values.flip(-1).clamp(min=0).to(gram), vectors.flip(-1).to(gram)
+
+
+def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Leading eigenpairs of a positive semidefinite ``A`` known by ``Y = A Omega`` alone.
+
+    The stabilised single-pass Nystrom approximation of Tropp, Yurtsever, Udell, Cevher 2017 (algorithm 3):
+    ``Y_nu = Y + nu Omega``, ``Omega^T Y_nu = C^T C``, and the singular value decomposition of ``Y_nu C^{-1}``.
+
+    Args:
+        sketch: ``(groups, n, width)``.
+        test_matrix: ``(groups, n, width)``.
+
+    Returns:
+        Eigenvalues ``(groups, width)``, largest first, and orthonormal eigenvectors ``(groups, n, width)``.
+    """
+    y, omega = as_double(sketch), as_double(test_matrix)
+    epsilon = float(torch.finfo(sketch.dtype).eps)
+    norm = torch.linalg.matrix_norm(y, dim=(-2, -1), keepdim=True)
+    shift = epsilon * norm + torch.finfo(torch.float64).tiny**0.5
+    for _ in range(8):
+        shifted = y + shift * omega
+        core = omega.transpose(-1, -2) @ shifted
+        factor, info = torch.linalg.cholesky_ex((core + core.transpose(-1, -2)) / 2)
+        if not bool(info.any()):
+            break
+        shift = 10 * shift
+    else:
+        raise NonFiniteError("The sketch of a Gram matrix could not be factorised; use basis='exact'.")
+    root = torch.linalg.solve_triangular(factor.transpose(-1, -2), shifted, upper=True, left=False)
+    vectors, singular, _ = torch.linalg.svd(root, full_matrices=False)
+    values = (singular.square() - shift.squeeze(-1)).clamp(min=0)
+    return values.to(sketch), vectors.to(sketch)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """The lower Cholesky factor of positive definite matrices.
+
+    Raises:
+        NonFiniteError: they are not positive definite in float64.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if bool(info.any()):
+        raise NonFiniteError(
+            "A precision matrix is not positive definite to rounding; raise the prior precision or fit with dtype=torch.float64."
+        )
+    return factor
+
+
+def positive_part(matrix: Tensor) -> Tensor:
+    """The nearest positive semidefinite matrix to a symmetric one, in the Frobenius norm."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
+    return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)

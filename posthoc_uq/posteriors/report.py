@@ -1,0 +1,84 @@
+"""A posterior's report: a table of layers and a few lines about how it was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posthoc_uq.posteriors.base import Posterior
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Posterior.report` gives.
+
+    Attributes:
+        summary: plain values: method, numbers, bytes, hyperparameters, timings.
+        rows: one dictionary per layer.
+        deterministic: parameters without a posterior, each with the reason.
+        tuning: how each hyperparameter was chosen.
+    """
+
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+    deterministic: dict[str, str]
+    tuning: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {_text(value)}" for name, value in self.summary.items()]
+        lines += [f"{name}: {how}" for name, how in self.tuning.items()]
+        columns = list(dict.fromkeys(key for row in self.rows for key in row))
+        table = [columns] + [[_text(row.get(column, "")) for column in columns] for row in self.rows]
+        widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.deterministic.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+            lines.append(f"deterministic ({reason}): {shown}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, fit for JSON."""
+        return {
+            "summary": self.summary,
+            "layers": self.rows,
+            "deterministic": self.deterministic,
+            "tuning": self.tuning,
+        }
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def build_report(posterior: Posterior) -> Report:
+    """The report of a posterior; see `Report`."""
+    rows: list[dict[str, Any]] = []
+    for name, layer in posterior.layers.items():
+        row: dict[str, Any] = {"layer": name, "kind": layer.kind, "shape": "x".join(map(str, layer.matrix_shape))}
+        row["prior precision"] = posterior.layer_prior(name)
+        block = posterior.blocks.get(name)
+        if block is not None:
+            row |= {"numbers": block.numbers(), "bytes": block.bytes(), **block.summary()}
+        rows.append(row)
+    blocks = posterior.blocks.values()
+    prior = posterior.prior_precision
+    summary: dict[str, Any] = {
+        "method": posterior.method,
+        "likelihood": posterior.likelihood.name,
+        "layers": len(posterior.layers),
+        "parameters with a posterior": sum(layer.parameters for layer in posterior.layers.values()),
+        "numbers stored": sum(block.numbers() for block in blocks),
+        "bytes stored": sum(block.bytes() for block in blocks),
+        "scale": posterior.scale,
+        "prior precision": "per layer" if isinstance(prior, dict) else prior,
+        "residual weight": posterior.residual_weight,
+        "temperature": posterior.temperature,
+    }
+    noise = posterior.noise_variance
+    if noise is not None:
+        summary["noise variance"] = [float(f"{value:.4g}") for value in noise.tolist()]
+    return Report(summary | posterior.record.fit, rows, dict(posterior.record.deterministic), dict(posterior.record.tuning))

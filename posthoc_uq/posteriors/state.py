@@ -1,0 +1,149 @@
+"""A posterior as plain tensors and plain values, and back: all that a store writes.
+
+The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to ``kind``, ``members``,
+``attributes`` and ``tensors``). Plain values are strings, numbers, booleans, lists of those, and dictionaries of those by string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import likelihood_from_attributes
+from posthoc_uq.posteriors.base import Evidence, Posterior, Record
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.dense import DenseBlock
+from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
+
+BLOCK_KINDS: dict[str, type[Block]] = {
+    kind.kind: kind for kind in (DiagonalBlock, KroneckerBlock, EigenvalueCorrectedBlock, InformationBlock, DenseBlock)
+}
+
+
+def posterior_state(posterior: Posterior) -> dict[str, Any]:
+    """The state of a posterior; tensors are its own, not copies."""
+    evidence = posterior.evidence
+    return {
+        "attributes": {
+            "method": posterior.method,
+            "scale": posterior.scale,
+            "prior_precision": posterior.prior_precision,
+            "residual_weight": posterior.residual_weight,
+            "noise_scale": posterior.noise_scale,
+            "temperature": posterior.temperature,
+            "likelihood": posterior.likelihood.attributes(),
+            "evidence": {
+                "samples": evidence.samples,
+                "squared_residuals": evidence.squared_residuals,
+                "targets": evidence.targets,
+                **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
+            },
+            "record": {
+                "fit": dict(posterior.record.fit),
+                "deterministic": dict(posterior.record.deterministic),
+                "tuning": dict(posterior.record.tuning),
+            },
+        },
+        "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
+        "blocks": {
+            name: {
+                "kind": block.kind,
+                "members": list(posterior.members[name]),
+                "attributes": block.attributes(),
+                "tensors": block.tensors(),
+            }
+            for name, block in posterior.blocks.items()
+        },
+    }
+
+
+def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
+    """The layers of a state.
+
+    Raises:
+        CorruptPosteriorError: a layer's description is incomplete.
+    """
+    try:
+        return {str(name): Layer.from_attributes(str(name), attributes) for name, attributes in state["layers"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptPosteriorError(f"The description of a layer is incomplete: {error!r}.") from None
+
+
+def expected_shapes(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Block name to tensor name to the shape it must have; needs no tensor, so that a store can check before it reads.
+
+    Raises:
+        CorruptPosteriorError: a block is of an unknown kind, or its attributes or members do not fit.
+    """
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    placed: list[str] = []
+    for name, block in state["blocks"].items():
+        kind, members = BLOCK_KINDS.get(block.get("kind")), list(block.get("members", []))
+        if kind is None:
+            raise CorruptPosteriorError(f"Block '{name}' is of the unknown kind {block.get('kind')!r}.")
+        if not members or any(member not in layers for member in members):
+            raise CorruptPosteriorError(f"Block '{name}' has layers that are not described: {members[:5]}.")
+        placed += members
+        if kind is DenseBlock:
+            shape = (1, 1, sum(layers[member].parameters for member in members))
+        elif members == [name]:
+            shape = layers[name].matrix_shape
+        else:
+            raise CorruptPosteriorError(f"Block '{name}' must hold the layer of that name alone, not {members[:5]}.")
+        shapes[name] = kind.shapes(shape, block.get("attributes", {}))
+    if sorted(placed) != sorted(layers):
+        raise CorruptPosteriorError("The blocks do not hold every layer once.")
+    return shapes
+
+
+def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -> Posterior:
+    """The posterior that a state describes, centred on `mean` (the model's parameters by name).
+
+    Raises:
+        CorruptPosteriorError: the state is incomplete or out of range.
+    """
+    layers = state_layers(state)
+    expected = expected_shapes(state, layers)
+    blocks: dict[str, Block] = {}
+    for name, block in state["blocks"].items():
+        tensors = block["tensors"]
+        for tensor_name, shape in expected[name].items():
+            found = tensors.get(tensor_name)
+            if found is None or tuple(found.shape) != shape:
+                raise CorruptPosteriorError(
+                    f"Block '{name}': tensor '{tensor_name}' must have shape {shape}, not "
+                    f"{None if found is None else tuple(found.shape)}."
+                )
+        blocks[name] = BLOCK_KINDS[block["kind"]].restore(block["attributes"], tensors)
+    attributes = state["attributes"]
+    try:
+        evidence, record = attributes["evidence"], attributes["record"]
+        log_likelihood = evidence.get("log_likelihood")
+        posterior = Posterior(
+            str(attributes["method"]),
+            layers,
+            blocks,
+            {name: list(block["members"]) for name, block in state["blocks"].items()},
+            mean,
+            likelihood_from_attributes(attributes["likelihood"]),
+            Evidence(
+                int(evidence["samples"]),
+                None if log_likelihood is None else float(log_likelihood),
+                float(evidence["squared_residuals"]),
+                int(evidence["targets"]),
+            ),
+            Record(dict(record["fit"]), dict(record["deterministic"]), dict(record["tuning"])),
+        )
+        for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
+            setattr(posterior, name, attributes[name])
+    except CorruptPosteriorError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, PosthocUQError) as error:
+        raise CorruptPosteriorError(f"The posterior's attributes are incomplete or out of range: {error!r}.") from None
+    return posterior

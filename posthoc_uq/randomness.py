@@ -1,0 +1,96 @@
+"""Random numbers that belong to a sample, and a guard for the global random state.
+
+A label drawn for a sample is keyed on the bytes of that sample's input, so it is the same whatever the batch size, the
+order of the samples, the device or the number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+# Multipliers and shifts of the SplitMix64 finaliser (Steele, Lea, Flood 2014).
+_GAMMA, _MIX1, _MIX2 = (_signed(v) for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # torch's >> keeps the sign of int64; the mask makes it the shift of an unsigned word.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """The SplitMix64 finaliser on int64 words, element by element."""
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    return x ^ _shift_right(x, 31)
+
+
+def mixed_seed(*words: int) -> int:
+    """One non-negative 63-bit seed from several integers."""
+    state = torch.zeros((), dtype=torch.int64)
+    for word in words:
+        state = mix(state * _GAMMA + _signed(word) + _GAMMA)
+    return int(state) & ((1 << 63) - 1)
+
+
+def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
+    """A 64-bit hash ``(samples,)`` of each sample's input, from every tensor whose first dimension counts the samples.
+
+    Integer arithmetic modulo 2^64 is exact in any order, so the key does not depend on device or batch.
+    """
+    keys: Tensor | None = None
+    for tensor in tensors:
+        if tensor.ndim == 0 or tensor.shape[0] != samples:
+            continue
+        rows = tensor.detach().reshape(samples, -1).contiguous()
+        if rows.dtype == torch.bool:
+            rows = rows.to(torch.uint8)
+        if rows.is_complex():
+            rows = torch.view_as_real(rows).reshape(samples, -1)
+        words = rows.view(_BYTES_AS_INTEGER[rows.element_size()]).to(torch.int64)
+        weights = mix(torch.arange(1, words.shape[1] + 1, device=words.device) * _GAMMA) | 1
+        part = mix((words * weights).sum(dim=1))
+        keys = part if keys is None else mix(keys * _GAMMA + part)
+    if keys is None:
+        keys = torch.arange(samples)
+    return mix(keys + _signed(mixed_seed(seed)))
+
+
+def uniforms(keys: Tensor, count: int) -> Tensor:
+    """``(samples, count)`` float64 numbers in (0, 1), a function of the keys alone."""
+    streams = torch.arange(1, count + 1, device=keys.device) * _GAMMA
+    bits = _shift_right(mix(keys.unsqueeze(1) + streams), 11)  # 53 random bits
+    # Made on the CPU where the device has no float64.
+    bits = bits.cpu() if bits.device.type == "mps" else bits
+    return (bits.to(torch.float64) + 0.5) / (1 << 53)
+
+
+@contextmanager
+def isolated_random_state(seed: int | None = None) -> Iterator[None]:
+    """Run a block with the global generators seeded (Python, numpy, torch), and give them back as they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed % (1 << 32))
+                torch.manual_seed(seed)
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,78 @@
+"""A copy of the user's model that shares its parameters' storage, so that the model itself is never touched.
+
+Hooks, training flags, ``requires_grad`` and gradients belong to the copy; the weights are the model's own memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.errors import PosthocUQError
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, or the model itself."""
+    original = getattr(model, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else model
+
+
+def replicate(model: nn.Module, parameters: dict[str, Tensor] | None = None) -> nn.Module:
+    """A structural copy of `model` in eval mode, whose parameters share storage with the model's and need no gradient.
+
+    Args:
+        model: any module that `copy.deepcopy` can copy.
+        parameters: tensors to put in place of the model's own, by name; an `nn.Parameter` among them is used as it is, so
+            that several replicas can hold the same one.
+
+    Raises:
+        PosthocUQError: the model cannot be copied (scripted, lazy, or holding something that has no copy).
+    """
+    model = unwrap(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PosthocUQError("The model is a TorchScript module; pass the original nn.Module instead.")
+    given = parameters or {}
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PosthocUQError(f"Parameter '{name}' is not initialised yet; run the model once on a batch first.")
+        replacement = given.get(name, parameter)
+        if name not in given or not isinstance(replacement, nn.Parameter):
+            replacement = nn.Parameter(replacement.detach(), requires_grad=False)
+        memo[id(parameter)] = replacement
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a module may hold: locks, open files, non-leaf tensors
+        raise PosthocUQError(
+            f"The model cannot be copied ({type(error).__name__}: {error}); drop what has no copy from its attributes."
+        ) from error
+    return twin.eval()
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Name of every parameter by the identity of its tensor."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Device of the first parameter.
+
+    Raises:
+        PosthocUQError: the model has no parameters.
+    """
+    for parameter in model.parameters():
+        return parameter.device
+    raise PosthocUQError("The model has no parameters, so there is nothing to be uncertain about.")
+
+
+def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
+    """What statistics are accumulated in: float32, or float64 where the model is or where it is asked for."""
+    if dtype is None:
+        wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        return torch.float64 if wide else torch.float32
+    if dtype not in (torch.float32, torch.float64):
+        raise PosthocUQError(f"dtype must be torch.float32 or torch.float64, not {dtype}.")
+    return cast(torch.dtype, dtype)

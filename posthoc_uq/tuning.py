@@ -1,0 +1,270 @@
+"""Hyperparameters of a fitted posterior: by the log marginal likelihood, or by the likelihood of held-out data.
+
+Changing them re-factors small systems and never needs the training data again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import log10
+from typing import Any
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.heads.sampling import SamplingPredictor, predict
+from posthoc_uq.inference.evidence import Trials, maximise_evidence, search_decades, warn_edges
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
+from posthoc_uq.loaders import BatchFunction, BatchReader, batches, check_reusable
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import model_device
+
+PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
+_HYPERPARAMETERS = ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature")
+
+
+def tune(
+    posterior: Posterior,
+    val_loader: Iterable[Any] | None = None,
+    *,
+    per_layer: bool = False,
+    noise: bool = False,
+    temperature: bool = False,
+    parameters: tuple[str, ...] | None = None,
+    n_samples: int = 10,
+    max_evaluations: int = 12,
+    seed: int = 0,
+    batch_to_inputs: BatchFunction | None = None,
+    batch_to_targets: BatchFunction | None = None,
+    progress: bool = True,
+) -> Trials:
+    """Choose the hyperparameters of `posterior`, in place.
+
+    Without `val_loader` the log marginal likelihood is maximised over the prior precision: usable as it is, good at telling foreign
+    inputs, and known to be under-confident. With it, the negative log-likelihood of held-out data under the sampling head is
+    minimised, one hyperparameter after the other, with the same random numbers throughout; the best of all that was tried is
+    kept. Held-out data of the training distribution cannot judge epistemic uncertainty: with `temperature`, which would displace
+    the weight posterior altogether, the prior precision is therefore put where the evidence puts it, and only the temperature is
+    tuned on the held-out data.
+
+    Args:
+        posterior: from `fit` or `load`.
+        val_loader: held-out batches with targets, read several times.
+        per_layer: one prior precision per layer (evidence only).
+        noise: for regression, tune the noise too; without it the noise stays at the training residuals' variance.
+        temperature: tune a temperature on the logits (needs `val_loader`).
+        parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``, ``"noise"``.
+        n_samples: weight draws per evaluation on held-out data.
+        max_evaluations: evaluations per hyperparameter on held-out data.
+        seed: of the draws.
+        batch_to_inputs: as in `fit`.
+        batch_to_targets: as in `fit`.
+        progress: show a bar.
+
+    Returns:
+        What was tried, and what ended at the edge of its interval (which is also a warning).
+
+    Raises:
+        PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
+    """
+    if val_loader is None:
+        if temperature or parameters is not None:
+            raise PosthocUQError("temperature and parameters are tuned on held-out data; pass val_loader=....")
+        return maximise_evidence(posterior, per_layer=per_layer, noise=noise)
+    if per_layer:
+        raise PosthocUQError("per_layer=True is chosen by the log marginal likelihood; call tune without val_loader.")
+    with _restored_on_error(posterior):
+        search = _Search(posterior, val_loader, n_samples, seed, BatchReader(_device(posterior), batch_to_inputs, batch_to_targets))
+        search.progress = progress
+        if temperature:
+            return search.temperature()
+        return search.coordinates(_chosen(posterior, parameters, noise), max_evaluations)
+
+
+def _device(posterior: Posterior) -> torch.device:
+    return model_device(_model(posterior))
+
+
+def _model(posterior: Posterior) -> nn.Module:
+    if posterior.model is None:
+        raise PosthocUQError("The posterior has lost its model; set posterior.model to the model it was fitted on.")
+    return posterior.model
+
+
+def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
+    regression = isinstance(posterior.likelihood, Gaussian)
+    available = [p for p in PARAMETERS if (p != "residual_weight" or posterior.method == "inf") and (p != "noise" or regression)]
+    if parameters is None:
+        return [p for p in available if p != "noise" or noise]
+    unknown = [p for p in parameters if p not in available]
+    if unknown or not parameters:
+        raise PosthocUQError(f"parameters must be among {available} for this posterior; not {list(parameters)}.")
+    return list(parameters)
+
+
+@contextmanager
+def _restored_on_error(posterior: Posterior) -> Iterator[None]:
+    before = {name: getattr(posterior, name) for name in _HYPERPARAMETERS}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            setattr(posterior, name, value)
+        raise
+
+
+class _Search:
+    """Coordinate search on held-out data; every evaluation draws with the same seed."""
+
+    def __init__(self, posterior: Posterior, loader: Iterable[Any], n_samples: int, seed: int, reader: BatchReader) -> None:
+        check_reusable(loader, 2)
+        self.posterior = posterior
+        self.trials = Trials()
+        self.progress = False
+        self._loader = loader
+        self._n_samples = n_samples
+        self._seed = seed
+        self._reader = reader
+
+    def _batches(self, description: str) -> Iterator[tuple[Any, Tensor]]:
+        with isolated_random_state(self._seed):
+            for batch in batches(self._loader, self._reader, progress=self.progress, description=description):
+                if batch.targets is None:
+                    raise PosthocUQError("Tuning on held-out data needs targets; val_loader yields inputs alone.")
+                yield batch, batch.targets
+
+    def _predictor(self) -> SamplingPredictor:
+        return SamplingPredictor(_model(self.posterior), self.posterior, self._n_samples, self._seed)
+
+    def loss(self) -> float:
+        """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters."""
+        predictor, total, count = self._predictor(), 0.0, 0
+        with torch.no_grad():
+            for batch, targets in self._batches("tuning"):
+                outputs = predictor.outputs(*batch.args, **batch.kwargs)
+                self.posterior.likelihood.check(outputs[0], targets)
+                shaped = targets.reshape(outputs.shape[1:]) if isinstance(self.posterior.likelihood, Gaussian) else targets.flatten()
+                log_prob = predict(outputs, self.posterior).log_prob(shaped)
+                total -= float(log_prob.double().sum())
+                count += outputs.shape[1]
+        return total / count
+
+    def _evaluate(self) -> float:
+        posterior = self.posterior
+        try:
+            value = self.loss()
+        except NonFiniteError:  # a draw of wild weights: a value no search keeps
+            value = float("inf")
+        value = value if value == value else float("inf")
+        prior = posterior.prior_precision
+        self.trials.trials.append(
+            {
+                "prior precision": dict(prior) if isinstance(prior, dict) else prior,
+                "residual weight": posterior.residual_weight,
+                "scale": posterior.scale,
+                "noise scale": posterior.noise_scale,
+                "temperature": posterior.temperature,
+                "validation NLL": value,
+            }
+        )
+        return value
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self.posterior, name) for name in _HYPERPARAMETERS}
+
+    def _apply(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self.posterior, name, value)
+
+    def coordinates(self, names: list[str], max_evaluations: int) -> Trials:
+        """One hyperparameter after the other, from the present ones; the best values tried are kept."""
+        best_loss, best = self._evaluate(), self._values()
+        for name in names:
+            self._apply(best)
+            kept = [(best_loss, best)]
+
+            def objective(x: float, name: str = name, base: dict[str, Any] = best, kept: list[tuple[float, Any]] = kept) -> float:
+                self._apply(base)
+                self._set(name, x, base)
+                value = self._evaluate()
+                kept.append((value, self._values()))
+                return value
+
+            if name == "residual_weight":  # [0, 1] is its whole domain: an end of it is no edge of a search
+                minimize_scalar(
+                    objective, bounds=(0.0, 1.0), method="bounded", options={"xatol": 0.03, "maxiter": max_evaluations}
+                )
+                objective(0.0)
+                edge = False
+            else:
+                interval, limits = self._interval(name, best)
+                _, edge = search_decades(objective, interval, limits, 0.05, max_evaluations)
+            improved = min(kept, key=lambda pair: pair[0])
+            if improved[0] < best_loss:
+                best_loss, best = improved
+                if edge:
+                    self.trials.at_edge.append(f"{name.replace('_', ' ')} = {_shown(best, name)}")
+            self.posterior.record.tuning[name.replace("_", " ")] = "validation NLL"
+        self._apply(best)
+        warn_edges(self.trials)
+        return self.trials
+
+    def _interval(self, name: str, base: dict[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
+        if name == "prior_precision":
+            prior = base["prior_precision"]
+            centre = 0.0 if isinstance(prior, dict) else log10(prior)  # per layer: a common factor
+            return (centre - 2.0, centre + 3.0), (centre - 6.0, centre + 7.0)
+        return (-2.0, 2.0), (-5.0, 5.0)
+
+    def _set(self, name: str, x: float, base: dict[str, Any]) -> None:
+        if name == "prior_precision":
+            prior = base["prior_precision"]
+            self.posterior.prior_precision = {k: v * x for k, v in prior.items()} if isinstance(prior, dict) else x
+        elif name == "scale":
+            self.posterior.scale = base["scale"] * x
+        elif name == "noise":
+            self.posterior.noise_scale = base["noise_scale"] * x
+        else:
+            self.posterior.residual_weight = min(1.0, max(0.0, x))
+
+    def temperature(self) -> Trials:
+        """The temperature on the logits of one set of draws, at the prior precision of the evidence."""
+        posterior = self.posterior
+        if not isinstance(posterior.likelihood, (Categorical, Bernoulli)):
+            raise PosthocUQError(f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none.")
+        evidence = maximise_evidence(posterior)
+        posterior.temperature = 1.0
+        predictor = self._predictor()
+        logits: list[Tensor] = []
+        targets: list[Tensor] = []
+        with torch.no_grad():
+            for batch, labels in self._batches("temperature"):
+                outputs = predictor.outputs(*batch.args, **batch.kwargs)
+                posterior.likelihood.check(outputs[0], labels)
+                logits.append(outputs.cpu())
+                targets.append(labels.cpu().flatten())
+        stacked, labels = torch.cat(logits, dim=1), torch.cat(targets)
+
+        def objective(temperature: float) -> float:
+            value = -float(predict(stacked / temperature, posterior).log_prob(labels).double().mean())
+            self.trials.trials.append({"temperature": temperature, "validation NLL": value})
+            return value
+
+        # `predict` leaves the temperature to whoever makes the outputs.
+        found, edge = search_decades(objective, (-1.0, 1.5), (-3.0, 4.0), 0.005, 40)
+        posterior.temperature = found
+        posterior.record.tuning["temperature"] = "validation NLL"
+        self.trials.at_edge += evidence.at_edge
+        if edge:
+            self.trials.at_edge.append(f"temperature = {found:.3g}")
+            warn_edges(self.trials)
+        return self.trials
+
+
+def _shown(values: dict[str, Any], name: str) -> str:
+    value = values["noise_scale" if name == "noise" else name]
+    return "per layer" if isinstance(value, dict) else f"{value:.3g}"

@@ -1,0 +1,303 @@
+"""Every formula of the prediction objects against loops in float64 written from its definition."""
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
+
+SAMPLES, BATCH, CLASSES = 7, 5, 4
+
+
+def _logits(dtype: torch.dtype = torch.float32, scale: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (scale * torch.randn(SAMPLES, BATCH, CLASSES, generator=generator)).to(dtype)
+
+
+def _softmax(row: np.ndarray) -> list[float]:
+    powers = [math.exp(z - max(row)) for z in row]
+    return [p / sum(powers) for p in powers]
+
+
+def _entropy(probabilities: list[float]) -> float:
+    return -sum(p * math.log(p) for p in probabilities if p > 0)
+
+
+def _by_hand(logits: torch.Tensor) -> dict[str, np.ndarray]:
+    """All quantities of a classification from (samples, batch, classes), one input at a time."""
+    values = logits.double().numpy()
+    samples, batch, classes = values.shape
+    out: dict[str, list] = {name: [] for name in ("probs", "mean", "variance", "entropy", "expected")}
+    for i in range(batch):
+        rows = [_softmax(values[s, i]) for s in range(samples)]
+        probs = [sum(row[c] for row in rows) / samples for c in range(classes)]
+        mean = [sum(values[s, i, c] for s in range(samples)) / samples for c in range(classes)]
+        variance = [
+            sum((values[s, i, c] - mean[c]) ** 2 for s in range(samples)) / max(samples - 1, 1)
+            for c in range(classes)
+        ]
+        out["probs"].append(probs)
+        out["mean"].append(mean)
+        out["variance"].append(variance)
+        out["entropy"].append(_entropy(probs))
+        out["expected"].append(sum(_entropy(row) for row in rows) / samples)
+    return {name: np.array(rows) for name, rows in out.items()}
+
+
+def _close(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -> None:
+    np.testing.assert_allclose(actual.double().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_classification_matches_the_definitions(dtype: torch.dtype, tolerance: float) -> None:
+    logits = _logits(dtype)
+    prediction, expected = ClassPrediction.from_logits(logits), _by_hand(logits)
+    _close(prediction.probs, expected["probs"], tolerance)
+    _close(prediction.logits_mean, expected["mean"], tolerance)
+    _close(prediction.logits_variance, expected["variance"], tolerance)
+    _close(prediction.entropy(), expected["entropy"], tolerance)
+    _close(prediction.expected_entropy(), expected["expected"], tolerance)
+    _close(prediction.mutual_information(), expected["entropy"] - expected["expected"], tolerance)
+    _close(prediction.epistemic(), expected["variance"].mean(axis=1), tolerance)
+    _close(prediction.max_probability(), expected["probs"].max(axis=1), tolerance)
+    assert prediction.predicted().tolist() == expected["probs"].argmax(axis=1).tolist()
+    targets = torch.tensor([3, 0, 1, 2, 3])
+    log_probs = np.log([expected["probs"][i, c] for i, c in enumerate(targets.tolist())])
+    _close(prediction.log_prob(targets), log_probs, tolerance)
+    assert prediction.probs.dtype == dtype
+    assert len(prediction) == BATCH
+
+
+@pytest.mark.parametrize("trailing", [False, True])
+def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> None:
+    odds = _logits(torch.float64)[:, :, 0]
+    prediction = ClassPrediction.from_logits(odds.unsqueeze(-1) if trailing else odds, binary=True)
+    expected = _by_hand(torch.stack([torch.zeros_like(odds), odds], dim=-1))
+    _close(prediction.probs, expected["probs"], 1e-12)
+    _close(prediction.entropy(), expected["entropy"], 1e-12)
+    _close(prediction.expected_entropy(), expected["expected"], 1e-12)
+    _close(prediction.logits_mean, expected["mean"][:, 1:], 1e-12)
+    _close(prediction.epistemic(), expected["variance"][:, 1], 1e-12)
+    _close(prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)), np.log(expected["probs"][:, 1]), 1e-12)
+
+
+def test_top_k_is_sorted_and_names_its_parts() -> None:
+    prediction = ClassPrediction.from_logits(_logits())
+    top = prediction.top_k(3)
+    for i in range(BATCH):
+        order = sorted(range(CLASSES), key=lambda c: -float(prediction.probs[i, c]))[:3]
+        assert top.labels[i].tolist() == order
+        assert top.probabilities[i].tolist() == [float(prediction.probs[i, c]) for c in order]
+    for k in (0, CLASSES + 1):
+        with pytest.raises(PosthocUQError, match="between 1 and the 4 classes"):
+            prediction.top_k(k)
+
+
+def test_one_sample_has_no_epistemic_part() -> None:
+    prediction = ClassPrediction.from_logits(_logits()[:1])
+    assert prediction.logits_variance.eq(0).all()
+    assert prediction.mutual_information().eq(0).all()
+    assert prediction.entropy().gt(0).all()
+
+
+def test_probability_exactly_zero_gives_no_nan() -> None:
+    logits = _logits()
+    logits[..., 1] = -math.inf
+    prediction, rest = (
+        ClassPrediction.from_logits(logits),
+        ClassPrediction.from_logits(logits[..., [0, 2, 3]]),
+    )
+    assert prediction.probs[:, 1].eq(0).all()
+    torch.testing.assert_close(prediction.entropy(), rest.entropy())
+    torch.testing.assert_close(prediction.expected_entropy(), rest.expected_entropy())
+    torch.testing.assert_close(prediction.epistemic(), rest.epistemic() * 3 / 4)
+    assert prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)).eq(-math.inf).all()
+
+
+def test_log_prob_survives_probabilities_that_underflow() -> None:
+    logits = torch.tensor([[[0.0, 500.0]], [[0.0, 400.0]]])
+    prediction = ClassPrediction.from_logits(logits)
+    assert prediction.probs[0, 0] == 0
+    # log((e^-500 + e^-400) / 2)
+    expected = -400 + math.log1p(math.exp(-100)) - math.log(2)
+    assert prediction.log_prob(torch.tensor([0])).item() == pytest.approx(expected, rel=1e-6)
+    joined = ClassPrediction.cat([prediction, prediction])
+    assert joined.log_prob(torch.tensor([0, 0]))[1].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype) -> None:
+    logits = _logits(dtype)
+    prediction, expected = ClassPrediction.from_logits(logits), _by_hand(logits)
+    assert all(t.dtype == torch.float32 for t in prediction.to_dict().values() if t.is_floating_point())
+    _close(prediction.probs, expected["probs"], 2e-5)
+    _close(prediction.logits_variance, expected["variance"], 2e-5)
+    regression = RegressionPrediction.from_samples(logits, 0.1)
+    assert regression.mean.dtype == regression.variance.dtype == torch.float32
+    _close(regression.epistemic_variance, expected["variance"], 2e-5)
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    logits = _logits()
+    logits[2, 1, 0] = math.nan
+    assert ClassPrediction.from_logits(logits).entropy().isnan().tolist() == [i == 1 for i in range(BATCH)]
+
+
+def test_a_head_without_samples_lacks_only_what_needs_them() -> None:
+    probs = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
+    prediction = ClassPrediction(probs, torch.zeros(2, 1), torch.tensor([[2.0], [3.0]]))
+    assert prediction.epistemic().tolist() == [2.0, 3.0]
+    _close(prediction.entropy(), np.array([_entropy([0.25, 0.75]), 0.0]), 1e-6)
+    _close(prediction.log_prob(torch.tensor([0, 0])), np.array([math.log(0.25), 0.0]), 1e-6)
+    for method in (prediction.mutual_information, prediction.expected_entropy):
+        with pytest.raises(PosthocUQError, match="no expected entropy"):
+            method()
+    assert "mutual_information" not in prediction.to_dict()
+
+
+def test_mutual_information_is_never_negative() -> None:
+    prediction = ClassPrediction(
+        torch.tensor([[0.5, 0.5]]), torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([math.log(2) + 1e-3])
+    )
+    assert prediction.mutual_information().item() == 0
+
+
+def test_cat_and_to_keep_everything() -> None:
+    logits = _logits()
+    whole = ClassPrediction.from_logits(logits)
+    parts = [ClassPrediction.from_logits(logits[:, :2]), ClassPrediction.from_logits(logits[:, 2:])]
+    joined = ClassPrediction.cat(parts).to("cpu").to_dict()
+    assert set(joined) == {
+        *("probs", "logits_mean", "logits_variance", "predicted", "entropy", "epistemic"),
+        *("expected_entropy", "mutual_information"),
+    }
+    for name, tensor in whole.to_dict().items():
+        torch.testing.assert_close(joined[name], tensor)
+    bare = ClassPrediction(parts[0].probs, parts[0].logits_mean, parts[0].logits_variance)
+    mixed = ClassPrediction.cat([bare, parts[1]])
+    assert len(mixed) == BATCH
+    assert mixed.sample_entropy is None
+    targets = torch.arange(BATCH) % CLASSES
+    torch.testing.assert_close(mixed.log_prob(targets), whole.log_prob(targets))
+    assert {t.device.type for t in whole.to("meta").to_dict().values()} == {"meta"}
+
+
+def test_wrong_classification_input_is_one_clear_error() -> None:
+    prediction = ClassPrediction.from_logits(_logits())
+    cases = [
+        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4)), "binary=True"),
+        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 1)), "at least 2 classes"),
+        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 2), binary=True), "binary logits"),
+        (lambda: ClassPrediction.from_logits(torch.zeros(0, 4, 2)), "at least one weight sample"),
+        (lambda: ClassPrediction.from_logits(torch.zeros(3, 4, 2).long()), "floating-point"),
+        (lambda: ClassPrediction(torch.ones(3), torch.ones(3), torch.ones(3)), "batch, classes"),
+        (lambda: ClassPrediction(torch.ones(3, 2), torch.ones(3, 3), torch.ones(3, 3)), "logits_mean"),
+        (lambda: ClassPrediction(torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 1)), "logits_variance"),
+        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, torch.ones(2)), "sample_entropy"),
+        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, None, torch.ones(3, 1)), "log_probs"),
+        (lambda: prediction.log_prob(torch.zeros(BATCH + 1).long()), "integer labels"),
+        (lambda: prediction.log_prob(torch.zeros(BATCH)), "integer labels"),
+        (lambda: prediction.log_prob(torch.full((BATCH,), CLASSES)), "between 0 and 3"),
+        (lambda: prediction.log_prob(torch.full((BATCH,), -1)), "between 0 and 3"),
+        (lambda: ClassPrediction.cat([]), "at least one prediction"),
+        (
+            lambda: ClassPrediction.cat([prediction, ClassPrediction.from_logits(torch.zeros(1, 1, 2))]),
+            "different",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(PosthocUQError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_regression_matches_the_definitions(flat: bool) -> None:
+    outputs = _logits(torch.float64)
+    noise: torch.Tensor | float = 0.3 if flat else torch.tensor([0.1, 0.2, 0.3, 0.4])
+    if flat:
+        outputs = outputs[:, :, 0]
+    prediction = RegressionPrediction.from_samples(outputs, noise)
+    values = outputs.numpy().reshape(SAMPLES, BATCH, -1)
+    width = values.shape[2]
+    noises = [0.3] if flat else [0.1, 0.2, 0.3, 0.4]
+    targets = _logits(torch.float64)[0, :, :width].numpy() + 0.5
+    mean, spread, low, quantile = (np.empty((BATCH, width)) for _ in range(4))
+    log_prob, epistemic = np.zeros(BATCH), np.zeros(BATCH)
+    for i in range(BATCH):
+        for o in range(width):
+            mean[i, o] = sum(values[:, i, o]) / SAMPLES
+            spread[i, o] = sum((v - mean[i, o]) ** 2 for v in values[:, i, o]) / (SAMPLES - 1)
+            normal = NormalDist(mean[i, o], math.sqrt(spread[i, o] + noises[o]))
+            low[i, o], quantile[i, o] = normal.inv_cdf(0.05), normal.inv_cdf(0.8)
+            log_prob[i] += math.log(normal.pdf(targets[i, o]))
+            epistemic[i] += spread[i, o] / width
+    shape = tuple(outputs.shape[1:])
+    lower, upper = prediction.interval(0.9)
+    _close(prediction.mean, mean.reshape(shape), 1e-12)
+    _close(prediction.epistemic_variance, spread.reshape(shape), 1e-12)
+    _close(prediction.variance, (spread + noises).reshape(shape), 1e-7)
+    _close(prediction.standard_deviation, np.sqrt(spread + noises).reshape(shape), 1e-7)
+    _close(prediction.epistemic(), epistemic, 1e-12)
+    _close(lower, low.reshape(shape), 1e-7)
+    _close(upper, (2 * mean - low).reshape(shape), 1e-7)
+    _close(prediction.quantile(0.8), quantile.reshape(shape), 1e-7)
+    _close(prediction.log_prob(torch.from_numpy(targets).reshape(shape)), log_prob, 1e-6)
+    assert len(prediction) == BATCH
+    assert prediction.noise_variance.shape == shape
+
+
+def test_interval_stays_finite_next_to_one_and_single_sample_is_noise_only() -> None:
+    prediction = RegressionPrediction.from_samples(torch.zeros(1, 3), 4.0)
+    assert prediction.epistemic_variance.eq(0).all()
+    lower, upper = prediction.interval(math.nextafter(1, 0))
+    # the two-sided 2^-53 tail of a normal lies 8.29 standard deviations out
+    torch.testing.assert_close(upper, torch.full((3,), 2 * -NormalDist().inv_cdf(2.0**-54)))
+    torch.testing.assert_close(lower, -upper)
+
+
+def test_regression_cat_and_to_keep_everything() -> None:
+    outputs = _logits()
+    parts = [
+        RegressionPrediction.from_samples(outputs[:, :2], 0.1),
+        RegressionPrediction.from_samples(outputs[:, 2:], 0.2),
+    ]
+    joined = RegressionPrediction.cat(parts)
+    assert set(joined.to_dict()) == {"mean", "epistemic_variance", "noise_variance", "variance"}
+    for name, tensor in joined.to("cpu").to_dict().items():
+        torch.testing.assert_close(tensor, torch.cat([part.to_dict()[name] for part in parts]))
+    assert {t.device.type for t in joined.to("meta").to_dict().values()} == {"meta"}
+
+
+def test_wrong_regression_input_is_one_clear_error() -> None:
+    prediction = RegressionPrediction.from_samples(torch.randn(3, 4), 0.1)
+    without_noise = RegressionPrediction.from_samples(torch.zeros(1, 4), 0.0)
+    column = RegressionPrediction(torch.zeros(4, 1), torch.zeros(4, 1), 0.1)
+    cases = [
+        (lambda: RegressionPrediction.from_samples(torch.zeros(3), 0.1), "outputs must be"),
+        (lambda: RegressionPrediction.from_samples(torch.zeros(0, 3), 0.1), "at least one weight sample"),
+        (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), -0.1), "at least 0"),
+        (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), math.nan), "at least 0"),
+        (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), torch.ones(2)), "broadcast"),
+        (lambda: RegressionPrediction(torch.zeros(3), torch.zeros(3, 1), 0.1), "epistemic_variance"),
+        (lambda: RegressionPrediction(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), 0.1), "mean must be"),
+        (lambda: prediction.log_prob(torch.zeros(4, 1)), r"shape \(4,\), not \(4, 1\)"),
+        (lambda: without_noise.log_prob(torch.zeros(4)), "positive variance"),
+        (lambda: RegressionPrediction.cat([]), "at least one prediction"),
+        (lambda: RegressionPrediction.cat([prediction, column]), "different output shapes"),
+        *[(lambda level=level: prediction.interval(level), "between 0 and 1") for level in (0, 1, 95, -0.5)],
+        *[(lambda q=q: prediction.quantile(q), "between 0 and 1") for q in (0, 1, math.nan)],
+    ]
+    for call, message in cases:
+        with pytest.raises(PosthocUQError, match=message):
+            call()
+
+
+def test_repr_is_short() -> None:
+    assert repr(ClassPrediction.from_logits(_logits())) == "ClassPrediction(inputs=5, classes=4)"
+    assert repr(RegressionPrediction.from_samples(_logits(), 0.1)) == (
+        "RegressionPrediction(inputs=5, outputs=4)"
+    )
