@@ -40,11 +40,13 @@ def mix(x: Tensor) -> Tensor:
 
 
 def mixed_seed(*words: int) -> int:
-    """One non-negative 63-bit seed from several integers."""
-    state = torch.zeros((), dtype=torch.int64)
+    """One non-negative 63-bit seed from several integers, by the same finaliser."""
+    state = 0
     for word in words:
-        state = mix(state * _GAMMA + _signed(word) + _GAMMA)
-    return int(state) & ((1 << 63) - 1)
+        state = (state * (_GAMMA & _MASK) + word + (_GAMMA & _MASK)) & _MASK
+        for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
+            state = ((state ^ (state >> shift)) * (factor & _MASK)) & _MASK
+    return state & (_MASK >> 1)
 
 
 def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:

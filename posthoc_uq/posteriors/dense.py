@@ -63,9 +63,9 @@ class DenseBlock(Block):
         self.fisher = fisher
 
     def factor(self, settings: Settings) -> DenseFactor:
-        prior = torch.as_tensor(settings.prior_precision).to(device=self.fisher.device)
-        prior = as_double(prior).expand(1, 1, self.fisher.shape[0]).flatten()
         fisher = as_double(self.fisher)
+        prior = torch.as_tensor(settings.prior_precision, dtype=torch.float64).to(fisher.device)
+        prior = prior.expand(1, 1, fisher.shape[0]).flatten()
         try:
             root = cholesky(settings.scale * fisher + prior.diag())
         except NonFiniteError:  # rounding in the accumulated Fisher left a negative eigenvalue below -prior_precision

@@ -35,10 +35,9 @@ class InformationFactor(Factor):
         self._input_basis = input_basis
         self._output_basis = output_basis
         self._roots = roots  # sqrt(scale * lambda), (G, g, a)
-        self._inverse = inverse  # H, (G, m, n)
+        self._half = inverse.sqrt()  # H^1/2, (G, m, n)
         self._shrink = shrink  # s, or None for 1
-        self._half = inverse.sqrt()
-        self._root = cholesky(self._identity_plus_m())
+        self._root = cholesky(self._identity_plus_m(inverse))
 
     def _scaled(self, tensor: Tensor) -> Tensor:
         return tensor if self._shrink is None else tensor * self._shrink
@@ -50,16 +49,16 @@ class InformationFactor(Factor):
 
     def _lift(self, cores: Tensor) -> Tensor:
         """``V y`` of cores ``(q, G, L)``: ``(q, G, m, n)``."""
-        inner = cores.reshape(-1, *self._roots.shape) * self._roots
+        inner = cores.reshape(cores.shape[0], *self._roots.shape) * self._roots
         return self._scaled(self._output_basis @ inner @ self._input_basis.transpose(-1, -2))
 
-    def _identity_plus_m(self) -> Tensor:
+    def _identity_plus_m(self, inverse: Tensor) -> Tensor:
         """``I + V^T H V`` in float64, ``(G, L, L)``.
 
         ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, over ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
-        weights = self._inverse if self._shrink is None else self._inverse * self._shrink.square()
+        weights = inverse if self._shrink is None else inverse * self._shrink.square()
         first = _contract_pairs(as_double(weights), as_double(self._input_basis))
         packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
         index_g, index_a = _pair_index(width_g, packed.device), _pair_index(width_a, packed.device)
@@ -97,7 +96,8 @@ class InformationFactor(Factor):
 
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
-        return small.to(self._inverse.device, torch.float64 if self._inverse.device.type != "mps" else None) - log_sum(self._inverse)
+        diagonal = 2 * log_sum(self._half)
+        return small.to(diagonal) - diagonal
 
     def _row_cores(self) -> Tensor:
         """``sum_gg' Ug[o g] Ug[o g'] C[g., g'.]`` with ``C = lambda^1/2 (I + M)^-1 lambda^1/2``, packed over pairs: ``(G, m, pairs)``."""
@@ -116,15 +116,16 @@ class InformationFactor(Factor):
         cores = self._row_cores()
         a0, a1 = torch.triu_indices(self._roots.shape[-1], self._roots.shape[-1], device=cores.device)
         cores = cores * torch.where(a0 == a1, 1.0, 2.0).to(cores)
-        reduction = (cores @ _pairs(as_double(self._input_basis)).transpose(-1, -2)).to(self._inverse)
-        scaled = self._scaled(self._inverse)
-        return self._inverse - scaled.square() * reduction
+        reduction = (cores @ _pairs(as_double(self._input_basis)).transpose(-1, -2)).to(self._half)
+        inverse = self._half.square()
+        return inverse - self._scaled(inverse).square() * reduction
 
     def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
         width_a = self._roots.shape[-1]
         cores = self._row_cores().to(mean)[..., _pair_index(width_a, mean.device).flatten()]
         cores = cores.reshape(*cores.shape[:2], width_a, width_a)
-        scaled = self._scaled(self._inverse)
+        inverse = self._half.square()
+        scaled = self._scaled(inverse)
         outputs: list[Tensor] = []
         step = max(1, _CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * width_a))
         for first in range(0, scaled.shape[1], step):
@@ -132,11 +133,11 @@ class InformationFactor(Factor):
             shaped = scaled[:, rows].unsqueeze(-1) * self._input_basis.unsqueeze(1)  # (G, rows, n, a)
             inner = torch.einsum("rgi,goia->rgoa", mean, shaped)
             outputs.append(torch.einsum("rgoa,goab,rgob->rgo", inner, cores[:, rows], inner))
-        exact = torch.einsum("goi,rgi->rgo", self._inverse, mean.square()) - torch.cat(outputs, dim=2)
+        exact = torch.einsum("goi,rgi->rgo", inverse, mean.square()) - torch.cat(outputs, dim=2)
         return exact + torch.einsum("goi,rgi->rgo", self.variance(), second)
 
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._inverse, self._half, self._root))
+        return sum(t.numel() * t.element_size() for t in (self._half, self._root))
 
 
 class InformationBlock(Block):

@@ -1,0 +1,607 @@
+"""How near the approximate posteriors come to the exact one, layer by layer, on three small trained networks.
+
+For every layer the exact Fisher block ``I`` (expectation over the labels, float64) is computed by
+`torch.func`, independently of the library, and compared with the blocks that the library fits: by the
+relative Frobenius error ``|I - I_x| / |I|``, and by the Kullback-Leibler divergence from the exact block
+posterior, ``KL(N(0, P0^-1) || N(0, P^-1))`` in nats per weight, with ``P = N I_x + tau``.
+
+    python benchmarks/posterior_quality.py            the whole table, and docs/images/posterior_quality.png
+    python benchmarks/posterior_quality.py --smoke    the first network, few ranks, no picture; seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from _common import geometric_mean, single_threaded, table, write_csv, write_json
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+import posthoc_uq as uq
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.information import Correction, InformationBlock
+
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "posterior_quality.png"
+CORRECTIONS: tuple[Correction, ...] = ("rescale", "clamp", "none")
+RANKS = (20, 50, 100, 300, 100_000)
+PRIORS = (10.0, 1.0, 100.0)
+WEIGHTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+"""Residual weights: the grid on which it is tuned; 1, 0.3 and 0.1 are in it."""
+SHOWN_WEIGHTS = (1.0, 0.3, 0.1)
+
+
+class Net(NamedTuple):
+    """A trained network in float64 and the data it was trained on.
+
+    Attributes:
+        noise: noise variance of a regressor; None for a classifier.
+        layers: names of its weighted layers.
+    """
+
+    name: str
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    noise: float | None
+    layers: list[str]
+
+
+@dataclass
+class Exact:
+    """The exact block posterior of one layer at one prior precision: what the divergences need of it."""
+
+    fisher: Tensor
+    scale: int
+    prior: float
+
+    def __post_init__(self) -> None:
+        factor = torch.linalg.cholesky(self.precision(self.fisher))
+        self.covariance = torch.cholesky_inverse(factor)
+        self.log_determinant = _log_determinant(factor)
+
+    def precision(self, fisher: Tensor) -> Tensor:
+        """``N I + tau``."""
+        return self.scale * fisher + self.prior * torch.eye(len(fisher), dtype=fisher.dtype)
+
+    def divergence(self, fisher: Tensor) -> float:
+        """``KL(exact || approximate)`` in nats per weight; infinite where the latter is not definite."""
+        precision = self.precision(fisher)
+        factor, info = torch.linalg.cholesky_ex(precision)
+        if int(info) != 0:
+            return float("inf")
+        trace = float((precision * self.covariance).sum())
+        ratio = float(_log_determinant(factor) - self.log_determinant)
+        return max(
+            0.0, (trace - len(fisher) - ratio) / (2 * len(fisher))
+        )  # rounding may make an exact one negative
+
+
+def _log_determinant(factor: Tensor) -> Tensor:
+    return 2 * factor.diagonal().log().sum()
+
+
+def digits_mlp(seed: int = 0) -> Net:
+    """64-12-10 ReLU classifier of scikit-learn's digits.
+
+    Pixels / 16, all 1,797 images, 200 full-batch steps of Adam at learning rate 0.01.
+    """
+    pixels, labels = _digits()
+    model = _seeded(seed, lambda: nn.Sequential(nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10)))
+    _train(model, pixels, labels, nn.functional.cross_entropy, steps=200, rate=0.01)
+    return Net("digits MLP 64-12-10", model, pixels, labels, None, ["0", "2"])
+
+
+def digits_cnn(seed: int = 0) -> Net:
+    """Two 3x3 convolutions (8 and 20 channels), each with ReLU and 2x2 pooling, and a linear layer.
+
+    Trained as the MLP is, but for 80 steps.
+    """
+    pixels, labels = _digits()
+    images = pixels.reshape(-1, 1, 8, 8)
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 20, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(80, 10),
+        )
+
+    model = _seeded(seed, build)
+    _train(model, images, labels, nn.functional.cross_entropy, steps=80, rate=0.01)
+    return Net("digits CNN", model, images, labels, None, ["0", "3", "7"])
+
+
+def boston_regressor(seed: int = 0) -> Net:
+    """13-50-1 ReLU regressor of the Boston housing prices: 506 rows, inputs and prices standardised.
+
+    Trained by 400 full-batch steps of Adam at learning rate 0.01.
+    """
+    from mlxtend.data import boston_housing_data
+
+    inputs, targets = (torch.tensor(part, dtype=torch.float64) for part in boston_housing_data())
+    inputs = (inputs - inputs.mean(0)) / inputs.std(0)
+    targets = ((targets - targets.mean()) / targets.std()).unsqueeze(1)
+    model = _seeded(seed, lambda: nn.Sequential(nn.Linear(13, 50), nn.ReLU(), nn.Linear(50, 1)))
+    _train(model, inputs, targets, nn.functional.mse_loss, steps=400, rate=0.01)
+    with torch.no_grad():
+        noise = float((model(inputs) - targets).square().mean())
+    return Net("Boston 13-50-1", model, inputs, targets, noise, ["0", "2"])
+
+
+NETS: dict[str, Callable[[int], Net]] = {"mlp": digits_mlp, "cnn": digits_cnn, "boston": boston_regressor}
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels, dtype=torch.float64) / 16, torch.tensor(labels, dtype=torch.int64)
+
+
+def _seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().double()
+
+
+def _train(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    steps: int,
+    rate: float,
+) -> None:
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimiser.step()
+    model.eval()
+
+
+def exact_blocks(net: Net, chunk: int = 100) -> dict[str, Tensor]:
+    """The exact Fisher of every layer, ``1/N sum_s E_y[grad grad^T]``, from Jacobians of single samples; no
+    library code.
+
+    Rows and columns run over the layer's matrix with the bias as its last column, as in `Block.dense`.
+    """
+    parameters = {name: p.detach() for name, p in net.model.named_parameters()}
+
+    def outputs(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(net.model, values, (x.unsqueeze(0),)).squeeze(0)
+
+    per_sample = vmap(jacrev(outputs), in_dims=(None, 0))
+    blocks: dict[str, Tensor] = {}
+    for x in net.inputs.split(chunk):
+        jacobians = per_sample(parameters, x)
+        roots = _loss_roots(net, x)
+        for layer in net.layers:
+            weight, bias = jacobians[f"{layer}.weight"], jacobians[f"{layer}.bias"]
+            matrix = torch.cat([weight.flatten(3), bias.unsqueeze(3)], dim=3)  # (samples, outputs, m, n)
+            rows = torch.einsum("sko,sop->skp", roots, matrix.flatten(2)).flatten(0, 1)
+            fisher = rows.T @ rows
+            blocks[layer] = blocks[layer] + fisher if layer in blocks else fisher
+    return {layer: fisher / len(net.inputs) for layer, fisher in blocks.items()}
+
+
+def _loss_roots(net: Net, x: Tensor) -> Tensor:
+    """Gradients of ``-log p(y | x)`` by the outputs for every y, times ``p(y | x)^1/2``: ``(samples, k, outputs)``."""
+    with torch.no_grad():
+        outputs = net.model(x)
+    if net.noise is not None:
+        return torch.full((len(x), 1, 1), net.noise**-0.5, dtype=torch.float64)
+    probs = outputs.softmax(dim=1)
+    gradients = probs.unsqueeze(1) - torch.eye(probs.shape[1], dtype=probs.dtype)
+    return probs.sqrt().unsqueeze(2) * gradients
+
+
+def fitted_blocks(net: Net, method: str, rank: int | None = None) -> Mapping[str, Block]:
+    """The library's blocks of one method: exact expectation over labels, float64, exact bases."""
+    batches = list(zip(net.inputs.split(256), net.targets.split(256), strict=True))
+    options: dict[str, Any] = {} if rank is None else {"rank": rank, "basis": "exact"}
+    if net.noise is not None:
+        options |= {"likelihood": "regression", "noise_variance": net.noise}
+    return uq.fit(
+        net.model,
+        batches,
+        method=method,
+        fisher="exact",
+        dtype=torch.float64,
+        prior_precision=1.0,
+        progress=False,
+        **options,
+    ).blocks
+
+
+def measure(
+    net: Net, ranks: Sequence[int], priors: Sequence[float], weights: Sequence[float]
+) -> list[dict[str, Any]]:
+    """One row per layer, method, rank, correction and residual weight, with ``frobenius`` and ``kl``."""
+    exact = exact_blocks(net)
+    posteriors = {
+        layer: [Exact(fisher, len(net.inputs), prior) for prior in priors] for layer, fisher in exact.items()
+    }
+
+    def row(layer: str, approximation: Tensor, **columns: Any) -> dict[str, Any]:
+        error = torch.linalg.matrix_norm(exact[layer] - approximation) / torch.linalg.matrix_norm(
+            exact[layer]
+        )
+        divergences = {f"kl, tau {p.prior:g}": p.divergence(approximation) for p in posteriors[layer]}
+        return {"net": net.name, "layer": layer, **columns, "frobenius": float(error), **divergences}
+
+    rows: list[dict[str, Any]] = []
+    for method in ("diag", "kfac", "efb"):
+        for layer, block in fitted_blocks(net, method).items():
+            rows.append(row(layer, block.dense()[0], method=method, weights=len(exact[layer])))
+    seen: set[tuple[str, int]] = set()
+    for rank in ranks:
+        for layer, block in fitted_blocks(net, "inf", rank).items():
+            assert isinstance(block, InformationBlock)
+            size = len(exact[layer])
+            if (layer, min(rank, size)) in seen:
+                continue
+            seen.add((layer, min(rank, size)))
+            shared = {
+                "method": "inf",
+                "weights": size,
+                "rank": min(rank, size),
+                "full rank": rank >= size,
+                "kept": block.eigenvalues.numel(),
+            }
+            for correction, weight, dense in _variants(block, weights):
+                rows.append(row(layer, dense, **shared, correction=correction, **{"residual weight": weight}))
+    return rows
+
+
+def _variants(block: InformationBlock, weights: Sequence[float]) -> Iterator[tuple[str, float, Tensor]]:
+    """Every correction and residual weight of one layer; the statistics are the same."""
+    for correction in CORRECTIONS:
+        corrected = InformationBlock(
+            block.input_basis, block.output_basis, block.eigenvalues, block.diagonal, correction
+        )
+        low_rank, whole = corrected.dense(residual_weight=0.0)[0], corrected.dense()[0]
+        for weight in weights if correction != "none" else [1.0]:
+            yield correction, weight, low_rank + weight * (whole - low_rank)
+
+
+Key = tuple[str, str]
+
+
+class Summary(NamedTuple):
+    """The rows by layer (net, layer), in their order: one dense reference per method, and INF by rank."""
+
+    references: dict[Key, dict[str, dict[str, Any]]]
+    inf: dict[tuple[str, str, int], list[dict[str, Any]]]
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> Summary:
+    """Sort the rows of `measure` by layer and rank."""
+    references: dict[Key, dict[str, dict[str, Any]]] = {}
+    inf: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["method"] == "inf":
+            inf.setdefault((row["net"], row["layer"], row["rank"]), []).append(dict(row))
+        else:
+            references.setdefault((row["net"], row["layer"]), {})[row["method"]] = dict(row)
+    return Summary(references, inf)
+
+
+def _pick(group: Sequence[dict[str, Any]], correction: str, weight: float = 1.0) -> dict[str, Any]:
+    return next(row for row in group if row["correction"] == correction and row["residual weight"] == weight)
+
+
+def frobenius_table(summary: Summary) -> list[dict[str, Any]]:
+    """Relative Frobenius errors, one line per layer and rank."""
+    lines: list[dict[str, Any]] = []
+    for (net, layer, _), group in summary.inf.items():
+        reference = summary.references[net, layer]
+        lines.append(
+            {
+                "network": net,
+                "layer": layer,
+                "weights": group[0]["weights"],
+                "rank": _rank(group[0]),
+                "kept": group[0]["kept"],
+                **{method: reference[method]["frobenius"] for method in ("diag", "kfac", "efb")},
+                **{f"inf {correction}": _pick(group, correction)["frobenius"] for correction in CORRECTIONS},
+            }
+        )
+    return lines
+
+
+def divergence_table(summary: Summary, prior: float) -> list[dict[str, Any]]:
+    """Divergences in nats per weight at one prior precision, one line per layer and rank."""
+    column = f"kl, tau {prior:g}"
+    lines: list[dict[str, Any]] = []
+    for (net, layer, _), group in summary.inf.items():
+        reference = summary.references[net, layer]
+        line: dict[str, Any] = {"network": net, "layer": layer, "rank": _rank(group[0])}
+        line |= {method: reference[method][column] for method in ("diag", "kfac", "efb")}
+        line["none"] = _pick(group, "none")[column]
+        for correction in ("clamp", "rescale"):
+            for weight in SHOWN_WEIGHTS:
+                line[f"{correction} {weight:g}"] = _pick(group, correction, weight)[column]
+            best = min((r for r in group if r["correction"] == correction), key=lambda r: r[column])
+            line[f"{correction} tuned"] = best[column]
+            line["at" if correction == "clamp" else "at "] = best["residual weight"]
+        lines.append(line)
+    return lines
+
+
+def _rank(row: Mapping[str, Any]) -> str:
+    return "full" if row["full rank"] else str(row["rank"])
+
+
+class Choice(NamedTuple):
+    """One setting of INF, or another family, with its geometric means over all layers (and ranks)."""
+
+    name: str
+    frobenius: float
+    divergences: dict[float, float]
+
+
+def choices(summary: Summary, priors: Sequence[float], nets: Sequence[str] | None = None) -> list[Choice]:
+    """Geometric means over layers and ranks of every family and of every correction and residual weight of
+    INF.
+
+    Layers on which EFB is exact (one output under Gaussian noise: the block is a Kronecker product) have no
+    place in such a mean.
+    """
+    groups = [
+        (key, group)
+        for key, group in summary.inf.items()
+        if (nets is None or key[0] in nets) and not is_exact(summary, key[:2])
+    ]
+
+    def mean(name: str, rows: Sequence[Mapping[str, Any]]) -> Choice:
+        divergences = {prior: geometric_mean([row[f"kl, tau {prior:g}"] for row in rows]) for prior in priors}
+        return Choice(name, geometric_mean([row["frobenius"] for row in rows]), divergences)
+
+    found = [
+        mean(method, [summary.references[net, layer][method] for (net, layer, _), _ in groups])
+        for method in ("diag", "kfac", "efb")
+    ]
+    variants = dict.fromkeys(
+        (row["correction"], row["residual weight"]) for _, group in groups for row in group
+    )
+    for correction, weight in variants:
+        name = f"inf {correction}" + ("" if correction == "none" else f" {weight:g}")
+        found.append(mean(name, [_pick(group, correction, weight) for _, group in groups]))
+    for correction in ("clamp", "rescale"):
+        divergences = {
+            prior: geometric_mean(
+                [
+                    min(r[f"kl, tau {prior:g}"] for r in group if r["correction"] == correction)
+                    for _, group in groups
+                ]
+            )
+            for prior in priors
+        }
+        errors = [min(r["frobenius"] for r in group if r["correction"] == correction) for _, group in groups]
+        found.append(Choice(f"inf {correction} tuned", geometric_mean(errors), divergences))
+    return found
+
+
+def is_exact(summary: Summary, key: Key) -> bool:
+    """Whether EFB gives the block to rounding."""
+    return summary.references[key]["efb"]["frobenius"] < 1e-6
+
+
+def choices_table(found: Sequence[Choice]) -> list[dict[str, Any]]:
+    """`choices` as lines of a table."""
+    return [
+        {
+            "posterior": choice.name,
+            "Frobenius": choice.frobenius,
+            **{f"KL, tau {prior:g}": value for prior, value in choice.divergences.items()},
+        }
+        for choice in found
+    ]
+
+
+def conclusion(found: Sequence[Choice], summary: Summary) -> str:
+    """Which correction and residual weight come out best, in words computed from the numbers."""
+    fixed = [
+        choice for choice in found if choice.name.startswith("inf") and not choice.name.endswith("tuned")
+    ]
+    by_name = {choice.name: choice for choice in found}
+    best = min(fixed, key=lambda choice: choice.frobenius)
+    lines = [
+        f"Frobenius error: best is {best.name} ({best.frobenius:.3f}; EFB {by_name['efb'].frobenius:.3f})."
+    ]
+    for prior in best.divergences:
+        ranked = sorted(fixed, key=lambda choice: choice.divergences[prior])
+        plain = by_name["inf rescale 1"].divergences[prior]
+        lines.append(
+            f"KL at tau {prior:g}: best is {ranked[0].name} ({ranked[0].divergences[prior]:.4f} nats per weight); "
+            f"rescale 1 {plain:.4f}, rescale tuned {by_name['inf rescale tuned'].divergences[prior]:.4f}, "
+            f"EFB {by_name['efb'].divergences[prior]:.4f}, diag {by_name['diag'].divergences[prior]:.4f}."
+        )
+    weights = {choice.name.split()[2] for choice in fixed if choice.name.startswith("inf rescale")}
+    averaged = {
+        weight: geometric_mean(list(by_name[f"inf rescale {weight}"].divergences.values()))
+        for weight in weights
+    }
+    robust = min(averaged, key=lambda weight: averaged[weight])
+    groups = {key: group for key, group in summary.inf.items() if not is_exact(summary, key[:2])}
+    wins = sum(
+        _pick(group, "rescale")["frobenius"] <= _pick(group, "clamp")["frobenius"]
+        for group in groups.values()
+    )
+    beats = sum(
+        _pick(group, "rescale")["frobenius"] <= summary.references[net, layer]["efb"]["frobenius"]
+        for (net, layer, _), group in groups.items()
+    )
+    total = len(groups)
+    lines += [
+        f"Over all these prior precisions the best single residual weight of rescale is {robust} "
+        f"({averaged[robust]:.4f}; at 1 it is {averaged['1']:.4f}).",
+        f"In Frobenius norm rescale is at least as good as clamp in {wins} of {total} rows, and as EFB in {beats} of {total}.",
+    ]
+    return "\n".join(lines)
+
+
+COLOURS = {
+    "diag": "#595959",
+    "kfac": "#CC79A7",
+    "efb": "#009E73",
+    "rescale": "#0072B2",
+    "clamp": "#D55E00",
+    "none": "#E69F00",
+}
+MARKERS = {"rescale": "o", "clamp": "s", "none": "^"}
+
+
+def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
+    """Above: Frobenius error over rank; below: divergence over residual weight; a column for each network."""
+    nets = list(dict.fromkeys(net for net, _ in summary.references))
+    figure = Figure(figsize=(4.2 * len(nets), 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, len(nets), squeeze=False)
+    column = f"kl, tau {prior:g}"
+    for index, net in enumerate(nets):
+        upper, lower = panels[0, index], panels[1, index]
+        layers = [key[1] for key in summary.references if key[0] == net and not is_exact(summary, key)]
+        ranks = sorted({r for name, _, r in summary.inf if name == net})
+        for method, style in (("kfac", ":"), ("efb", "--")):
+            values = [summary.references[net, layer][method]["frobenius"] for layer in layers]
+            upper.axhline(
+                geometric_mean(values), color=COLOURS[method], linestyle=style, label=method.upper()
+            )
+        for correction in CORRECTIONS:
+            means = [
+                geometric_mean(
+                    [_pick(_nearest(summary, net, layer, r), correction)["frobenius"] for layer in layers]
+                )
+                for r in ranks
+            ]
+            upper.plot(
+                ranks, means, color=COLOURS[correction], marker=MARKERS[correction], label=f"INF {correction}"
+            )
+        upper.set(xscale="log", title=net, xlabel="rank (layers with fewer weights at full rank)")
+        for method, style in (("diag", "-."), ("kfac", ":"), ("efb", "--")):
+            values = [summary.references[net, layer][method][column] for layer in layers]
+            label = "diagonal" if method == "diag" else method.upper()
+            lower.axhline(geometric_mean(values), color=COLOURS[method], linestyle=style, label=label)
+        for correction in ("rescale", "clamp"):
+            groups = [_nearest(summary, net, layer, rank) for layer in layers]
+            weights = sorted(
+                {row["residual weight"] for row in groups[0] if row["correction"] == correction} - {0.0}
+            )
+            means = [
+                geometric_mean([_pick(group, correction, w)[column] for group in groups]) for w in weights
+            ]
+            lower.plot(
+                weights,
+                means,
+                color=COLOURS[correction],
+                marker=MARKERS[correction],
+                label=f"INF {correction}",
+            )
+        lower.set(xscale="log", yscale="log", xlabel=f"residual weight (rank {rank})")
+    panels[0, 0].set_ylabel("relative Frobenius error\n(geometric mean over layers)")
+    panels[1, 0].set_ylabel(
+        f"KL from the exact posterior, nats per weight\n(prior precision {prior:g}; mean over layers)"
+    )
+    panels[0, 0].legend(fontsize=8)
+    panels[1, 0].legend(fontsize=8)
+    return figure
+
+
+def _nearest(summary: Summary, net: str, layer: str, rank: int) -> list[dict[str, Any]]:
+    """INF's rows of a layer at the largest measured rank that does not exceed `rank`."""
+    ranks = [r for name, own, r in summary.inf if (name, own) == (net, layer)]
+    return summary.inf[net, layer, max([r for r in ranks if r <= rank], default=min(ranks))]
+
+
+def run(
+    nets: Sequence[str] = tuple(NETS),
+    ranks: Sequence[int] = RANKS,
+    priors: Sequence[float] = PRIORS,
+    weights: Sequence[float] = WEIGHTS,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Train the networks and measure every posterior; one row per layer, method and setting."""
+    rows: list[dict[str, Any]] = []
+    for name in nets:
+        start = time.perf_counter()
+        with single_threaded():
+            net = NETS[name](seed)
+            rows += measure(net, ranks, priors, weights)
+        print(
+            f"{net.name}: {len(net.inputs)} samples, {fit_quality(net)} ({time.perf_counter() - start:.0f} s)"
+        )
+    return rows
+
+
+def fit_quality(net: Net) -> str:
+    """How well the network fits its training data, in words."""
+    with torch.no_grad():
+        outputs = net.model(net.inputs)
+    if net.noise is not None:
+        return f"noise variance {net.noise:.4f}, the mean squared residual in standardised units"
+    accuracy = float((outputs.argmax(1) == net.targets).double().mean())
+    return f"training accuracy {accuracy:.3f}, NLL {float(nn.functional.cross_entropy(outputs, net.targets)):.4f}"
+
+
+def smoke() -> list[dict[str, Any]]:
+    """A few seconds' worth: the digits MLP at two ranks and one prior precision."""
+    return run(nets=("mlp",), ranks=(50, 100_000), priors=(10.0,), weights=SHOWN_WEIGHTS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="the first network at few settings, without the picture"
+    )
+    parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
+    parser.add_argument("--seed", type=int, default=0, help="of the networks' initial weights")
+    parser.add_argument("--csv", type=Path, help="write every row to this file")
+    parser.add_argument("--json", type=Path, help="write every row and the means to this file")
+    parser.add_argument(
+        "--picture", type=Path, help=f"where the picture goes; default {PICTURE.name} in docs/images"
+    )
+    options = parser.parse_args(arguments)
+    rows = smoke() if options.smoke else run(options.nets, seed=options.seed)
+    priors = (10.0,) if options.smoke else PRIORS
+    summary = summarise(rows)
+    found = choices(summary, priors)
+    print("\nRelative Frobenius error |I - I_x| / |I| (residual weight 1)\n")
+    print(table(frobenius_table(summary)))
+    print(
+        "\nKL(exact block posterior || approximation), nats per weight, prior precision 10, by residual weight\n"
+    )
+    print(table(divergence_table(summary, 10.0)))
+    print("\nGeometric means over all layers and ranks (but for layers on which EFB is exact)\n")
+    print(table(choices_table(found)))
+    text = conclusion(found, summary)
+    print(f"\n{text}")
+    if options.csv:
+        write_csv(options.csv, rows)
+    if options.json:
+        write_json(options.json, {"rows": rows, "means": choices_table(found), "conclusion": text})
+    target = options.picture or (None if options.smoke or list(options.nets) != list(NETS) else PICTURE)
+    if target is not None:
+        picture(summary, 10.0).savefig(target, dpi=110)
+        print(f"Picture: {target}")
+
+
+if __name__ == "__main__":
+    main()

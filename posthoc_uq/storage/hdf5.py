@@ -1,0 +1,329 @@
+"""A posterior's state as an HDF5 image, and back; the only module that imports h5py.
+
+Run as a script it is the child process of ``sandbox``; so it imports nothing of this package, nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from math import prod
+from typing import IO, Any
+from urllib.parse import quote
+
+import h5py
+import numpy as np
+
+STATE = "state"
+STATE_BYTES = 16 * 2**20  # most that the JSON description may have
+_OBJECTS = 200_000  # most groups and datasets of a file
+_CHUNK_BYTES = 4 * 2**20  # most of a compressed chunk, inflated; h5py chooses at most 1 MiB
+_ATTRIBUTE_BYTES = 32 * 1024  # HDF5 allows 64 KiB
+_ATTRIBUTE_ITEMS = 1000
+_DTYPES = ("<f8", "<f4", "<f2", "<u2")
+_NAME_CHARACTERS = " !\"#$&'()*+,-.:;<=>?@[\\]^_`{|}~"
+_FRAME = struct.Struct("<cQ")
+
+
+class FormatError(ValueError):
+    """An HDF5 image is not what the schema says."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One dataset: shape, numpy dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an image holds beside its numbers: the JSON description, the groups, and the datasets by path."""
+
+    state: bytes
+    groups: list[str]
+    datasets: dict[str, Stored]
+
+
+def link_name(name: str) -> str:
+    """The name of a group: percent-encoded where HDF5 would nest or refuse it."""
+    encoded = quote(name, safe=_NAME_CHARACTERS, errors="surrogatepass")
+    if not encoded.strip("."):
+        encoded = encoded.replace(".", "%2E")
+    return encoded or "%"
+
+
+def build_image(
+    state: Mapping[str, Any],
+    attributes: Mapping[str, Mapping[str, Any]],
+    arrays: Mapping[str, Callable[[], np.ndarray[Any, Any]]],
+    user_block: int,
+    compression: str | None,
+) -> BytesIO:
+    """The file, its user block still empty.
+
+    Args:
+        state: plain values, written as JSON; what `load` reads.
+        attributes: group or dataset path to attributes, for people and other programs.
+        arrays: dataset path to a function that gives its numbers.
+        user_block: bytes to leave free at the beginning.
+        compression: ``"gzip"`` or None.
+    """
+    text = json.dumps(state, ensure_ascii=True).encode()
+    if len(text) > STATE_BYTES:
+        raise FormatError(f"The posterior's description takes {len(text)} bytes, more than {STATE_BYTES}.")
+    buffer = BytesIO()
+    with h5py.File(buffer, "w", userblock_size=user_block, track_order=False) as file:
+        file.create_dataset(STATE, data=np.bytes_(text))
+        for path, values in attributes.items():
+            if path not in arrays:
+                _describe(file.require_group(path), values)
+        for path, make in arrays.items():
+            array = make()
+            options: dict[str, Any] = {"track_times": False}
+            if compression is not None and array.size:
+                options |= {"compression": compression, "shuffle": True, "chunks": True}
+            _describe(file.create_dataset(path, data=array, **options), attributes.get(path, {}))
+    return buffer
+
+
+def _describe(target: Any, values: Mapping[str, Any]) -> None:
+    """Write what fits into attributes; the JSON has all of it."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _describe(target, {f"{name}.{inner}": v for inner, v in value.items()})
+        elif name.isprintable() and name and _fits(value):
+            target.attrs[name] = value
+
+
+def _fits(value: Any) -> bool:
+    """Whether an attribute can hold a value: a text, a number, or a short list of one of these kinds."""
+    items: list[Any] = value if isinstance(value, list) else [value]
+    kinds = {type(item) for item in items}
+    if kinds == {str}:
+        short = len(items) <= _ATTRIBUTE_ITEMS and sum(map(len, items)) <= _ATTRIBUTE_BYTES // 4
+        return short and all(item.isprintable() for item in items)
+    if kinds == {int}:
+        return len(items) <= _ATTRIBUTE_ITEMS and all(abs(item) < 2**63 for item in items)
+    return kinds in ({float}, {bool}) and len(items) <= _ATTRIBUTE_ITEMS
+
+
+class ImageReader:
+    """Reads a verified image in this process.
+
+    Raises:
+        FormatError: from every method, where the image is not what the schema says.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            self._file = h5py.File(BytesIO(data), "r")
+        except Exception as error:  # whatever h5py makes of libhdf5's error stack
+            raise FormatError(f"libhdf5 cannot open it ({error})") from None
+
+    def __enter__(self) -> ImageReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def structure(self) -> Structure:
+        """Every group and dataset, after checks that need no numbers to be read."""
+        try:
+            groups: list[str] = []
+            datasets: dict[str, Stored] = {}
+            self._walk(self._file, "", groups, datasets)
+            return Structure(self._state(), groups, datasets)
+        except (FormatError, MemoryError):
+            raise
+        except Exception as error:
+            raise FormatError(f"libhdf5 cannot read its structure ({error})") from None
+
+    def _walk(self, group: Any, prefix: str, groups: list[str], datasets: dict[str, Stored]) -> None:
+        if len(group) + len(groups) + len(datasets) > _OBJECTS:
+            raise FormatError(f"it holds more than {_OBJECTS} objects")
+        for name in sorted(group):
+            path = prefix + name
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                raise FormatError(f"'{path}' is a link to elsewhere, which a posterior file never has")
+            if path == STATE:
+                continue
+            item = group[name]
+            if isinstance(item, h5py.Group):
+                if path.count("/") >= 2:
+                    raise FormatError(f"'{path}' is nested too deeply")
+                groups.append(path)
+                self._walk(item, path + "/", groups, datasets)
+            elif isinstance(item, h5py.Dataset):
+                datasets[path] = _stored(path, item)
+            else:
+                raise FormatError(f"'{path}' is neither a group nor a dataset")
+
+    def _state(self) -> bytes:
+        dataset: Any = self._file.get(STATE)
+        if not isinstance(dataset, h5py.Dataset):
+            raise FormatError(f"it has no dataset '{STATE}'")
+        kind, plist = dataset.id.get_type(), dataset.id.get_create_plist()
+        _check_layout(STATE, plist)
+        size = kind.get_size()
+        text = kind.get_class() == h5py.h5t.STRING and not kind.is_variable_str()
+        if not text or dataset.shape != () or not 0 < size <= STATE_BYTES:
+            raise FormatError(f"'{STATE}' is not one string of at most {STATE_BYTES} bytes")
+        if plist.get_layout() != h5py.h5d.CONTIGUOUS or dataset.id.get_storage_size() != size:
+            raise FormatError(f"'{STATE}' is incomplete")
+        return bytes(dataset[()])
+
+    def array(self, path: str, stored: Stored) -> np.ndarray[Any, Any]:
+        """The numbers of one dataset that `structure` described as `stored`."""
+        try:
+            array = np.empty(stored.shape, stored.dtype)
+            if array.size:
+                dataset: Any = self._file[path]
+                dataset.read_direct(array)
+            return array
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise FormatError(f"libhdf5 cannot read '{path}' ({error})") from None
+
+
+def _check_layout(path: str, plist: Any) -> None:
+    if plist.get_layout() not in (h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
+        raise FormatError(
+            f"'{path}' is a virtual dataset or of another layout that a posterior file never has"
+        )
+    if plist.get_external_count():
+        raise FormatError(f"'{path}' keeps its numbers in another file")
+
+
+def _stored(path: str, dataset: Any) -> Stored:
+    kind, plist = dataset.id.get_type(), dataset.id.get_create_plist()
+    _check_layout(path, plist)
+    if kind.get_class() not in (h5py.h5t.INTEGER, h5py.h5t.FLOAT) or (dtype := kind.dtype.str) not in _DTYPES:
+        raise FormatError(f"'{path}' is of a type that a posterior file never has")
+    if not kind.equal(h5py.h5t.py_create(np.dtype(dtype))):
+        raise FormatError(f"'{path}' is of a type that a posterior file never has")
+    shape = dataset.shape
+    if shape is None or dataset.maxshape != shape:
+        raise FormatError(f"'{path}' has no fixed shape")
+    size, item = prod(shape), kind.get_size()
+    filters = [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
+    if plist.get_layout() == h5py.h5d.CONTIGUOUS:
+        complete = not filters and dataset.id.get_storage_size() == size * item
+    else:
+        if filters not in ([], [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]):
+            raise FormatError(f"'{path}' is compressed with something other than shuffle and gzip")
+        chunk = plist.get_chunk()
+        fits = bool(shape) and all(0 < c <= s for c, s in zip(chunk, shape, strict=True))
+        if not fits or prod(chunk) * item > _CHUNK_BYTES:
+            raise FormatError(f"'{path}' has chunks of the shape {chunk}, which a posterior file never has")
+        complete = dataset.id.get_num_chunks() == prod(-(-s // c) for c, s in zip(chunk, shape, strict=True))
+    if not complete:
+        raise FormatError(f"'{path}' of shape {shape} is incomplete")
+    return Stored(tuple(int(s) for s in shape), dtype)
+
+
+def read_frame(stream: IO[bytes], kind: bytes, limit: int) -> bytearray:
+    """One frame of the pipe between the two processes.
+
+    Raises:
+        EOFError: the stream ended.
+        FormatError: the frame is an error message, or not of the kind or size expected.
+    """
+    found, size = _FRAME.unpack(read_exactly(stream, _FRAME.size))
+    if found == b"E" and size <= 4096:
+        raise FormatError(read_exactly(stream, size).decode(errors="replace"))
+    if found != kind or size > limit:
+        raise FormatError("the process that parsed it gave no valid answer")
+    return read_exactly(stream, size)
+
+
+def read_exactly(stream: IO[bytes], size: int) -> bytearray:
+    """That many bytes.
+
+    Raises:
+        EOFError: the stream ended before.
+    """
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        got = stream.readinto(view[done:])  # pyright: ignore[reportAttributeAccessIssue]
+        if not got:
+            raise EOFError
+        done += got
+    return data
+
+
+def write_frame(stream: IO[bytes], kind: bytes, data: bytes | bytearray | memoryview) -> None:
+    """Send one frame."""
+    stream.write(_FRAME.pack(kind, len(data)))
+    stream.write(data)
+    stream.flush()
+
+
+def confine(seconds: int, memory: int) -> None:
+    """Limit this process's processor time and memory, and forbid it to open files, where the platform can.
+
+    The first two may be raised later; the last is for good.
+    """
+    try:
+        import resource
+    except ImportError:
+        return
+    limits = {"RLIMIT_CPU": seconds, "RLIMIT_AS": memory}
+    limits |= {"RLIMIT_NOFILE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
+    for name, value in limits.items():
+        try:
+            kind = getattr(resource, name)
+            most = resource.getrlimit(kind)[1]
+            if most != resource.RLIM_INFINITY:
+                value = min(value, most)
+            resource.setrlimit(kind, (value, most if value else 0))
+        except (AttributeError, ValueError, OSError):
+            continue
+
+
+def _warm_up() -> None:
+    """Make Python and h5py open now whatever they open on first use."""
+    image = build_image({}, {}, {"x": lambda: np.zeros(9)}, 512, "gzip").getvalue()
+    with ImageReader(image) as reader:
+        for path, stored in reader.structure().datasets.items():
+            reader.array(path, stored)
+    try:
+        ImageReader(b"")
+    except FormatError:
+        return
+
+
+def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    """The child's life: get the image, tell its structure, and once asked give all arrays."""
+    settings = json.loads(read_frame(stdin, b"L", 1024))
+    _warm_up()
+    size = int(settings["bytes"])
+    confine(int(settings["seconds"]), int(settings["memory"]))
+    try:
+        reader = ImageReader(bytes(read_frame(stdin, b"D", size)))
+        structure = reader.structure()
+        datasets = {path: asdict(stored) for path, stored in structure.datasets.items()}
+        outline = {"groups": structure.groups, "datasets": datasets}
+        write_frame(stdout, b"S", json.dumps(outline).encode())
+        write_frame(stdout, b"J", structure.state)
+        settings = json.loads(read_frame(stdin, b"G", 1024))
+        confine(int(settings["seconds"]), int(settings["memory"]))
+        for path, stored in structure.datasets.items():
+            write_frame(stdout, b"A", reader.array(path, stored).reshape(-1).view(np.uint8).data)
+    except EOFError:
+        return
+    except MemoryError:
+        write_frame(stdout, b"E", b"it asks for more memory than a file of its size may")
+    except FormatError as error:
+        write_frame(stdout, b"E", str(error).encode(errors="replace")[:4096])
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,281 @@
+"""`load` and `inspect`: a file is checked as a whole before any of its numbers is used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.state import expected_shapes, posterior_from_state, state_layers
+from posthoc_uq.replica import model_device, unwrap
+from posthoc_uq.storage import schema, userblock
+from posthoc_uq.storage.hdf5 import ImageReader, Structure
+from posthoc_uq.storage.sandbox import SandboxReader
+
+_SPARE_BYTES = 64 * 2**20  # for the description and HDF5's own records
+_DENSE_PARAMETERS = 50_000  # beyond, no dense Fisher is expected
+_REMEDY = "Load it with the model that it was fitted on."
+
+Shapes = dict[str, dict[str, tuple[int, ...]]]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    untrusted: bool = False,
+    device: torch.device | str | None = None,
+) -> Posterior:
+    """Read a posterior and centre it on the parameters of the model it was fitted on.
+
+    Args:
+        path: a file that `save` wrote.
+        model: the model, with the weights it had when the posterior was fitted.
+        untrusted: parse the file in a child process with a time and memory limit. The digest in a file
+            catches every damage, but whoever makes a file can make it fit; set this for a stranger's file.
+        device: where the posterior shall live; the model's device if None.
+
+    Raises:
+        PosthocUQError: the file is missing or cannot be read.
+        CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
+        PosteriorMismatchError: it belongs to another model, or to other weights of this one.
+    """
+    model = unwrap(model)
+    place = torch.device(device) if device is not None else model_device(model)
+    mean = _parameters(model)
+    data = userblock.read(path, limit=_size_limit(mean))
+    with _translated(path):
+        source = SandboxReader(data) if untrusted else ImageReader(data)
+        with source as reader:
+            structure = reader.structure()
+            state = _parse(structure.state)
+            layers = _checked_layers(state)
+            _check_model(layers, mean, path)
+            expected = expected_shapes(state, layers)
+            _check_structure(state, expected, structure)
+            names = {name for layer in layers.values() for name in layer.parameter_names}
+            _check_fingerprint(state, {name: mean[name] for name in names}, path)
+            tensors: dict[str, Tensor] = {}
+            for dataset, stored in structure.datasets.items():
+                tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
+        for name, block in state["blocks"].items():
+            block["tensors"] = {
+                own: _restore(name, own, tensors.pop(schema.tensor_path(name, own)), dtype)
+                for own, dtype in block["dtypes"].items()
+            }
+    for block in state["blocks"].values():
+        block["tensors"] = {own: _placed(tensor, place) for own, tensor in block["tensors"].items()}
+    with _translated(path):
+        return posterior_from_state(state, mean)
+
+
+def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file holds, without a model and without its numbers; always parsed in a child process.
+
+    Returns:
+        Plain values: ``format_version``, ``library_version``, ``bytes``, ``fingerprint``, ``method``,
+        ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
+        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``parameters``, ``layers``
+        (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and
+        correction, tensors with shape and dtype, and bytes).
+
+    Raises:
+        PosthocUQError: the file is missing or cannot be read.
+        CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
+    """
+    data = userblock.read(path)
+    with _translated(path):
+        with SandboxReader(data) as reader:
+            structure = reader.structure()
+        state = _parse(structure.state)
+        layers = _checked_layers(state)
+        expected = expected_shapes(state, layers)
+        _check_structure(state, expected, structure)
+        attributes: dict[str, Any] = dict(state["attributes"])
+        record: dict[str, Any] = attributes.pop("record")
+        return {
+            "format_version": userblock.FORMAT_VERSION,
+            "library_version": state["library_version"],
+            "bytes": len(data),
+            "fingerprint": state["fingerprint"],
+            **attributes,
+            **{key: record[key] for key in ("fit", "tuning", "deterministic")},
+            "parameters": sum(layer.parameters for layer in layers.values()),
+            "layers": {name: layer.attributes() for name, layer in layers.items()},
+            "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
+        }
+
+
+def _summary(name: str, block: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
+    found = {tensor: structure.datasets[schema.tensor_path(name, tensor)] for tensor in block["dtypes"]}
+    return {
+        "kind": block["kind"],
+        "members": list(block["members"]),
+        "attributes": dict(block["attributes"]),
+        "tensors": {
+            tensor: {"shape": list(stored.shape), "dtype": block["dtypes"][tensor]}
+            for tensor, stored in found.items()
+        },
+        "bytes": sum(prod(stored.shape) * np.dtype(stored.dtype).itemsize for stored in found.values()),
+    }
+
+
+@contextmanager
+def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+    """Whatever a malformed description makes Python raise is one `CorruptPosteriorError`."""
+    try:
+        yield
+    except CorruptPosteriorError as error:
+        raise CorruptPosteriorError(f"'{path}' cannot be loaded: {error}") from None
+    except PosthocUQError:
+        raise
+    except MemoryError:
+        raise PosthocUQError(f"'{path}' does not fit into memory.") from None
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CorruptPosteriorError(f"'{path}' cannot be loaded: {error or type(error).__name__}.") from error
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError):
+        raise CorruptPosteriorError("its description is not valid JSON") from None
+    keys = ("attributes", "layers", "blocks", "library_version", "fingerprint")
+    if not isinstance(state, dict) or any(key not in state for key in keys):
+        raise CorruptPosteriorError("its description is incomplete")
+    return state
+
+
+def _checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
+    """The layers, each with a matrix view that fits its weight."""
+    layers = state_layers(state)
+    if not layers:
+        raise CorruptPosteriorError("it holds no layer")
+    for name, layer in layers.items():
+        shape = layer.weight_shape
+        fits = len(shape) >= 2 and min(shape) >= 1 and layer.groups >= 1
+        fits = fits and layer.groups * layer.outputs == prod(shape[:1])
+        if not fits or layer.inputs != prod(shape[1:]) + (layer.bias is not None):
+            raise CorruptPosteriorError(
+                f"layer '{name}' has a weight of shape {shape}, which is not {layer.groups} matrices of "
+                f"({layer.outputs}, {layer.inputs})"
+            )
+    return layers
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PosthocUQError(
+                f"Parameter '{name}' is not initialised yet; run the model on a batch first."
+            )
+        found[name] = parameter.detach()
+    return found
+
+
+def _check_model(
+    layers: Mapping[str, Layer], mean: Mapping[str, Tensor], path: str | os.PathLike[str]
+) -> None:
+    for name, layer in layers.items():
+        shapes = {layer.weight: layer.weight_shape}
+        if layer.bias is not None:
+            shapes[layer.bias] = (layer.groups * layer.outputs,)
+        for parameter, shape in shapes.items():
+            if parameter not in mean:
+                raise PosteriorMismatchError(
+                    f"'{path}' does not belong to this model: layer '{name}' has the parameter "
+                    f"'{parameter}' of shape {shape}, which the model lacks (it has {list(mean)[:4]} ...). "
+                    f"{_REMEDY}"
+                )
+            if tuple(mean[parameter].shape) != shape:
+                raise PosteriorMismatchError(
+                    f"'{path}' does not belong to this model: in layer '{name}' the parameter "
+                    f"'{parameter}' has shape {shape} in the file and {tuple(mean[parameter].shape)} in "
+                    f"the model. {_REMEDY}"
+                )
+
+
+def _check_fingerprint(
+    state: Mapping[str, Any], mean: Mapping[str, Tensor], path: str | os.PathLike[str]
+) -> None:
+    if schema.fingerprint(mean) != state["fingerprint"]:
+        raise PosteriorMismatchError(
+            f"The model's parameters are not those that the posterior in '{path}' was fitted on: names and "
+            f"shapes agree, the numbers or their dtype do not. Load those weights into the model first, or "
+            f"fit again."
+        )
+
+
+def _check_structure(state: Mapping[str, Any], expected: Shapes, structure: Structure) -> None:
+    """Exactly the groups and datasets that the description implies, with their shapes and dtypes."""
+    groups = {
+        "layers",
+        "blocks",
+        *map(schema.layer_path, state["layers"]),
+        *map(schema.block_path, state["blocks"]),
+    }
+    if set(structure.groups) != groups:
+        raise CorruptPosteriorError(
+            f"its groups are not those described: {sorted(set(structure.groups) ^ groups)[:3]}"
+        )
+    wanted: dict[str, tuple[tuple[int, ...], str, str]] = {}
+    for name, shapes in expected.items():
+        dtypes = state["blocks"][name]["dtypes"]
+        if set(dtypes) != set(shapes):
+            raise CorruptPosteriorError(
+                f"block '{name}' describes the tensors {sorted(dtypes)}, not {sorted(shapes)}"
+            )
+        for tensor, shape in shapes.items():
+            wanted[schema.tensor_path(name, tensor)] = (shape, schema.DTYPES[dtypes[tensor]][1], name)
+    for dataset, (shape, dtype, name) in wanted.items():
+        stored = structure.datasets.get(dataset)
+        if stored is None:
+            raise CorruptPosteriorError(f"block '{name}' lacks the dataset '{dataset}'")
+        if stored.shape != shape or stored.dtype != dtype:
+            raise CorruptPosteriorError(
+                f"dataset '{dataset}' of block '{name}' has shape {stored.shape} and type {stored.dtype}, "
+                f"and the file's description implies shape {shape} and type {dtype}"
+            )
+    extra = sorted(set(structure.datasets) - set(wanted))
+    if extra:
+        raise CorruptPosteriorError(f"it holds datasets that no block has: {extra[:3]}")
+
+
+def _restore(block: str, name: str, tensor: Tensor, dtype: str) -> Tensor:
+    """A dataset's numbers as the tensor that was saved; half formats as float32."""
+    if dtype == "bfloat16":
+        tensor = tensor.view(torch.bfloat16)
+    if dtype in ("bfloat16", "float16"):
+        tensor = tensor.to(torch.float32)
+    fault = schema.complaint(name, tensor)
+    if fault is not None:
+        raise CorruptPosteriorError(f"'{name}' of block '{block}' {fault}")
+    return tensor
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "mps" and tensor.dtype == torch.float64:  # which MPS lacks
+        tensor = tensor.float()
+    return tensor.to(device)
+
+
+def _size_limit(mean: Mapping[str, Tensor]) -> int:
+    """Bytes that no posterior of these parameters exceeds."""
+    factors = sum(
+        t.shape[0] ** 2 + (t[0].numel() + 1) ** 2 + 3 * t.numel()
+        for t in mean.values()
+        if t.ndim >= 2 and t.shape[0]
+    )
+    total = min(sum(t.numel() for t in mean.values()), _DENSE_PARAMETERS)
+    return 2 * 8 * (factors + total**2) + _SPARE_BYTES

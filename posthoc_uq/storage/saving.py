@@ -1,0 +1,189 @@
+"""`save`: a posterior into one HDF5 file, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.likelihoods import likelihood_from_attributes
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.state import posterior_state
+from posthoc_uq.storage import hdf5, schema, userblock
+
+_WIDER = "save with dtype=torch.bfloat16 or torch.float32"
+_LOST = 0.01  # share of a tensor's absolute sum that a narrower number format may lose
+
+
+def save(
+    posterior: Posterior,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    compression: Literal["gzip"] | None = None,
+) -> None:
+    """Write a posterior to one HDF5 file (``docs/format.md``), without the model.
+
+    The file appears under its name only when it is complete; a file that stood there before stays if anything
+    fails. The same posterior gives the same bytes.
+
+    Args:
+        posterior: what `fit` or `load` gave.
+        path: the file; its folder must exist.
+        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; the posterior's own if None. Half
+            formats are read back as float32.
+        compression: ``"gzip"`` (with HDF5's byte shuffle) or None.
+
+    Raises:
+        PosthocUQError: the numbers do not fit the format, or the file cannot be written.
+        NonFiniteError: the posterior holds NaN or infinity.
+    """
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise PosthocUQError(
+            f"dtype must be torch.float32, torch.float16, torch.bfloat16 or None, not {dtype}."
+        )
+    if compression not in (None, "gzip"):
+        raise PosthocUQError(f"compression must be 'gzip' or None, not {compression!r}.")
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise PosthocUQError(f"'{path}' is a folder; give the name of a file in it.")
+    if not target.parent.is_dir():
+        raise PosthocUQError(f"The folder '{target.parent}' does not exist; make it first.")
+    _write(target, _image(posterior, dtype, compression))
+
+
+def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
+    """The whole file in memory."""
+    state = posterior_state(posterior)
+    blocks: dict[str, Any] = {}
+    arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
+    for name, block in state["blocks"].items():
+        formats: dict[str, str] = {}
+        for tensor_name, tensor in block["tensors"].items():
+            _check(name, tensor_name, tensor, dtype)
+            formats[tensor_name] = schema.dtype_name(dtype or tensor.dtype)
+            arrays[schema.tensor_path(name, tensor_name)] = partial(_array, tensor, dtype or tensor.dtype)
+        blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
+    described = {
+        "library_version": _library_version(),
+        "fingerprint": schema.fingerprint(posterior.mean),
+        "attributes": state["attributes"],
+        "layers": state["layers"],
+        "blocks": blocks,
+    }
+    try:
+        likelihood_from_attributes(state["attributes"]["likelihood"])
+        image = hdf5.build_image(described, _attributes(described), arrays, userblock.SIZE, compression)
+    except hdf5.FormatError as error:
+        raise PosthocUQError(str(error)) from None
+    except (PosthocUQError, TypeError, ValueError, KeyError) as error:
+        raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}") from error
+    with image.getbuffer() as view:
+        view[: userblock.SIZE] = userblock.header(view[userblock.SIZE :])
+    return image
+
+
+def _attributes(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The main facts once more, as attributes that any HDF5 tool shows."""
+    plain: dict[str, Any] = described["attributes"]
+    likelihood: dict[str, Any] = plain["likelihood"]
+    prior = plain["prior_precision"]
+    root = {
+        **{key: value for key, value in plain.items() if key != "record"},
+        "format": "posthoc_uq posterior",
+        "format_version": userblock.FORMAT_VERSION,
+        "library_version": described["library_version"],
+        "fingerprint": described["fingerprint"],
+        "prior_precision": "per layer" if isinstance(prior, Mapping) else prior,
+        "likelihood": likelihood["name"],
+        "noise_variance": likelihood.get("noise_variance"),
+        "evidence": plain["evidence"],
+        "fit": plain["record"]["fit"],
+        "tuning": plain["record"]["tuning"],
+    }
+    found: dict[str, dict[str, Any]] = {"/": root, "layers": {}, "blocks": {}}
+    for name, layer in described["layers"].items():
+        own = {"prior_precision": prior[name]} if isinstance(prior, Mapping) else {}
+        found[schema.layer_path(name)] = {"name": name, **layer, **own}
+    for name, block in described["blocks"].items():
+        own = {"name": name, "kind": block["kind"], "members": block["members"]}
+        found[schema.block_path(name)] = {**own, **block["attributes"]}
+        for tensor_name, number_format in block["dtypes"].items():
+            found[schema.tensor_path(name, tensor_name)] = {"dtype": number_format}
+    return found
+
+
+def _check(block: str, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+    """Whether a tensor can be stored and read back."""
+    if schema.dtype_name(tensor.dtype) not in schema.DTYPES:
+        raise PosthocUQError(f"Layer '{block}': '{name}' is of {tensor.dtype}, which a file does not hold.")
+    fault = schema.complaint(name, tensor)
+    if fault is not None:
+        kind = NonFiniteError if "NaN" in fault else PosthocUQError
+        raise kind(
+            f"Layer '{block}': '{name}' of shape {tuple(tensor.shape)} {fault}; fit again before saving."
+        )
+    if dtype is None or dtype == tensor.dtype:
+        return
+    stored = tensor.detach().to(dtype)
+    limit, largest = torch.finfo(dtype).max, float(tensor.abs().max()) if tensor.numel() else 0.0
+    if not bool(torch.isfinite(stored).all()):
+        raise PosthocUQError(
+            f"Layer '{block}': '{name}' reaches {largest:.3g}, more than {dtype} holds ({limit:.3g}); "
+            f"{_WIDER}."
+        )
+    lost = float((tensor - stored.to(tensor.dtype)).abs().sum())
+    total = float(tensor.abs().sum())
+    if lost > _LOST * total:
+        raise PosthocUQError(
+            f"Layer '{block}': '{name}' (at most {largest:.3g}) would lose {lost / total:.0%} of its sum to "
+            f"{dtype}, whose smallest number is {torch.finfo(dtype).smallest_normal:.3g}; {_WIDER}."
+        )
+
+
+def _array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    tensor = tensor.detach().to(dtype).cpu().contiguous()
+    stored = schema.DTYPES[schema.dtype_name(dtype)][1]
+    if dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(stored)
+    return tensor.numpy().astype(stored, copy=False)
+
+
+def _library_version() -> str:
+    try:
+        return version("posthoc-uq")
+    except PackageNotFoundError:  # used from a checkout
+        return "unknown"
+
+
+def _write(target: Path, image: BytesIO) -> None:
+    """Put a file in place: temporary file in the same folder, flush, fsync, rename, fsync of the folder."""
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
+    try:
+        try:
+            with temporary.open("xb") as file, image.getbuffer() as view:
+                file.write(view)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        if os.name == "posix":
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+    except OSError as error:
+        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error

@@ -1,0 +1,66 @@
+"""What saving and loading agree on: paths, number formats, fingerprint, admissible values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.storage.hdf5 import link_name
+
+# Number formats by name: how torch holds them, and how the file does (bfloat16 as its bits).
+DTYPES: dict[str, tuple[torch.dtype, str]] = {
+    "float64": (torch.float64, "<f8"),
+    "float32": (torch.float32, "<f4"),
+    "float16": (torch.float16, "<f2"),
+    "bfloat16": (torch.bfloat16, "<u2"),
+}
+
+_NON_NEGATIVE = ("diagonal", "eigenvalues", "input_eigenvalues", "output_eigenvalues")
+
+
+def layer_path(layer: str) -> str:
+    """The group that describes a layer."""
+    return f"layers/{link_name(layer)}"
+
+
+def block_path(block: str) -> str:
+    """The group of a block's tensors."""
+    return f"blocks/{link_name(block)}"
+
+
+def tensor_path(block: str, tensor: str) -> str:
+    """The dataset of a block's tensor."""
+    return f"{block_path(block)}/{link_name(tensor)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def fingerprint(parameters: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the parameters in the order of their names, as hexadecimal digits.
+
+    Each gives a line ``name dtype shape`` (``fc.weight float32 10,84``), then its numbers, row-major and
+    little-endian.
+    """
+    digest = sha256()
+    for name in sorted(parameters):
+        tensor = parameters[name].detach().cpu().contiguous()
+        shape = ",".join(str(size) for size in tensor.shape)
+        digest.update(f"{name} {dtype_name(tensor.dtype)} {shape}\n".encode(errors="surrogatepass"))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def complaint(name: str, tensor: Tensor) -> str | None:
+    """What is wrong with the numbers of a block's tensor, in words, or None."""
+    if not bool(torch.isfinite(tensor).all()):
+        return "holds NaN or infinity"
+    checked = tensor.diagonal() if name == "fisher" else tensor
+    if name in (*_NON_NEGATIVE, "fisher") and bool((checked < 0).any()):
+        return "holds negative numbers where a variance must stand"
+    return None

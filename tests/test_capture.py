@@ -1,0 +1,362 @@
+"""Which engine serves which layer, that what is caught is right, and that nothing is missed in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm.layers
+import torch
+from brute_force import class_losses, class_probabilities, matrix, per_sample, watch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.curvature.dryrun import Prepared, prepare
+from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.loaders import Batch
+
+SAMPLES = 5
+TIGHT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _prepare(model: nn.Module, x: Tensor, selection: Any = "all", **options: Any) -> Prepared:
+    return prepare(model.double().eval(), Batch((x,)), selection, **options)
+
+
+def _engines(model: nn.Module, x: Tensor) -> dict[str, str]:
+    return {name: t.engine for name, t in _prepare(model, x).capture.tracked.items()}
+
+
+def _fit(model: nn.Module, x: Any, method: str = "diag", **options: Any) -> uq.Posterior:
+    options = {"dtype": torch.float64, "prior_precision": 1.0, "progress": False, "fisher": "exact"} | options
+    return uq.fit(model, x if isinstance(x, (list, tuple)) else [x], method=method, **options)
+
+
+def _diagonals(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Exact Fisher diagonals by parameter, from autograd on one sample at a time; leaves no mark on the model."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    probs = class_probabilities(model, x)
+    totals = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for s in range(x.shape[0]):
+        for k, loss in enumerate(class_losses(model(x[s : s + 1]), s)):
+            found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+            for name, g in zip(parameters, found, strict=True):
+                if g is not None:
+                    totals[name] += probs[s, k] * g**2 / x.shape[0]
+    return totals
+
+
+def _check_diagonals(model: nn.Module, x: Tensor, *, covered: int) -> uq.Posterior:
+    """Every covered layer's diagonal against brute force, and how many parameters are covered."""
+    model.double().eval()
+    expected, posterior = _diagonals(model, x), _fit(model, x.split(2))
+    seen = 0
+    for name, layer in posterior.layers.items():
+        for parameter, found in layer.to_parameters(posterior.blocks[name].diagonal).items():
+            torch.testing.assert_close(found, expected[parameter], **TIGHT)
+            seen += 1
+    assert seen == covered
+    return posterior
+
+
+class Block(nn.Module):
+    """A residual block as torchvision writes it, in-place ReLUs and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x
+        return self.relu(out)
+
+
+def _resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+def test_a_residual_network_goes_through_backpack() -> None:
+    model, x = _resnet(), _x(3, 6, 6)
+    engines = _engines(model, x)
+    assert engines.pop("0") == "hooks"  # its input needs no gradient, so BackPACK has nothing to hang on to
+    assert engines == {"3.conv1": "backpack", "3.conv2": "backpack", "6": "backpack"}
+    posterior = _check_diagonals(model, x, covered=5)
+    assert all("BatchNorm2d" in why for name, why in posterior.report().deterministic.items() if "bn" in name)
+    assert {"3.bn1.weight", "1.bias"} <= set(posterior.report().deterministic)
+
+
+def test_an_inplace_activation_right_after_the_layer_is_served_by_hooks() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.Conv2d(4, 4, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(16, 5), nn.ReLU(True), nn.Linear(5, 3)
+    )
+    x = _x(3, 6, 6)
+    assert _engines(model, x) == {"0": "hooks", "2": "hooks", "5": "hooks", "7": "backpack"}
+    _check_diagonals(model, x, covered=8)
+
+
+class ChangedInput(nn.Module):
+    """Changes a frozen layer's input in place after the layer has used it, which autograd allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.readout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out = self.layer(hidden)
+        hidden.mul_(0.5).add_(1.0)
+        return self.readout(torch.tanh(out) + hidden)
+
+
+def test_an_input_changed_in_place_after_use_is_copied_in_time() -> None:
+    torch.manual_seed(0)
+    model, x = ChangedInput().double(), _x(4)
+    posterior = _fit(model, x.split(2))
+    inputs = model.first(x).detach()
+    jacobian = torch.stack([(1 - torch.tanh(model.layer(row)) ** 2) * model.readout.weight for row in inputs]).detach()
+    probs = class_probabilities(model, x)
+    expected = torch.zeros(4, 4, dtype=torch.float64)
+    for s in range(SAMPLES):
+        for k in range(3):
+            gradient = (probs[s] - torch.eye(3, dtype=torch.float64)[k]) @ jacobian[s]
+            expected += probs[s, k] * torch.outer(gradient, inputs[s]) ** 2 / SAMPLES
+    torch.testing.assert_close(posterior.blocks["layer"].diagonal[0, :, :-1], expected, **TIGHT)
+
+
+def test_batch_norm_and_dropout_are_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)), _x(4)
+    model.double()
+    with torch.no_grad():
+        model[1].running_mean.add_(0.3)
+        model[1].running_var.mul_(2.0)
+    expected = _diagonals(model.eval(), x)
+    found = _fit(model.train(), [x]).blocks["0"].diagonal
+    torch.testing.assert_close(found[0, :, :-1], expected["0.weight"], **TIGHT)
+
+
+def test_frozen_parameters_are_covered() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), _x(4)
+    expected = _diagonals(model, x)
+    model.requires_grad_(False)
+    posterior = _fit(model, [x])
+    for name in ("0", "2"):
+        torch.testing.assert_close(posterior.blocks[name].diagonal[0, :, :-1], expected[f"{name}.weight"], **TIGHT)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_timm_convolution_with_tensorflow_padding() -> None:
+    torch.manual_seed(0)
+    conv = timm.layers.Conv2dSame(3, 4, 3, stride=2)
+    _check_diagonals(nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(36, 3)), _x(3, 5, 6), covered=4)
+
+
+class Attention(nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.embed, self.batch_first = nn.Linear(4, 4), batch_first
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+        self.readout = nn.Linear(4, 3)
+        nn.init.normal_(self.attention.in_proj_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x))
+        x = x if self.batch_first else x.transpose(0, 1)
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.readout(x.mean(1 if self.batch_first else 0))
+
+
+@pytest.mark.parametrize("tokens", [3, SAMPLES])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_self_attention(batch_first: bool, tokens: int) -> None:
+    torch.manual_seed(0)
+    posterior = _check_diagonals(Attention(batch_first), _x(tokens, 4), covered=8)
+    assert {"attention.in_proj_weight", "attention.out_proj"} <= set(posterior.layers)
+
+
+def test_a_transformer_encoder_layer_in_eval_mode() -> None:
+    torch.manual_seed(0)
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.readout = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.readout(self.encoder(x).mean(1))
+
+    posterior = _check_diagonals(Encoder(), _x(3, 4), covered=10)
+    assert "LayerNorm" in posterior.report().deterministic["encoder.norm1.weight"]
+
+
+class Windows(nn.Module):
+    """Swin-like: cut into windows that go to the leading dimension, sample by sample, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.readout = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[0]
+        windows = x.reshape(batch, 2, 2, 2, 2, 4).transpose(2, 3).reshape(batch * 4, 4, 4)
+        return self.readout(torch.tanh(self.layer(windows)).reshape(batch, -1, 4).mean(1))
+
+
+def test_windows_in_the_leading_dimension() -> None:
+    torch.manual_seed(0)
+    _check_diagonals(Windows(), _x(4, 4, 4), covered=4)
+
+
+class Mixed(Windows):
+    """Windows first, samples second: the leading dimension does not run sample by sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[0]
+        windows = x.reshape(batch, 4, 4, 4).transpose(0, 1).reshape(4 * batch, 4, 4)
+        return self.readout(torch.tanh(self.layer(windows)).reshape(4, batch, 4, 4).mean((0, 2)))
+
+
+def test_samples_that_cannot_be_told_apart_are_an_error_and_not_a_wrong_number() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedLayerError, match="'layer'"):
+        _fit(Mixed().double(), [_x(4, 4, 4)])
+    posterior = _fit(Mixed().double(), [_x(4, 4, 4)], unsupported="skip")
+    assert list(posterior.layers) == ["readout"]
+    assert "skipped" in posterior.report().deterministic["layer.weight"]
+
+
+def test_autocast_is_served_by_hooks_and_close_to_float32() -> None:
+    model, x = _resnet().float().eval(), _x(3, 6, 6).float()
+    plain = _fit(model, [x], dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = _fit(model, [x], dtype=torch.float32)
+    assert cast.report().summary["layers caught by BackPACK"] == 0
+    assert plain.report().summary["layers caught by BackPACK"] > 0
+    for name, block in plain.blocks.items():
+        assert cast.blocks[name].diagonal.dtype == torch.float32
+        error = torch.linalg.vector_norm(cast.blocks[name].diagonal - block.diagonal)
+        assert 0 < error < 0.05 * torch.linalg.vector_norm(block.diagonal)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.spare = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_layer_that_is_never_called_is_listed_and_not_an_error() -> None:
+    torch.manual_seed(0)
+    posterior = _check_diagonals(Unused(), _x(4), covered=2)
+    assert "not used" in posterior.report().deterministic["spare.weight"]
+    assert "spare" in str(posterior.report())
+
+
+class MatmulLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + self.bias
+
+
+class LstmNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.readout = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.layer(x)[0][:, -1])
+
+
+class Embedded(nn.Module):
+    """An output layer that shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.readout = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(4, 4)
+        self.layer.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.readout(self.embedding(tokens).mean(1))))
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 3, (SAMPLES, 4), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.ModuleDict({"layer": MatmulLinear(4, 3)})["layer"]), _x(4)),
+        (LstmNet, _x(2, 4)),
+        (Embedded, _tokens()),
+    ],
+    ids=["matmul", "lstm", "tied embedding"],
+)
+def test_weights_that_cannot_be_followed_are_named_or_skipped(model: Any, x: Tensor) -> None:
+    torch.manual_seed(0)
+    net = model().double()
+    with pytest.raises(UnsupportedLayerError, match=r"'(2|layer|embedding)'.*unsupported='skip'"):
+        _fit(net, [x])
+    posterior = _fit(net, [x], unsupported="skip")
+    assert len(posterior.layers) == 1
+    skipped = {name for name, why in posterior.report().deterministic.items() if "skipped" in why}
+    assert skipped and not skipped & set(posterior.mean)
+    assert all(set(layer.parameter_names) <= set(posterior.mean) for layer in posterior.layers.values())
+
+
+def _four() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    ).double()
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ("all", ["0.0", "0.2", "2.0", "2.1"]),
+        ("last", ["2.1"]),
+        (["0.2", "2.0"], ["0.2", "2.0"]),
+        ("0", ["0.0", "0.2"]),
+        (["2"], ["2.0", "2.1"]),
+        (lambda name, module: name.endswith("0") and isinstance(module, nn.Linear), ["0.0", "2.0"]),
+    ],
+)
+def test_selection(selection: Any, expected: list[str]) -> None:
+    posterior = _fit(_four(), [_x(4)], layers=selection)
+    assert list(posterior.layers) == expected
+    left = {f"{name}.weight" for name in ("0.0", "0.2", "2.0", "2.1")} - set(posterior.mean)
+    assert left == {n for n in posterior.report().deterministic if n.endswith("weight")}
+    truth = per_sample(posterior.model, watch(posterior.model.get_submodule(expected[0])), _x(4), class_losses)
+    diagonal = truth.diagonal(class_probabilities(posterior.model, _x(4)))
+    torch.testing.assert_close(posterior.blocks[expected[0]].diagonal, diagonal, **TIGHT)
+
+
+def test_an_unknown_layer_gets_a_suggestion() -> None:
+    with pytest.raises(PosthocUQError, match=r"'2\.O'.*'2\.0'"):
+        _fit(_four(), [_x(4)], layers=["2.O"])
+
+
+def test_the_layer_view_goes_there_and_back() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, (2, 3), groups=2).double()
+    layer = _fit(nn.Sequential(conv, nn.Flatten(), nn.Linear(36, 3)).double(), [_x(4, 3, 5)]).layers["0"]
+    view = layer.to_matrix(conv.weight, conv.bias)
+    torch.testing.assert_close(view, matrix(watch(conv), conv.weight, conv.bias), rtol=0, atol=0)
+    back = layer.to_parameters(torch.stack([view, 2 * view]))
+    assert torch.equal(back["0.weight"], torch.stack([conv.weight, 2 * conv.weight]))
+    assert torch.equal(back["0.bias"][1], 2 * conv.bias)

@@ -1,0 +1,279 @@
+"""Every family against dense matrices in float64: covariance, variances, quadratic forms, determinants, output variances."""
+
+import math
+
+import pytest
+import torch
+
+from posterior_helpers import GROUPS, INPUTS, OUTPUTS, SCALE, TAU, build, dense_fisher, posterior_of, random_gradients, statistics
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.sparsify import sparsify
+from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.posteriors.base import Evidence, Posterior
+from posthoc_uq.posteriors.blocks import Settings
+from posthoc_uq.posteriors.dense import DenseBlock
+from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
+
+CASES = [
+    ("diagonal", "", 0, 1.0),
+    ("kfac", "", 0, 1.0),
+    ("efb", "", 0, 1.0),
+    ("dense", "", 0, 1.0),
+    *[("inf", c, r, w) for c in ("rescale", "clamp", "none") for r in (1, 12, 126) for w in (1.0, 0.3)],
+    ("inf", "rescale", 0.05, 0.0),
+]
+STATISTICS = statistics(random_gradients())
+SIZE = OUTPUTS * INPUTS
+
+
+def _case(kind: str, correction: str, rank: float, omega: float) -> tuple[Posterior, torch.Tensor]:
+    """A posterior and its dense covariance ``(groups, size, size)``."""
+    block = build(kind, STATISTICS, rank, correction)
+    posterior = posterior_of(block)
+    posterior.residual_weight = omega
+    fisher = dense_fisher(kind, block, STATISTICS, omega)
+    precision = SCALE * fisher + TAU * torch.eye(SIZE, dtype=torch.float64)
+    return posterior, torch.linalg.inv(precision)
+
+
+@pytest.mark.parametrize(("kind", "correction", "rank", "omega"), CASES)
+class TestAgainstDense:
+    def test_covariance_of_the_sampler(self, kind, correction, rank, omega):
+        """The sampler is a linear map of its noise; map the identity and form its exact covariance."""
+        posterior, covariance = _case(kind, correction, rank, omega)
+        (name,) = posterior.blocks
+        shape = (1, 1, GROUPS * SIZE) if kind == "dense" else (GROUPS, OUTPUTS, INPUTS)
+        unit = torch.eye(GROUPS * SIZE, dtype=torch.float64).reshape(-1, *shape)
+        linear_map = posterior.factor(name).transform(unit).reshape(GROUPS * SIZE, GROUPS * SIZE).T
+        found = linear_map @ linear_map.T
+        torch.testing.assert_close(found, torch.block_diag(*covariance), atol=1e-12, rtol=1e-8)
+
+    def test_variance(self, kind, correction, rank, omega):
+        posterior, covariance = _case(kind, correction, rank, omega)
+        expected = covariance.diagonal(dim1=1, dim2=2).reshape(GROUPS * OUTPUTS, INPUTS, 1, 1)
+        torch.testing.assert_close(posterior.variance()["layer.weight"], expected, atol=1e-12, rtol=1e-8)
+
+    def test_quadratic(self, kind, correction, rank, omega):
+        posterior, covariance = _case(kind, correction, rank, omega)
+        jacobians = torch.randn(5, GROUPS, OUTPUTS, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        rows = jacobians.flatten(1)
+        expected = rows @ torch.block_diag(*covariance) @ rows.T
+        torch.testing.assert_close(posterior.quadratic({"layer": jacobians}), expected, atol=1e-12, rtol=1e-8)
+
+    def test_log_determinant_and_evidence(self, kind, correction, rank, omega):
+        posterior, covariance = _case(kind, correction, rank, omega)
+        expected = -torch.linalg.slogdet(covariance).logabsdet.sum()
+        torch.testing.assert_close(posterior.log_determinant(), expected, atol=1e-9, rtol=1e-10)
+        theta = posterior.mean["layer.weight"]
+        evidence = -30.0 - 0.5 * (expected - GROUPS * SIZE * math.log(TAU) + TAU * (theta**2).sum())
+        torch.testing.assert_close(posterior.log_marginal_likelihood(), evidence, atol=1e-8, rtol=1e-10)
+
+    def test_evidence_is_differentiable(self, kind, correction, rank, omega):
+        posterior, _ = _case(kind, correction, rank, omega)
+        tau = torch.tensor(TAU, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(prior_precision=tau), tau)
+        step = 1e-4
+        high, low = (posterior.log_marginal_likelihood(prior_precision=TAU + sign * step) for sign in (1, -1))
+        torch.testing.assert_close(slope, (high - low) / (2 * step), atol=1e-5, rtol=1e-5)
+
+    def test_output_variance(self, kind, correction, rank, omega):
+        """m^T S_oo m + sum_k v_k [S_oo]_kk, row by row from the dense covariance."""
+        posterior, covariance = _case(kind, correction, rank, omega)
+        generator = torch.Generator().manual_seed(4)
+        mean = torch.randn(3, GROUPS, INPUTS, dtype=torch.float64, generator=generator)
+        spread = torch.rand(3, GROUPS, INPUTS, dtype=torch.float64, generator=generator)
+        found = posterior.output_variance("layer", mean, spread)
+        for row in range(3):
+            for group in range(GROUPS):
+                for output in range(OUTPUTS):
+                    part = slice(output * INPUTS, (output + 1) * INPUTS)
+                    own = covariance[group][part, part]
+                    m, v = mean[row, group], spread[row, group]
+                    torch.testing.assert_close(found[row, group, output], m @ own @ m + v @ own.diagonal(), atol=1e-12, rtol=1e-8)
+
+    def test_dense_view(self, kind, correction, rank, omega):
+        block = build(kind, STATISTICS, rank, correction)
+        found = block.dense(2.0, omega)
+        expected = 2.0 * dense_fisher(kind, block, STATISTICS, omega)
+        if kind == "dense":
+            expected = torch.block_diag(*expected).unsqueeze(0)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+
+
+def test_two_hundred_thousand_samples():
+    """The empirical covariance of draws; its entries have a standard error of at most sqrt(2 / n) of the variances."""
+    posterior, covariance = _case("inf", "rescale", 12, 1.0)
+    n = 200_000
+    draws = posterior.sample(n, torch.Generator().manual_seed(0))["layer.weight"] - posterior.mean["layer.weight"]
+    for group in range(GROUPS):
+        rows = draws.reshape(n, GROUPS, SIZE)[:, group]
+        found = rows.T @ rows / n
+        scale = covariance[group].diagonal().sqrt()
+        error = (found - covariance[group]).abs() / torch.outer(scale, scale)
+        assert error.max() < 5.5 * (2 / n) ** 0.5
+        assert (rows.mean(0).abs() / scale).max() < 5 / n**0.5
+
+
+def test_same_law_as_equation_six():
+    """The paper's sampler, on a layer where its Cholesky factors exist, has the same covariance as ours.
+
+    With ``W = I + Vs C Vs^T`` the paper's factor is ``D^-1/2 W^-1``, whose covariance is right if ``W^T W = I + Vs Vs^T``; that asks
+    for ``B^T B = I + A^T A``, where the text prints ``B B^T = I + Vs^T Vs``. As printed the law is another one.
+    """
+    generator = torch.Generator().manual_seed(5)
+    m, n, a, g = 4, 6, 3, 2
+    ua = torch.linalg.qr(torch.randn(n, a, generator=generator, dtype=torch.float64)).Q
+    ug = torch.linalg.qr(torch.randn(m, g, generator=generator, dtype=torch.float64)).Q
+    lam = torch.rand(g, a, generator=generator, dtype=torch.float64) + 0.5
+    residual = torch.rand(m, n, generator=generator, dtype=torch.float64) + 0.5
+    v = torch.kron(ug, ua)
+    # eq. (6): F = D^-1/2 (I - D^-1/2 V l^1/2 (C^-1 + Vs^T Vs)^-1 l^1/2 V^T D^-1/2), C = A^-T (B - I) A^-1
+    d_half = residual.flatten().rsqrt().diag()
+    vs = d_half @ v @ lam.flatten().sqrt().diag()
+    gram = vs.T @ vs
+    ac = torch.linalg.cholesky(gram)
+    inverse, eye = torch.linalg.inv(ac), torch.eye(a * g, dtype=torch.float64)
+
+    def paper(bc: torch.Tensor) -> torch.Tensor:
+        c = inverse.T @ (bc - eye) @ inverse
+        f = d_half @ (torch.eye(m * n, dtype=torch.float64) - vs @ torch.linalg.inv(torch.linalg.inv(c) + gram) @ vs.T)
+        return f @ f.T
+
+    factor = InformationFactor(ua.unsqueeze(0), ug.unsqueeze(0), lam.sqrt().unsqueeze(0), None, residual.reciprocal().unsqueeze(0))
+    unit = torch.eye(m * n, dtype=torch.float64).reshape(-1, 1, m, n)
+    ours = factor.transform(unit).reshape(m * n, m * n).T
+    torch.testing.assert_close(ours @ ours.T, paper(torch.linalg.cholesky(ac.T @ ac + eye).T), atol=1e-12, rtol=1e-8)
+    assert (ours @ ours.T - paper(torch.linalg.cholesky(gram + eye))).abs().max() > 1e-3
+    precision = v @ lam.flatten().diag() @ v.T + residual.flatten().diag()
+    torch.testing.assert_close(ours @ ours.T, torch.linalg.inv(precision), atol=1e-12, rtol=1e-8)
+
+
+def test_numbers_of_the_moment_study():
+    """INF with one direction, six published digits: variances of the weights and of the outputs."""
+    block = InformationBlock(
+        torch.tensor([[[0.6], [0.8], [0.0]]], dtype=torch.float64),
+        torch.tensor([[[0.8], [0.6]]], dtype=torch.float64),
+        torch.tensor([[[0.5]]], dtype=torch.float64),
+        torch.zeros(1, 2, 3, dtype=torch.float64),
+        "clamp",
+    )
+    residual = torch.tensor([[[0.1, 0.2, 0.3], [0.2, 0.1, 0.4]]], dtype=torch.float64)
+    block.diagonal = block.low_rank_diagonal() + residual
+    posterior = posterior_of(block, 1, 2, 3)
+    posterior.scale, posterior.prior_precision = 10.0, 1.0
+    variance = torch.tensor([[0.405594, 0.258741, 0.25], [0.309732, 0.405594, 0.2]], dtype=torch.float64)
+    torch.testing.assert_close(posterior.variance()["layer.weight"], variance, atol=6e-7, rtol=0)
+    x = torch.tensor([[1.0, 2.0, -1.0]], dtype=torch.float64)
+    found = posterior.output_variance("layer", x)
+    torch.testing.assert_close(found, torch.tensor([[1.354895, 1.943298]], dtype=torch.float64), atol=6e-7, rtol=0)
+    jacobians = torch.zeros(2, 1, 2, 3, dtype=torch.float64)
+    jacobians[0, 0, 0], jacobians[1, 0, 1] = x[0], x[0]
+    covariance = posterior.quadratic({"layer": jacobians})
+    assert covariance[0, 1].item() == pytest.approx(-0.655594, abs=6e-7)
+
+
+def test_padded_groups_do_not_matter():
+    """Groups that keep fewer directions are padded with zeros; each equals its own block."""
+    block = build("inf", STATISTICS, 3)
+    assert isinstance(block, InformationBlock)
+    factor = block.factor(Settings(SCALE, TAU))
+    for group in range(GROUPS):
+        one = slice(group, group + 1)
+        width_a = int((block.eigenvalues[group].sum(0) > 0).sum())
+        width_g = int((block.eigenvalues[group].sum(1) > 0).sum())
+        alone = InformationBlock(
+            block.input_basis[one, :, :width_a],
+            block.output_basis[one, :, :width_g],
+            block.eigenvalues[one, :width_g, :width_a],
+            block.diagonal[one],
+            "rescale",
+        )
+        torch.testing.assert_close(factor.variance()[one], alone.factor(Settings(SCALE, TAU)).variance(), atol=1e-12, rtol=1e-9)
+
+
+def test_nothing_kept():
+    """A layer without any gradient keeps no direction, and its posterior is the prior."""
+    stats = {key: torch.zeros_like(value) if key in ("lam", "d") else value for key, value in STATISTICS.items()}
+    posterior = posterior_of(sparsify(stats["ua"], stats["ug"], stats["lam"], stats["d"], 10))
+    expected = torch.full_like(posterior.mean["layer.weight"], 1 / TAU)
+    torch.testing.assert_close(posterior.variance()["layer.weight"], expected)
+    assert posterior.sample(2)["layer.weight"].shape == (2, *expected.shape)
+
+
+def _two_layers() -> tuple[Posterior, torch.Tensor]:
+    """A dense posterior over a linear layer with bias and one without, and its Fisher."""
+    layers = {
+        "a": Layer("a", "linear", "a.weight", "a.bias", 1, 2, 4, (2, 3)),
+        "b": Layer("b", "linear", "b.weight", None, 1, 2, 2, (2, 2)),
+    }
+    rows = torch.randn(30, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    fisher = rows.T @ rows / 30
+    mean = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "b.weight": torch.ones(2, 2)}
+    mean = {name: value.double() for name, value in mean.items()}
+    posterior = Posterior("full", layers, {"joint": DenseBlock(fisher)}, {"joint": ["a", "b"]}, mean, Categorical(), Evidence(9, -3.0))
+    return posterior, fisher
+
+
+def test_dense_posterior_over_two_layers():
+    posterior, fisher = _two_layers()
+    posterior.prior_precision = {"a": 2.0, "b": 5.0}
+    prior = torch.tensor([2.0] * 8 + [5.0] * 4, dtype=torch.float64)
+    covariance = torch.linalg.inv(9 * fisher + prior.diag())
+    variance = posterior.variance()
+    # the matrix view of layer a is (2, 4): three weights and the bias in each row
+    rows = covariance.diagonal()[:8].reshape(2, 4)
+    torch.testing.assert_close(variance["a.weight"], rows[:, :3], atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(variance["a.bias"], rows[:, 3], atol=1e-12, rtol=1e-9)
+    jacobian = torch.randn(3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    found = posterior.quadratic({"a": jacobian[:, :8].reshape(3, 1, 2, 4), "b": jacobian[:, 8:].reshape(3, 1, 2, 2)})
+    torch.testing.assert_close(found, jacobian @ covariance @ jacobian.T, atol=1e-12, rtol=1e-9)
+    only_b = posterior.quadratic({"b": jacobian[:, 8:].reshape(3, 1, 2, 2)})
+    torch.testing.assert_close(only_b, jacobian[:, 8:] @ covariance[8:, 8:] @ jacobian[:, 8:].T, atol=1e-12, rtol=1e-9)
+    x = torch.tensor([[0.3, -2.0]], dtype=torch.float64)
+    row = covariance[8:10, 8:10]
+    assert posterior.output_variance("b", x)[0, 0].item() == pytest.approx((x[0] @ row @ x[0]).item(), rel=1e-9)
+    n_theta = 8 * math.log(2.0) + 4 * math.log(5.0)
+    expected = -3.0 - 0.5 * (-torch.linalg.slogdet(covariance).logabsdet - n_theta + 2.0 * 8 + 5.0 * 4)
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), expected, atol=1e-9, rtol=1e-10)
+
+
+def test_draws_do_not_depend_on_their_number():
+    posterior, _ = _case("inf", "rescale", 12, 1.0)
+    two = posterior.sample(2, torch.Generator().manual_seed(1))["layer.weight"]
+    assert torch.equal(two, posterior.sample(2, torch.Generator().manual_seed(1))["layer.weight"])
+    five = posterior.sample(5, torch.Generator().manual_seed(1))["layer.weight"]
+    torch.testing.assert_close(two, five[:2], atol=1e-13, rtol=1e-11)
+    state = torch.get_rng_state()
+    other = posterior.sample(2)["layer.weight"]
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.allclose(two, other)
+
+
+def test_setting_a_hyperparameter_refactors():
+    posterior, _ = _case("inf", "rescale", 12, 1.0)
+    before = posterior.variance()["layer.weight"]
+    posterior.prior_precision = 2 * TAU
+    assert (posterior.variance()["layer.weight"] < before).all()
+    posterior.prior_precision = TAU
+    assert torch.equal(posterior.variance()["layer.weight"], before)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["scale", "prior_precision", "noise_scale", "temperature"])
+def test_hyperparameters_are_positive(name, value):
+    posterior, _ = _case("diagonal", "", 0, 1.0)
+    with pytest.raises(PosthocUQError, match=name):
+        setattr(posterior, name, value)
+
+
+def test_mistakes_are_named():
+    posterior, _ = _case("diagonal", "", 0, 1.0)
+    with pytest.raises(PosthocUQError, match="residual_weight"):
+        posterior.residual_weight = 1.5
+    with pytest.raises(PosthocUQError, match="per layer"):
+        posterior.prior_precision = {"other": 1.0}
+    with pytest.raises(PosthocUQError, match="at least 1"):
+        posterior.sample(0)
+    with pytest.raises(PosthocUQError, match="unknown"):
+        posterior.quadratic({"other": torch.zeros(1, 1, 1, 1)})
