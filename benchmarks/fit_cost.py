@@ -1,7 +1,6 @@
-"""Time and peak memory of every method's fit, in multiples of one plain forward-backward pass over the same
-data.
+"""Time and peak memory of every method's fit, in multiples of a plain pass over the same data.
 
-The plain pass is ``model.eval()``, summed cross entropy and ``backward()`` with gradients of all parameters,
+The plain pass is a forward and a backward pass: ``model.eval()``, summed cross entropy and ``backward()`` with gradients of all parameters,
 in the same batches. Each fit is timed between two plain passes of its own, and the medians over repeats of
 the ratio to their mean are printed, so that the rest of the machine weighs on both alike. Peak memory is that
 of a fresh process that only fits, above one that only makes the plain pass.
@@ -239,7 +238,7 @@ def measure_times(
 
 
 def _brief(t: Trial) -> str:
-    return f"plain {t.plain:.2f} s, fit {t.fit:.2f} s, of which sweeps {t.sweeps:.2f} s, evidence {t.evidence:.2f} s"
+    return f"plain {t.plain:.2f} s, fit {t.fit:.2f} s (sweeps {t.sweeps:.2f} s), evidence {t.evidence:.2f} s"
 
 
 def peak_memory() -> int:

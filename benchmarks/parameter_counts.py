@@ -1,5 +1,4 @@
-"""How many numbers each posterior stores, and how large its file is, beside table 3 of Lee et al. 2020 (rank
-100).
+"""Numbers that each posterior stores, and the size of its file, beside table 3 of Lee et al. 2020.
 
 Diagonal, KFAC and EFB follow from the layers' shapes alone, so they are counted, and the counts are checked
 against fits of a small network. INF keeps the directions that the data select, so it is fitted, at 224 px on

@@ -199,7 +199,7 @@ def exact_blocks(net: Net, chunk: int = 100) -> dict[str, Tensor]:
 
 
 def _loss_roots(net: Net, x: Tensor) -> Tensor:
-    """Gradients of ``-log p(y | x)`` by the outputs for every y, times ``p(y | x)^1/2``: ``(samples, k, outputs)``."""
+    """Gradients of ``-log p(y | x)`` for every y, times ``p(y | x)^1/2``: ``(samples, k, outputs)``."""
     with torch.no_grad():
         outputs = net.model(x)
     if net.noise is not None:
@@ -427,7 +427,7 @@ def conclusion(found: Sequence[Choice], summary: Summary) -> str:
         ranked = sorted(fixed, key=lambda choice: choice.divergences[prior])
         plain = by_name["inf rescale 1"].divergences[prior]
         lines.append(
-            f"KL at tau {prior:g}: best is {ranked[0].name} ({ranked[0].divergences[prior]:.4f} nats per weight); "
+            f"KL at tau {prior:g}: best is {ranked[0].name} ({ranked[0].divergences[prior]:.4f}); "
             f"rescale 1 {plain:.4f}, rescale tuned {by_name['inf rescale tuned'].divergences[prior]:.4f}, "
             f"EFB {by_name['efb'].divergences[prior]:.4f}, diag {by_name['diag'].divergences[prior]:.4f}."
         )
@@ -450,7 +450,8 @@ def conclusion(found: Sequence[Choice], summary: Summary) -> str:
     lines += [
         f"Over all these prior precisions the best single residual weight of rescale is {robust} "
         f"({averaged[robust]:.4f}; at 1 it is {averaged['1']:.4f}).",
-        f"In Frobenius norm rescale is at least as good as clamp in {wins} of {total} rows, and as EFB in {beats} of {total}.",
+        f"In Frobenius norm rescale is at least as good as clamp in {wins} of {total} rows, "
+        f"and as EFB in {beats}.",
     ]
     return "\n".join(lines)
 
@@ -555,7 +556,8 @@ def fit_quality(net: Net) -> str:
     if net.noise is not None:
         return f"noise variance {net.noise:.4f}, the mean squared residual in standardised units"
     accuracy = float((outputs.argmax(1) == net.targets).double().mean())
-    return f"training accuracy {accuracy:.3f}, NLL {float(nn.functional.cross_entropy(outputs, net.targets)):.4f}"
+    loss = float(nn.functional.cross_entropy(outputs, net.targets))
+    return f"training accuracy {accuracy:.3f}, NLL {loss:.4f}"
 
 
 def smoke() -> list[dict[str, Any]]:
@@ -585,9 +587,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = choices(summary, priors)
     print("\nRelative Frobenius error |I - I_x| / |I| (residual weight 1)\n")
     print(table(frobenius_table(summary)))
-    print(
-        "\nKL(exact block posterior || approximation), nats per weight, prior precision 10, by residual weight\n"
-    )
+    print("\nKL(exact block posterior || approximation), nats per weight, tau 10, by residual weight\n")
     print(table(divergence_table(summary, 10.0)))
     print("\nGeometric means over all layers and ranks (but for layers on which EFB is exact)\n")
     print(table(choices_table(found)))

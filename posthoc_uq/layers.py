@@ -19,6 +19,10 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import UnsupportedLayerError
 
+# Where the samples are in a linear layer's input: in the leading dimension (one sample's rows together), in the second one, or in
+# the leading one with the samples varying fastest, as in the flattened (tokens, samples) rows of multi-head attention.
+BATCH_AXES = (0, 1, INTERLEAVED := -1)
+
 WEIGHTED_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -156,12 +160,13 @@ def as_matrices(calls: list[Call], samples: int, dtype: torch.dtype, batch_axis:
 
 def _rows(layer: Layer, tensor: Tensor, samples: int, batch_axis: int) -> Tensor:
     """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
-    if batch_axis < tensor.ndim - 1:
-        size = tensor.shape[batch_axis]
-        if batch_axis == 0 and size and size % samples == 0:
-            return tensor.reshape(samples, -1, tensor.shape[-1])
-        if size == samples:
-            return tensor.movedim(batch_axis, 0).reshape(samples, -1, tensor.shape[-1])
+    features = tensor.shape[-1]
+    if tensor.ndim > 1 and batch_axis in (0, INTERLEAVED) and tensor.shape[0] and tensor.shape[0] % samples == 0:
+        if batch_axis == 0:
+            return tensor.reshape(samples, -1, features)
+        return tensor.reshape(-1, samples, *tensor.shape[1:]).movedim(1, 0).reshape(samples, -1, features)
+    if 0 < batch_axis < tensor.ndim - 1 and tensor.shape[batch_axis] == samples:
+        return tensor.movedim(batch_axis, 0).reshape(samples, -1, features)
     raise UnsupportedLayerError(
         f"Layer '{layer.name}' got an input of shape {tuple(tensor.shape)}, in which the {samples} samples of the batch "
         f"cannot be told apart; leave it out with layers=... or unsupported='skip'."

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-_BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# 64-bit numbers go as two words: the low bits of a float64 such as 1.0 are all zero, and a product modulo 2^64 would keep them so.
+_BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def _signed(value: int) -> int:

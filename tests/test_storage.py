@@ -482,7 +482,7 @@ def test_a_stranger_cannot_hang_or_crash_us(
     generator = np.random.default_rng(1)
     outcomes: list[bool] = []
     shapes = {name: tensor.shape for name, tensor in tensors_of(posterior).items()}
-    # Anywhere; in the records with which HDF5 begins, where it stumbles most; and in the last digits of numbers.
+    # Anywhere; in the records that HDF5 begins with, where it stumbles most; in the last digits of numbers.
     files = mutations(data, 20, 512, generator)
     files += [d + data[2560:] for d in mutations(data[:2560], 40, 512, generator) if len(d) == 2560]
     numbers = data.index(posterior.blocks["body.50%2F"].tensors()["diagonal"].numpy().tobytes())

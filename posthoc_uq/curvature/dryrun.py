@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.curvature.capture import Capture, Caught, Tracked, owners
 from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
-from posthoc_uq.layers import WEIGHTED_MODULES, Layer
+from posthoc_uq.layers import BATCH_AXES, WEIGHTED_MODULES, Layer
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import parameter_names, replicate
 
@@ -124,7 +124,17 @@ class _Reference:
         self.names = parameter_names(twin)
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self._owners = owners(twin)
-        parameters = list(twin.parameters())
+        try:
+            self._differentiate(twin, probe)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            # The model changes the input of a frozen layer: fine for its user, who never asks for that layer's gradient.
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+                self._differentiate(twin, probe)
+
+    def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
+        samples, parameters = self.samples, list(twin.parameters())
         with torch.enable_grad():
             outputs = probe.call(twin)
             if outputs.ndim == 0 or outputs.shape[0] != samples:
@@ -231,8 +241,10 @@ def _settle(
     if bad:
         layers = [replace(t, engine="hooks") if t.layer.name in bad else t for t in layers]
         capture, bad = attempt(layers)
-    if bad:
-        layers = [replace(t, batch_axis=1) if t.layer.name in bad and t.layer.kind == "linear" else t for t in layers]
+    for axis in BATCH_AXES[1:]:
+        if not bad:
+            break
+        layers = [replace(t, batch_axis=axis) if t.layer.name in bad and t.layer.kind == "linear" else t for t in layers]
         capture, bad = attempt(layers)
     broken = sorted(bad)
     if broken:

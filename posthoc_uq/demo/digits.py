@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.demo.console import say, step, table
-from posthoc_uq.demo.digits_data import DigitsData, Labelled, load_digits, rendered_letters, rotated_digits
+from posthoc_uq.demo.digits_data import (
+    DigitsData,
+    Labelled,
+    augmented,
+    load_digits,
+    rendered_letters,
+    rotated_digits,
+)
 from posthoc_uq.demo.figures import Example, digits_figure
 from posthoc_uq.heads.prediction import ClassPrediction
 from posthoc_uq.metrics import (
@@ -22,6 +29,9 @@ from posthoc_uq.metrics import (
     ood_auroc,
 )
 from posthoc_uq.posteriors.base import Posterior
+
+COPIES = 40
+"""Distorted copies of each training digit; the posterior takes each of them for an observation of its own."""
 
 PLAIN, EVIDENCE, TUNED = "network alone", "INF as fitted", "INF tuned"
 
@@ -37,53 +47,57 @@ class DigitsResult(NamedTuple):
 def network() -> nn.Sequential:
     """A small convolutional network for 8 x 8 images: the stand-in for the user's model."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(1, 12, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(12, 24, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(128, 64),
+        nn.Linear(96, 32),
         nn.ReLU(),
-        nn.Linear(64, 10),
+        nn.Linear(32, 10),
     )
 
 
 def train(model: nn.Module, data: Labelled, epochs: int, seed: int) -> None:
     """Plain training without regularisation, long enough to make the network over-confident."""
     generator = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimiser = torch.optim.Adam(model.parameters(), lr=6e-3)
+    steps = epochs * -(-len(data.labels) // 64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=6e-3, total_steps=steps)
     for _ in range(epochs):
-        for batch in torch.randperm(len(data.labels), generator=generator).split(32):
+        for batch in torch.randperm(len(data.labels), generator=generator).split(64):
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
             optimiser.step()
+            schedule.step()
     model.eval()
 
 
-def run(output: Path, seed: int = 0, epochs: int = 100, n_samples: int = 50) -> DigitsResult:
+def run(output: Path, seed: int = 0, epochs: int = 15, n_samples: int = 50) -> DigitsResult:
     """The digits part; leaves the picture, the posterior and the network's weights in ``output``."""
     output.mkdir(parents=True, exist_ok=True)
     data = load_digits(seed)
     sizes = [len(part.labels) for part in data]
     say(f"scikit-learn's digits: {sizes[0]} to train on, {sizes[1]} to tune on, {sizes[2]} to test on")
+    training = augmented(data.train, COPIES, seed)
     torch.manual_seed(seed)
     model = network()
-    with step(f"Training a small CNN for {epochs} epochs"):
-        train(model, data.train, epochs, seed)
+    with step(f"Training a small CNN for {epochs} epochs on {COPIES} distorted copies of each"):
+        train(model, training, epochs, seed)
 
     foreign = {"rotated digits": rotated_digits(data.test), "letters": rendered_letters()}
     inputs = {"test digits": data.test.images, **foreign}
     predictions = {PLAIN: {name: _plain(model, images) for name, images in inputs.items()}}
 
     with step("uq.fit(model, train_loader)"):
-        posterior = uq.fit(model, _loader(data.train), seed=seed, progress=False)
+        posterior = uq.fit(model, _loader(training), seed=seed, progress=False)
     predictor = uq.wrap(model, posterior, head="sampling", n_samples=n_samples, seed=seed)
     predictions[EVIDENCE] = {name: predictor(images) for name, images in inputs.items()}
 
     with step("uq.tune(posterior, val_loader)"):
-        uq.tune(posterior, _loader(data.validation))
+        uq.tune(posterior, _loader(data.validation), progress=False)
     predictor = uq.wrap(model, posterior, head="sampling", n_samples=n_samples, seed=seed)
     predictions[TUNED] = {name: predictor(images) for name, images in inputs.items()}
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.storage import hdf5
 from posthoc_uq.storage.hdf5 import FormatError, Stored, Structure
 
@@ -35,8 +36,8 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 class SandboxReader:
     """`hdf5.ImageReader` in a child process, as a context manager; arrays come in the order of the structure.
 
-    Its limits first suffice for the structure alone; for the arrays they grow with the sizes that it declared, which the
-    caller has compared with the model by then.
+    Its limits first suffice for the structure alone; for the arrays they grow with the sizes that it declared,
+    which the caller has compared with the model by then.
 
     Raises:
         FormatError: from every method: the child refused the file, crashed, hung or needed too much memory.
@@ -54,13 +55,16 @@ class SandboxReader:
             "OMP_NUM_THREADS": "1",
             "HDF5_PLUGIN_PRELOAD": "::",
         }
-        self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LAUNCH, _SCRIPT, folders],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _LAUNCH, _SCRIPT, folders],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError as error:
+            raise PosthocUQError(f"No process could be started to parse the file: {error}.") from error
         assert self._child.stdin is not None and self._child.stdout is not None
         self._input: IO[bytes] = self._child.stdin
         self._output: IO[bytes] = self._child.stdout
@@ -76,7 +80,7 @@ class SandboxReader:
         self._watchdog.daemon = True
         self._watchdog.start()
         memory = _MEMORY + 3 * len(self._data) + 3 * max(self._arrays.values(), default=0)
-        limits = {"bytes": len(self._data), "seconds": int(self._seconds) + 1, "memory": memory}
+        limits = {"bytes": len(self._data), "seconds": 2 * int(self._seconds) + 1, "memory": memory}
         return json.dumps(limits).encode()
 
     def _stop(self) -> None:

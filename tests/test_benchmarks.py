@@ -1,0 +1,107 @@
+"""The benchmarks' smoke modes: that they run, what they print, and those of their facts that are no times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from math import isfinite
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def _script(name: str) -> ModuleType:
+    """A benchmark as a module, found beside its own helpers as when it is run as a script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return __import__(name)
+
+
+@pytest.fixture(scope="module")
+def quality() -> tuple[ModuleType, list[dict[str, Any]]]:
+    script = _script("posterior_quality")
+    return script, script.smoke()
+
+
+def test_quality_orders_the_families_in_frobenius_norm(
+    quality: tuple[ModuleType, list[dict[str, Any]]],
+) -> None:
+    script, rows = quality
+    lines = script.frobenius_table(script.summarise(rows))
+    assert [line["rank"] for line in lines] == ["50", "50", "full", "full"]
+    for line in lines:
+        if line["rank"] == "full":
+            assert line["inf rescale"] <= line["efb"] <= line["kfac"] <= line["diag"]
+        assert line["inf rescale"] <= line["inf clamp"] <= line["inf none"]
+
+
+def test_quality_measures_a_divergence(quality: tuple[ModuleType, list[dict[str, Any]]]) -> None:
+    script, rows = quality
+    summary = script.summarise(rows)
+    assert all(isfinite(row["kl, tau 10"]) and row["kl, tau 10"] > 0 for row in rows)
+    for line in script.divergence_table(summary, 10.0):
+        assert line["rescale tuned"] == min(line[f"rescale {weight:g}"] for weight in script.SHOWN_WEIGHTS)
+        assert line["rescale tuned"] < line["efb"] < line["diag"]
+
+
+def test_quality_is_exact_at_its_reference(quality: tuple[ModuleType, list[dict[str, Any]]]) -> None:
+    script, _ = quality
+    with script.single_threaded():
+        net = script.boston_regressor(0)
+        exact = script.exact_blocks(net)
+        efb = script.fitted_blocks(net, "efb")
+        diagonal = script.fitted_blocks(net, "diag")
+    output = net.layers[-1]  # one output: the Fisher is a Kronecker product, and EFB gives it
+    assert float((efb[output].dense()[0] - exact[output]).norm() / exact[output].norm()) < 1e-10
+    for layer, fisher in exact.items():
+        error = (diagonal[layer].dense()[0].diagonal() - fisher.diagonal()).norm() / fisher.diagonal().norm()
+        assert float(error) < 1e-10
+    assert script.Exact(exact[output], len(net.inputs), 10.0).divergence(exact[output]) < 1e-10
+
+
+def test_quality_draws_and_concludes(
+    quality: tuple[ModuleType, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, rows = quality
+    summary = script.summarise(rows)
+    text = script.conclusion(script.choices(summary, (10.0,)), summary)
+    assert "Frobenius error: best is inf rescale" in text
+    script.picture(summary, 10.0).savefig(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    script.write_csv(tmp_path / "rows.csv", rows)
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == len(rows) + 1
+
+
+def test_counts_are_the_papers() -> None:
+    script = _script("parameter_counts")
+    for fitted, counted in script.check_counts().values():
+        assert fitted == counted
+    rows = script.smoke()
+    assert {row["model"] for row in rows} == set(script.PAPER)
+    for row in rows:
+        if row["method"] in ("diag", "efb"):
+            assert row["numbers"] == row["paper"], row
+    for name, published in script.PAPER.items():
+        shapes = script.matrix_shapes(script._empty(name))
+        for method in ("diag", "kfac", "efb"):
+            assert script.factor_count(shapes, method) == published[method]
+
+
+def test_fit_cost_gives_multiples_of_the_plain_pass(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    command = [sys.executable, str(BENCHMARKS / "fit_cost.py"), "--smoke", "--json", str(path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads(path.read_text())
+    assert [row["method"] for row in result["rows"]] == ["diag", "inf"]
+    for row in result["rows"]:
+        assert row["fit"] >= row["sweeps"] > 0
+        assert row["samples"] == 128
+        assert isfinite(row["evidence"])
+        assert row["plain, MiB"] > 50
+    assert "load average" in finished.stdout

@@ -1,0 +1,187 @@
+"""The sparse information form as an approximation of the Fisher: the order of the family, exact diagonals, the sketch, regression."""
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import posthoc_uq as uq
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.sparsify import kept_entries, sparsify
+from posthoc_uq.posteriors.information import InformationBlock
+
+
+def _digits(width: int = 16) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A small trained classifier of the scikit-learn digits, pooled to 4 x 4, in float64."""
+    data = load_digits()
+    x = torch.tensor(data.images / 16.0).unfold(1, 2, 2).unfold(2, 2, 2).mean((-1, -2)).flatten(1)[:600]
+    y = torch.tensor(data.target)[:600]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 10)).double()
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+        for _ in range(150):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+    return model, x, y
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    return _digits()
+
+
+def exact_blocks(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Layer blocks of the Fisher, from autograd's gradient of every sample and class; rows are (weights, bias) of an output."""
+    blocks: dict[str, torch.Tensor] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        total = 0
+        for sample in x:
+            log_probs = model(sample.unsqueeze(0)).log_softmax(1)[0]
+            for log_prob in log_probs:
+                w, b = torch.autograd.grad(log_prob, [layer.weight, layer.bias], retain_graph=True)
+                row = torch.cat([w, b.unsqueeze(1)], dim=1).flatten()
+                total = total + log_prob.exp().detach() * torch.outer(row, row)
+        blocks[name] = total / len(x)
+    return blocks
+
+
+@pytest.fixture(scope="module")
+def fishers(trained) -> dict[str, torch.Tensor]:
+    model, x, _ = trained
+    return exact_blocks(model, x[:60])
+
+
+def _fit(trained, method: str, **options):
+    model, x, _ = trained
+    return uq.fit(model, [x[:32], x[32:60]], method=method, fisher="exact", prior_precision=1.0, progress=False, **options)
+
+
+def test_order_of_the_family(trained, fishers):
+    """Lemma 1 and corollary 1: unclamped INF at full rank is no worse than EFB, and EFB than KFAC, in Frobenius norm."""
+    efb, kfac, inf = _fit(trained, "efb"), _fit(trained, "kfac"), _fit(trained, "inf", rank=10**9)
+    for name, exact in fishers.items():
+        basis, diagonal = efb.blocks[name].dense()[0], exact.diagonal()
+        unclamped = basis + torch.diag(diagonal - basis.diagonal())
+        errors = [torch.linalg.matrix_norm(exact - m).item() for m in (unclamped, basis, kfac.blocks[name].dense()[0])]
+        assert errors[0] <= errors[1] <= errors[2]
+        assert errors[0] < errors[2]
+        # At full rank INF keeps the whole basis: its low-rank part before the correction is EFB's.
+        block = inf.blocks[name]
+        low_rank = InformationBlock(block.input_basis, block.output_basis, block.eigenvalues, block.diagonal, "none")
+        torch.testing.assert_close(low_rank.dense()[0], basis, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 40, 0.05, 0.5, 10**9])
+def test_rescaling_keeps_the_diagonal_and_stays_positive(trained, fishers, rank):
+    posterior = _fit(trained, "inf", rank=rank)
+    for name, exact in fishers.items():
+        dense = posterior.blocks[name].dense()[0]
+        torch.testing.assert_close(dense.diagonal(), exact.diagonal(), atol=1e-10, rtol=1e-9)
+        assert torch.linalg.eigvalsh(dense).min() > -1e-12 * dense.diagonal().max()
+
+
+@pytest.mark.parametrize("rank", [5, 40, 10**9])
+def test_clamping_is_exact_where_nothing_is_clamped(trained, fishers, rank):
+    posterior = _fit(trained, "inf", rank=rank, correction="clamp")
+    shares = []
+    for name, exact in fishers.items():
+        block = posterior.blocks[name]
+        clamped = (block.low_rank_diagonal() > block.diagonal).flatten()
+        found, expected = block.dense()[0].diagonal(), exact.diagonal()
+        torch.testing.assert_close(found[~clamped], expected[~clamped], atol=1e-10, rtol=1e-9)
+        assert (found[clamped] > expected[clamped]).all()
+        assert posterior.report().rows[len(shares)]["corrected"] == pytest.approx(clamped.double().mean().item())
+        shares.append(clamped.double().mean())
+    assert max(shares) > 0
+
+
+def test_rank_selects_the_largest_eigenvalues(trained):
+    efb, inf = _fit(trained, "efb"), _fit(trained, "inf", rank=12)
+    for name, block in inf.blocks.items():
+        values = efb.blocks[name].eigenvalues[0]
+        threshold = values.flatten().sort(descending=True).values[11]
+        top = values >= threshold
+        rows, columns = top.any(1), top.any(0)
+        assert block.eigenvalues.shape[1:] == (rows.sum(), columns.sum())
+        torch.testing.assert_close(block.eigenvalues[0], values[rows][:, columns], atol=1e-12, rtol=1e-8)
+
+
+def test_share_of_the_rank():
+    assert kept_entries(0.05, (1, 10, 20)) == 10
+    assert kept_entries(1e9, (1, 10, 20)) == 200
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(PosthocUQError, match="rank"):
+            kept_entries(wrong, (1, 10, 20))
+
+
+def test_groups_share_the_rank():
+    """Of two groups, only the one with the large eigenvalues keeps directions; the other is left its diagonal."""
+    eye = torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
+    values = torch.stack([torch.full((3, 3), 5.0), torch.full((3, 3), 0.1)]).double()
+    block = sparsify(eye, eye, values, values, 4)
+    assert (block.eigenvalues[0] > 0).sum() >= 4
+    assert (block.eigenvalues[1] == 0).all()
+    torch.testing.assert_close(block.dense().diagonal(dim1=1, dim2=2), values.flatten(1))
+
+
+def test_sketch_against_exact_basis():
+    """On a trained net the sketched bases span the exact leading directions, and INF's error barely grows."""
+    trained = _digits(width=48)
+    model, x, _ = trained
+    fishers = exact_blocks(model, x[:40])
+    exact = uq.fit(model, [x[:40]], fisher="exact", rank=10, basis="exact", prior_precision=1.0, progress=False)
+    sketch = uq.fit(model, [x[:40]], fisher="exact", rank=10, basis="sketch", prior_precision=1.0, progress=False)
+    for name, truth in fishers.items():
+        # The leading input direction: cosine of the angle between the two spans.
+        first, second = exact.blocks[name].input_basis[0], sketch.blocks[name].input_basis[0]
+        width = min(first.shape[1], second.shape[1], 3)
+        cosines = torch.linalg.svdvals(first[:, :width].T @ second[:, :width])
+        assert cosines.min() > 0.98
+        errors = [torch.linalg.matrix_norm(truth - p.blocks[name].dense()[0]).item() for p in (exact, sketch)]
+        assert errors[1] <= 1.02 * errors[0]
+    wide = uq.fit(model, [x[:40]], fisher="exact", rank=1, basis="auto", prior_precision=1.0, progress=False)
+    assert all(block.input_basis.shape[-1] == 1 for block in wide.blocks.values())
+
+
+@pytest.mark.parametrize("method", ["kfac", "efb", "inf", "full"])
+def test_closed_form_linear_regression(method):
+    """One layer, one output: the Fisher is exactly Kronecker, so the posterior is that of Bayesian linear regression."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 4, dtype=torch.float64, generator=generator)
+    y = x @ torch.tensor([1.0, -2.0, 0.5, 0.0]).double() + 0.3 + 0.2 * torch.randn(50, dtype=torch.float64, generator=generator)
+    tau, noise = 0.7, 0.04
+    design = torch.cat([x, torch.ones(50, 1, dtype=torch.float64)], dim=1)
+    covariance = torch.linalg.inv(design.T @ design / noise + tau * torch.eye(5, dtype=torch.float64))
+    theta = covariance @ design.T @ y / noise
+    model = nn.Linear(4, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(theta[:4].unsqueeze(0))
+        model.bias.copy_(theta[4:])
+    options = {"rank": 10**9} if method == "inf" else {}
+    loader = [(x[:20], y[:20]), (x[20:], y[20:])]
+    posterior = uq.fit(
+        model, loader, method=method, likelihood="regression", fisher="exact", noise_variance=noise,
+        prior_precision=tau, progress=False, **options,
+    )
+    (layer,) = posterior.layers
+    unit = torch.eye(5, dtype=torch.float64).reshape(5, 1, 1, 5)
+    torch.testing.assert_close(posterior.quadratic({layer: unit}), covariance, atol=1e-10, rtol=1e-8)
+    # log p(y) of the Gaussian model, exactly; Laplace is exact here.
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(50, dtype=torch.float64), design @ design.T / tau + noise * torch.eye(50, dtype=torch.float64)
+    ).log_prob(y)
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), marginal, atol=1e-6, rtol=1e-8)
+
+
+def test_diagonal_posterior_is_the_diagonal_of_the_closed_form_precision():
+    x = torch.randn(30, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = nn.Linear(3, 1, bias=False).double()
+    posterior = uq.fit(
+        model, [(x, x.sum(1))], method="diag", likelihood="regression", fisher="exact", noise_variance=0.5, prior_precision=2.0, progress=False
+    )
+    expected = 1 / ((x**2).sum(0) / 0.5 + 2.0)
+    torch.testing.assert_close(posterior.variance()["weight"][0], expected, atol=1e-12, rtol=1e-9)
