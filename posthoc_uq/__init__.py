@@ -1,7 +1,7 @@
 """Honest uncertainty for trained PyTorch models, after the fact.
 
-``fit`` a posterior over the weights, ``tune`` it, ``save`` and ``load`` it as one safe file, and ``wrap`` the model so that every
-prediction comes with its uncertainty.
+``fit`` a posterior over the weights, ``tune`` it, ``save`` and ``load`` it as one safe file, and ``wrap`` the
+model so that every prediction comes with its uncertainty.
 """
 
 from posthoc_uq.errors import (
@@ -15,6 +15,7 @@ from posthoc_uq.fitting import fit
 from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
 from posthoc_uq.wrapping import wrap
 
@@ -31,6 +32,9 @@ __all__ = [
     "RegressionPrediction",
     "UnsupportedLayerError",
     "fit",
+    "inspect",
+    "load",
+    "save",
     "tune",
     "wrap",
 ]

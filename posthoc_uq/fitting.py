@@ -56,8 +56,8 @@ def fit(
 ) -> Posterior:
     """Fit a Gaussian posterior over the weights of a trained model, around the trained weights.
 
-    The model is not changed, and neither is the global random state. The result does not depend on the batch size or the order
-    of the samples beyond rounding.
+    The model is not changed, and neither is the global random state. The result does not depend on the batch
+    size or the order of the samples beyond rounding.
 
     Args:
         model: trained; run in eval mode on a copy that shares its weights.
@@ -67,19 +67,23 @@ def fit(
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
         layers: ``"all"``, ``"last"``, names or prefixes of names, or a predicate ``(name, module) -> bool``.
         rank: eigenvalues that ``"inf"`` keeps of a layer, or their share in (0, 1); default 100.
-        fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, or ``"empirical"`` targets.
+        fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, or
+            ``"empirical"`` targets.
         n_samples: labels drawn per sample with ``fisher="mc"``.
-        basis: how ``"inf"`` finds its bases: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or ``"auto"`` by size.
+        basis: how ``"inf"`` finds its bases: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or
+            ``"auto"`` by size.
         correction: of ``"inf"``: ``"rescale"`` (default), ``"clamp"`` or ``"none"``.
         prior_precision: tau, or ``"evidence"`` for the maximum of the log marginal likelihood.
         residual_weight: omega of ``"inf"``.
-        noise_variance: for regression, in squared units of the targets, one number or one an output; by default the mean squared
-            residual of the training data, which takes a forward pass over it.
-        unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them (they stay deterministic).
+        noise_variance: for regression, in squared units of the targets, one number or one an output; by
+            default the mean squared residual of the training data, which takes a forward pass over it.
+        unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them
+            (they stay deterministic).
         seed: of drawn labels and sketches; a seed makes a fit bit-identical on one device.
         dtype: of the statistics: float32 (default) or float64.
         memory_budget: bytes that one temporary of the statistics may take.
-        batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of named ones.
+        batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of
+            named ones.
         batch_to_targets: takes a batch to its targets.
         progress: show a bar per sweep.
 
@@ -140,7 +144,9 @@ def _options(method: str, **given: Any) -> LaplaceOptions:
     own = _OPTIONS.get(method, {})
     stray = [name for name, value in given.items() if value is not None and name not in own]
     if stray:
-        raise PosthocUQError(f"method={method!r} does not take {stray}; of these options it takes {sorted(own) or 'none'}.")
+        raise PosthocUQError(
+            f"method={method!r} does not take {stray}; of these options it takes {sorted(own) or 'none'}."
+        )
     chosen = own | {name: value for name, value in given.items() if value is not None}
     options = LaplaceOptions(**chosen)
     kept_entries(options.rank, (1, 1, 1))
@@ -161,9 +167,14 @@ def _check(fisher: str, n_samples: int, prior_precision: float | str) -> None:
     if fisher not in get_args(Fisher):
         raise PosthocUQError(f"fisher must be one of {get_args(Fisher)}, not {fisher!r}.")
     if n_samples < 1 or (n_samples > 1 and fisher != "mc"):
-        raise PosthocUQError(f"n_samples is the number of labels drawn with fisher='mc', at least 1; not {n_samples} with {fisher!r}.")
+        raise PosthocUQError(
+            f"n_samples is the number of labels drawn with fisher='mc', at least 1; not {n_samples} with "
+            f"{fisher!r}."
+        )
     if isinstance(prior_precision, str) and prior_precision != "evidence":
-        raise PosthocUQError(f"prior_precision must be a positive number or 'evidence', not {prior_precision!r}.")
+        raise PosthocUQError(
+            f"prior_precision must be a positive number or 'evidence', not {prior_precision!r}."
+        )
     if not isinstance(prior_precision, str) and not 0 < prior_precision < float("inf"):
         raise PosthocUQError(f"prior_precision must be positive and finite, not {prior_precision}.")
 

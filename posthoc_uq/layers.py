@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import UnsupportedLayerError
 
-# Where the samples are in a linear layer's input: in the leading dimension (one sample's rows together), in the second one, or in
-# the leading one with the samples varying fastest, as in the flattened (tokens, samples) rows of multi-head attention.
+# Where the samples are in a linear layer's input: in the leading dimension (one sample's rows together), in
+# the second one, or in
+# the leading one with the samples varying fastest, as in the flattened (tokens, samples) rows of multi-head
+# attention.
 BATCH_AXES = (0, 1, INTERLEAVED := -1)
 
 WEIGHTED_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -66,7 +68,9 @@ class Layer:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Weights ``(*lead, *weight_shape)`` and biases ``(*lead, outputs)`` as ``(*lead, groups, outputs, inputs)``."""
+        """Weights ``(*lead, *weight_shape)`` and biases ``(*lead, outputs)`` as ``(*lead, groups, outputs,
+        inputs)``.
+        """
         lead = weight.shape[: weight.ndim - len(self.weight_shape)]
         matrix = weight.reshape(*lead, self.groups, self.outputs, -1)
         if bias is None:
@@ -129,7 +133,9 @@ class Call:
     output_gradient: Tensor | None = None
 
 
-def describe(name: str, kind: str, weight: tuple[str, Tensor], bias: tuple[str, Tensor] | None, groups: int) -> Layer:
+def describe(
+    name: str, kind: str, weight: tuple[str, Tensor], bias: tuple[str, Tensor] | None, groups: int
+) -> Layer:
     """The `Layer` of a weight ``(outputs * groups, inputs / groups, *kernel)`` and its bias."""
     weight_name, tensor = weight
     return Layer(
@@ -144,15 +150,21 @@ def describe(name: str, kind: str, weight: tuple[str, Tensor], bias: tuple[str, 
     )
 
 
-def as_matrices(calls: list[Call], samples: int, dtype: torch.dtype, batch_axis: int = 0) -> tuple[Tensor, Tensor]:
-    """Activations ``(samples, groups, positions, inputs)`` and output gradients ``(samples, groups, positions, outputs)``.
+def as_matrices(
+    calls: list[Call], samples: int, dtype: torch.dtype, batch_axis: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Activations ``(samples, groups, positions, inputs)`` and output gradients ``(samples, groups,
+    positions, outputs)``.
 
     Several calls of one layer are further positions: their weight gradients add up within a sample.
 
     Raises:
         UnsupportedLayerError: the samples cannot be told apart in the layer's input.
     """
-    pairs = [(_activations(call, samples, dtype, batch_axis), _gradients(call, samples, dtype, batch_axis)) for call in calls]
+    pairs = [
+        (_activations(call, samples, dtype, batch_axis), _gradients(call, samples, dtype, batch_axis))
+        for call in calls
+    ]
     if len(pairs) == 1:
         return pairs[0]
     return torch.cat([a for a, _ in pairs], dim=2), torch.cat([g for _, g in pairs], dim=2)
@@ -161,14 +173,20 @@ def as_matrices(calls: list[Call], samples: int, dtype: torch.dtype, batch_axis:
 def _rows(layer: Layer, tensor: Tensor, samples: int, batch_axis: int) -> Tensor:
     """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
     features = tensor.shape[-1]
-    if tensor.ndim > 1 and batch_axis in (0, INTERLEAVED) and tensor.shape[0] and tensor.shape[0] % samples == 0:
+    if (
+        tensor.ndim > 1
+        and batch_axis in (0, INTERLEAVED)
+        and tensor.shape[0]
+        and tensor.shape[0] % samples == 0
+    ):
         if batch_axis == 0:
             return tensor.reshape(samples, -1, features)
         return tensor.reshape(-1, samples, *tensor.shape[1:]).movedim(1, 0).reshape(samples, -1, features)
     if 0 < batch_axis < tensor.ndim - 1 and tensor.shape[batch_axis] == samples:
         return tensor.movedim(batch_axis, 0).reshape(samples, -1, features)
     raise UnsupportedLayerError(
-        f"Layer '{layer.name}' got an input of shape {tuple(tensor.shape)}, in which the {samples} samples of the batch "
+        f"Layer '{layer.name}' got an input of shape {tuple(tensor.shape)}, in which the {samples} samples "
+        f"of the batch "
         f"cannot be told apart; leave it out with layers=... or unsupported='skip'."
     )
 
@@ -202,7 +220,10 @@ def pad_input(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
     """A convolution's input with its zero padding made explicit."""
     kernel = layer.weight_shape[2:]
     if isinstance(geometry.padding, str):
-        totals = [d * (k - 1) if geometry.padding == "same" else 0 for d, k in zip(geometry.dilation, kernel, strict=True)]
+        totals = [
+            d * (k - 1) if geometry.padding == "same" else 0
+            for d, k in zip(geometry.dilation, kernel, strict=True)
+        ]
         pads = [(total // 2, total - total // 2) for total in totals]
     else:
         pads = [(p, p) for p in geometry.padding]
@@ -214,11 +235,14 @@ def pad_input(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
 def convolution_patches(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
     """The input patch under each output position: ``(samples, groups, positions, inputs)``.
 
-    Works for any number of spatial dimensions. The patch runs over channels first, then the kernel, as the weight does.
+    Works for any number of spatial dimensions. The patch runs over channels first, then the kernel, as the
+    weight does.
     """
     kernel = layer.weight_shape[2:]
     windows = pad_input(x, layer, geometry)
-    for axis, (size, stride, dilation) in enumerate(zip(kernel, geometry.stride, geometry.dilation, strict=True)):
+    for axis, (size, stride, dilation) in enumerate(
+        zip(kernel, geometry.stride, geometry.dilation, strict=True)
+    ):
         windows = windows.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
     # (samples, channels, *positions, *kernel) -> (samples, groups, positions, channels / groups, kernel)
     samples, dims = x.shape[0], len(kernel)

@@ -1,8 +1,9 @@
 """What a model's outputs mean: the loss of a sample, the gradients whose squares are the Fisher, the noise.
 
-The Fisher information is an expectation over labels drawn from the model's own predictive. It is delivered here as one or
-more tensors ``v``, shaped like the outputs, to pull back through the network: the Fisher of a sample is the sum over the
-tensors of the outer products of the pulled-back gradients (losses are summed over the batch, never averaged).
+The Fisher information is an expectation over labels drawn from the model's own predictive. It is delivered
+here as one or more tensors ``v``, shaped like the outputs, to pull back through the network: the Fisher of a
+sample is the sum over the tensors of the outer products of the pulled-back gradients (losses are summed over
+the batch, never averaged).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Likelihood(ABC):
 
     @abstractmethod
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
-        """Targets drawn from ``p(y | outputs)``, a function of the keys ``(samples,)`` and the number of the draw."""
+        """Targets drawn from ``p(y | outputs)``, a function of the keys ``(samples,)`` and the number of the
+        draw.
+        """
 
     @abstractmethod
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -63,12 +66,16 @@ class Likelihood(ABC):
                 yield self.score(outputs, self.draw(outputs, keys, draw)) * n_samples**-0.5
         else:
             if targets is None:
-                raise PosthocUQError("fisher='empirical' needs labels, and the loader yields inputs alone; use fisher='mc'.")
+                raise PosthocUQError(
+                    "fisher='empirical' needs labels, and the loader yields inputs alone; use fisher='mc'."
+                )
             yield self.score(outputs, targets)
 
 
 class Categorical(Likelihood):
-    """Softmax classification: outputs ``(samples, classes)`` are logits, targets ``(samples,)`` are class indices."""
+    """Softmax classification: outputs ``(samples, classes)`` are logits, targets ``(samples,)`` are class
+    indices.
+    """
 
     name = "classification"
 
@@ -82,7 +89,8 @@ class Categorical(Likelihood):
             return
         if targets.shape != outputs.shape[:1] or targets.is_floating_point():
             raise PosthocUQError(
-                f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape {tuple(targets.shape)}."
+                f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape "
+                f"{tuple(targets.shape)}."
             )
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= outputs.shape[1]:
@@ -100,7 +108,9 @@ class Categorical(Likelihood):
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = uniforms(keys, draw + 1)[:, draw:].to(outputs.device)
         cumulative = _wide(outputs).softmax(1).to(u.dtype).cumsum(1)
-        return torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1).clamp_(max=outputs.shape[1] - 1)
+        return (
+            torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1).clamp_(max=outputs.shape[1] - 1)
+        )
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
         probs = _wide(outputs).softmax(1)
@@ -118,12 +128,15 @@ class Bernoulli(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         if outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
-                f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives {tuple(outputs.shape)}."
+                f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
+                f"{tuple(outputs.shape)}."
             )
         if targets is None:
             return
         if targets.numel() != outputs.shape[0]:
-            raise PosthocUQError(f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}.")
+            raise PosthocUQError(
+                f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}."
+            )
         if not bool(((targets == 0) | (targets == 1)).all()):
             raise PosthocUQError("Labels for likelihood='binary' must be 0 or 1.")
 
@@ -145,7 +158,8 @@ class Bernoulli(Likelihood):
 
 
 class Gaussian(Likelihood):
-    """Regression: outputs ``(samples,)`` or ``(samples, outputs)`` are means, the noise variance is one number an output.
+    """Regression: outputs ``(samples,)`` or ``(samples, outputs)`` are means, the noise variance is one
+    number an output.
 
     Attributes:
         noise_variance: ``(outputs,)``, in squared units of the targets, or one number for all.
@@ -170,23 +184,29 @@ class Gaussian(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         if outputs.ndim not in (1, 2):
             raise PosthocUQError(
-                f"likelihood='regression' needs outputs of shape (samples,) or (samples, outputs), and the model gives "
+                f"likelihood='regression' needs outputs of shape (samples,) or (samples, outputs), and the "
+                f"model gives "
                 f"{tuple(outputs.shape)}."
             )
         if self.noise_variance.numel() not in (1, outputs[0].numel()):
             raise PosthocUQError(
-                f"noise_variance has {self.noise_variance.numel()} entries, but the model has {outputs[0].numel()} outputs."
+                f"noise_variance has {self.noise_variance.numel()} entries, but the model has "
+                f"{outputs[0].numel()} outputs."
             )
         if targets is None:
             return
         if targets.numel() != outputs.numel():
-            raise PosthocUQError(f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}.")
+            raise PosthocUQError(
+                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
+            )
         if not bool(torch.isfinite(targets).all()):
             raise PosthocUQError("Some targets are not finite.")
 
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``outputs - targets``, shaped like the outputs."""
-        return _wide(outputs) - targets.to(device=outputs.device, dtype=_wide(outputs).dtype).reshape(outputs.shape)
+        return _wide(outputs) - targets.to(device=outputs.device, dtype=_wide(outputs).dtype).reshape(
+            outputs.shape
+        )
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         noise = self.noise(outputs)
@@ -199,7 +219,11 @@ class Gaussian(Likelihood):
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         size = outputs[0].numel()
         u = uniforms(keys, (draw + 1) * size)[:, draw * size :]
-        normals = torch.special.ndtri(u).reshape(outputs.shape).to(device=outputs.device, dtype=_wide(outputs).dtype)
+        normals = (
+            torch.special.ndtri(u)
+            .reshape(outputs.shape)
+            .to(device=outputs.device, dtype=_wide(outputs).dtype)
+        )
         return _wide(outputs) + normals * self.noise(outputs).sqrt()
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -218,7 +242,9 @@ def _wide(outputs: Tensor) -> Tensor:
 _BY_NAME: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
 
 
-def resolve_likelihood(likelihood: str | Likelihood, noise_variance: Tensor | float | None = None) -> Likelihood:
+def resolve_likelihood(
+    likelihood: str | Likelihood, noise_variance: Tensor | float | None = None
+) -> Likelihood:
     """The `Likelihood` of that name, or the object itself.
 
     Raises:
@@ -227,7 +253,9 @@ def resolve_likelihood(likelihood: str | Likelihood, noise_variance: Tensor | fl
     if isinstance(likelihood, Likelihood):
         return likelihood
     if likelihood not in _BY_NAME:
-        raise PosthocUQError(f"likelihood must be one of {sorted(_BY_NAME)} or a Likelihood object, not {likelihood!r}.")
+        raise PosthocUQError(
+            f"likelihood must be one of {sorted(_BY_NAME)} or a Likelihood object, not {likelihood!r}."
+        )
     if likelihood == Gaussian.name:
         return Gaussian(1.0 if noise_variance is None else noise_variance)
     if noise_variance is not None:
@@ -238,4 +266,7 @@ def resolve_likelihood(likelihood: str | Likelihood, noise_variance: Tensor | fl
 def likelihood_from_attributes(attributes: dict[str, Any]) -> Likelihood:
     """The likelihood that `attributes` described."""
     name = str(attributes["name"])
-    return resolve_likelihood(name, torch.tensor(attributes["noise_variance"]) if name == Gaussian.name else None)
+    return resolve_likelihood(
+        name,
+        torch.tensor(attributes["noise_variance"], dtype=torch.float64) if name == Gaussian.name else None,
+    )

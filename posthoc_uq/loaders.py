@@ -1,6 +1,7 @@
 """Batches of every accepted form as inputs and targets on the model's device.
 
-A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch is a
+A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A
+    batch is a
 tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under a usual name), or whatever
 `batch_to_inputs` and `batch_to_targets` take apart.
 """
@@ -49,11 +50,15 @@ class Batch:
             counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
             return value[start : start + length] if counted else value
 
-        return Batch(tuple(cut(v) for v in self.args), cut(self.targets), {k: cut(v) for k, v in self.kwargs.items()})
+        return Batch(
+            tuple(cut(v) for v in self.args), cut(self.targets), {k: cut(v) for k, v in self.kwargs.items()}
+        )
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The tensor of outputs in what a model returned: itself, ``.logits``, ``["logits"]``, or the first of a tuple."""
+    """The tensor of outputs in what a model returned: itself, ``.logits``, ``["logits"]``, or the first of a
+    tuple.
+    """
     found = output
     if isinstance(output, Mapping):
         found = cast(Mapping[str, Any], output).get("logits")
@@ -115,11 +120,13 @@ class BatchReader:
             if len(parts) == 2:
                 return parts[0], parts[1]
             raise PosthocUQError(
-                f"The loader yields batches of {len(parts)} parts; say which are inputs with batch_to_inputs=lambda batch: ... "
+                f"The loader yields batches of {len(parts)} parts; say which are inputs with "
+                f"batch_to_inputs=lambda batch: ... "
                 f"(and batch_to_targets=...)."
             )
         raise PosthocUQError(
-            f"The loader yields batches of type {type(batch).__name__}; pass batch_to_inputs=lambda batch: ... to take them apart."
+            f"The loader yields batches of type {type(batch).__name__}; pass batch_to_inputs=lambda batch: "
+            f"... to take them apart."
         )
 
     def _move(self, value: Any) -> Any:
@@ -148,7 +155,8 @@ def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
     Raises:
         PosthocUQError: the loader can be read only once.
     """
-    if sweeps > 1 and iter(loader) is loader:
+    # A DataLoader's iter() would draw from the global generator and start its workers.
+    if sweeps > 1 and isinstance(loader, Iterator) and iter(loader) is loader:
         raise PosthocUQError(
             "The loader is an iterator that can be read only once, and this fit reads the data "
             f"{sweeps} times; pass a DataLoader or a list of batches."

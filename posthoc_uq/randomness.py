@@ -1,13 +1,13 @@
 """Random numbers that belong to a sample, and a guard for the global random state.
 
-A label drawn for a sample is keyed on the bytes of that sample's input, so it is the same whatever the batch size, the
-order of the samples, the device or the number of processes.
+A label drawn for a sample is keyed on the bytes of that sample's input, so it is the same whatever the batch
+size, the order of the samples, the device or the number of processes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-# 64-bit numbers go as two words: the low bits of a float64 such as 1.0 are all zero, and a product modulo 2^64 would keep them so.
+# 64-bit numbers go as two words: the low bits of a float64 such as 1.0 are all zero, and a product modulo
+# 2^64 would keep them so.
 _BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -51,7 +52,8 @@ def mixed_seed(*words: int) -> int:
 
 
 def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
-    """A 64-bit hash ``(samples,)`` of each sample's input, from every tensor whose first dimension counts the samples.
+    """A 64-bit hash ``(samples,)`` of each sample's input, from every tensor whose first dimension counts the
+    samples.
 
     Integer arithmetic modulo 2^64 is exact in any order, so the key does not depend on device or batch.
     """
@@ -83,10 +85,14 @@ def uniforms(keys: Tensor, count: int) -> Tensor:
 
 
 @contextmanager
-def isolated_random_state(seed: int | None = None) -> Iterator[None]:
+def isolated_random_state(seed: int | None = None) -> Generator[None]:
     """Run a block with the global generators seeded (Python, numpy, torch), and give them back as they were."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = (
+        list(range(torch.cuda.device_count()))
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else []
+    )
     with torch.random.fork_rng(devices=devices):
         try:
             if seed is not None:

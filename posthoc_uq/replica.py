@@ -1,12 +1,13 @@
 """A copy of the user's model that shares its parameters' storage, so that the model itself is never touched.
 
-Hooks, training flags, ``requires_grad`` and gradients belong to the copy; the weights are the model's own memory.
+Hooks, training flags, ``requires_grad`` and gradients belong to the copy; the weights are the model's own
+memory.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def replicate(model: nn.Module, parameters: dict[str, Tensor] | None = None) -> nn.Module:
-    """A structural copy of `model` in eval mode, whose parameters share storage with the model's and need no gradient.
+    """A structural copy of `model` in eval mode, whose parameters share storage with the model's and need no
+    gradient.
 
     Args:
         model: any module that `copy.deepcopy` can copy.
-        parameters: tensors to put in place of the model's own, by name; an `nn.Parameter` among them is used as it is, so
-            that several replicas can hold the same one.
+        parameters: tensors to put in place of the model's own, by name; an `nn.Parameter` among them is used
+            as it is, so that several replicas can hold the same one.
 
     Raises:
         PosthocUQError: the model cannot be copied (scripted, lazy, or holding something that has no copy).
@@ -38,7 +40,9 @@ def replicate(model: nn.Module, parameters: dict[str, Tensor] | None = None) -> 
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise PosthocUQError(f"Parameter '{name}' is not initialised yet; run the model once on a batch first.")
+            raise PosthocUQError(
+                f"Parameter '{name}' is not initialised yet; run the model once on a batch first."
+            )
         replacement = given.get(name, parameter)
         if name not in given or not isinstance(replacement, nn.Parameter):
             replacement = nn.Parameter(replacement.detach(), requires_grad=False)
@@ -47,7 +51,8 @@ def replicate(model: nn.Module, parameters: dict[str, Tensor] | None = None) -> 
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a module may hold: locks, open files, non-leaf tensors
         raise PosthocUQError(
-            f"The model cannot be copied ({type(error).__name__}: {error}); drop what has no copy from its attributes."
+            f"The model cannot be copied ({type(error).__name__}: {error}); drop what has no copy from its "
+            f"attributes."
         ) from error
     return twin.eval()
 
@@ -75,4 +80,4 @@ def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype
         return torch.float64 if wide else torch.float32
     if dtype not in (torch.float32, torch.float64):
         raise PosthocUQError(f"dtype must be torch.float32 or torch.float64, not {dtype}.")
-    return cast(torch.dtype, dtype)
+    return dtype

@@ -1,11 +1,12 @@
-"""Hyperparameters of a fitted posterior: by the log marginal likelihood, or by the likelihood of held-out data.
+"""Hyperparameters of a fitted posterior: by the log marginal likelihood, or by the likelihood of held-out
+data.
 
 Changing them re-factors small systems and never needs the training data again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from math import log10
 from typing import Any
@@ -44,20 +45,23 @@ def tune(
 ) -> Trials:
     """Choose the hyperparameters of `posterior`, in place.
 
-    Without `val_loader` the log marginal likelihood is maximised over the prior precision: usable as it is, good at telling foreign
-    inputs, and known to be under-confident. With it, the negative log-likelihood of held-out data under the sampling head is
-    minimised, one hyperparameter after the other, with the same random numbers throughout; the best of all that was tried is
-    kept. Held-out data of the training distribution cannot judge epistemic uncertainty: with `temperature`, which would displace
-    the weight posterior altogether, the prior precision is therefore put where the evidence puts it, and only the temperature is
-    tuned on the held-out data.
+    Without `val_loader` the log marginal likelihood is maximised over the prior precision: usable as it is,
+    good at telling foreign inputs, and known to be under-confident. With it, the negative log-likelihood of
+    held-out data under the sampling head is minimised, one hyperparameter after the other, with the same
+    random numbers throughout; the best of all that was tried is kept. Held-out data of the training
+    distribution cannot judge epistemic
+    uncertainty: with `temperature`, which would displace the weight posterior altogether, the prior precision
+    is therefore put where the evidence puts it, and only the temperature is tuned on the held-out data.
 
     Args:
         posterior: from `fit` or `load`.
         val_loader: held-out batches with targets, read several times.
         per_layer: one prior precision per layer (evidence only).
-        noise: for regression, tune the noise too; without it the noise stays at the training residuals' variance.
+        noise: for regression, tune the noise too; without it the noise stays at the training residuals'
+            variance.
         temperature: tune a temperature on the logits (needs `val_loader`).
-        parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``, ``"noise"``.
+        parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``,
+            ``"scale"``, ``"noise"``.
         n_samples: weight draws per evaluation on held-out data.
         max_evaluations: evaluations per hyperparameter on held-out data.
         seed: of the draws.
@@ -73,12 +77,22 @@ def tune(
     """
     if val_loader is None:
         if temperature or parameters is not None:
-            raise PosthocUQError("temperature and parameters are tuned on held-out data; pass val_loader=....")
+            raise PosthocUQError(
+                "temperature and parameters are tuned on held-out data; pass val_loader=...."
+            )
         return maximise_evidence(posterior, per_layer=per_layer, noise=noise)
     if per_layer:
-        raise PosthocUQError("per_layer=True is chosen by the log marginal likelihood; call tune without val_loader.")
+        raise PosthocUQError(
+            "per_layer=True is chosen by the log marginal likelihood; call tune without val_loader."
+        )
     with _restored_on_error(posterior):
-        search = _Search(posterior, val_loader, n_samples, seed, BatchReader(_device(posterior), batch_to_inputs, batch_to_targets))
+        search = _Search(
+            posterior,
+            val_loader,
+            n_samples,
+            seed,
+            BatchReader(_device(posterior), batch_to_inputs, batch_to_targets),
+        )
         search.progress = progress
         if temperature:
             return search.temperature()
@@ -91,23 +105,31 @@ def _device(posterior: Posterior) -> torch.device:
 
 def _model(posterior: Posterior) -> nn.Module:
     if posterior.model is None:
-        raise PosthocUQError("The posterior has lost its model; set posterior.model to the model it was fitted on.")
+        raise PosthocUQError(
+            "The posterior has lost its model; set posterior.model to the model it was fitted on."
+        )
     return posterior.model
 
 
 def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
     regression = isinstance(posterior.likelihood, Gaussian)
-    available = [p for p in PARAMETERS if (p != "residual_weight" or posterior.method == "inf") and (p != "noise" or regression)]
+    available = [
+        p
+        for p in PARAMETERS
+        if (p != "residual_weight" or posterior.method == "inf") and (p != "noise" or regression)
+    ]
     if parameters is None:
         return [p for p in available if p != "noise" or noise]
     unknown = [p for p in parameters if p not in available]
     if unknown or not parameters:
-        raise PosthocUQError(f"parameters must be among {available} for this posterior; not {list(parameters)}.")
+        raise PosthocUQError(
+            f"parameters must be among {available} for this posterior; not {list(parameters)}."
+        )
     return list(parameters)
 
 
 @contextmanager
-def _restored_on_error(posterior: Posterior) -> Iterator[None]:
+def _restored_on_error(posterior: Posterior) -> Generator[None]:
     before = {name: getattr(posterior, name) for name in _HYPERPARAMETERS}
     try:
         yield
@@ -120,7 +142,9 @@ def _restored_on_error(posterior: Posterior) -> Iterator[None]:
 class _Search:
     """Coordinate search on held-out data; every evaluation draws with the same seed."""
 
-    def __init__(self, posterior: Posterior, loader: Iterable[Any], n_samples: int, seed: int, reader: BatchReader) -> None:
+    def __init__(
+        self, posterior: Posterior, loader: Iterable[Any], n_samples: int, seed: int, reader: BatchReader
+    ) -> None:
         check_reusable(loader, 2)
         self.posterior = posterior
         self.trials = Trials()
@@ -134,7 +158,9 @@ class _Search:
         with isolated_random_state(self._seed):
             for batch in batches(self._loader, self._reader, progress=self.progress, description=description):
                 if batch.targets is None:
-                    raise PosthocUQError("Tuning on held-out data needs targets; val_loader yields inputs alone.")
+                    raise PosthocUQError(
+                        "Tuning on held-out data needs targets; val_loader yields inputs alone."
+                    )
                 yield batch, batch.targets
 
     def _predictor(self) -> SamplingPredictor:
@@ -147,7 +173,11 @@ class _Search:
             for batch, targets in self._batches("tuning"):
                 outputs = predictor.outputs(*batch.args, **batch.kwargs)
                 self.posterior.likelihood.check(outputs[0], targets)
-                shaped = targets.reshape(outputs.shape[1:]) if isinstance(self.posterior.likelihood, Gaussian) else targets.flatten()
+                shaped = (
+                    targets.reshape(outputs.shape[1:])
+                    if isinstance(self.posterior.likelihood, Gaussian)
+                    else targets.flatten()
+                )
                 log_prob = predict(outputs, self.posterior).log_prob(shaped)
                 total -= float(log_prob.double().sum())
                 count += outputs.shape[1]
@@ -187,7 +217,9 @@ class _Search:
             self._apply(best)
             kept = [(best_loss, best)]
 
-            def objective(x: float, name: str = name, base: dict[str, Any] = best, kept: list[tuple[float, Any]] = kept) -> float:
+            def objective(
+                x: float, name: str = name, base: dict[str, Any] = best, kept: list[tuple[float, Any]] = kept
+            ) -> float:
                 self._apply(base)
                 self._set(name, x, base)
                 value = self._evaluate()
@@ -196,7 +228,10 @@ class _Search:
 
             if name == "residual_weight":  # [0, 1] is its whole domain: an end of it is no edge of a search
                 minimize_scalar(
-                    objective, bounds=(0.0, 1.0), method="bounded", options={"xatol": 0.03, "maxiter": max_evaluations}
+                    objective,
+                    bounds=(0.0, 1.0),
+                    method="bounded",
+                    options={"xatol": 0.03, "maxiter": max_evaluations},
                 )
                 objective(0.0)
                 edge = False
@@ -223,7 +258,9 @@ class _Search:
     def _set(self, name: str, x: float, base: dict[str, Any]) -> None:
         if name == "prior_precision":
             prior = base["prior_precision"]
-            self.posterior.prior_precision = {k: v * x for k, v in prior.items()} if isinstance(prior, dict) else x
+            self.posterior.prior_precision = (
+                {k: v * x for k, v in prior.items()} if isinstance(prior, dict) else x
+            )
         elif name == "scale":
             self.posterior.scale = base["scale"] * x
         elif name == "noise":
@@ -235,7 +272,9 @@ class _Search:
         """The temperature on the logits of one set of draws, at the prior precision of the evidence."""
         posterior = self.posterior
         if not isinstance(posterior.likelihood, (Categorical, Bernoulli)):
-            raise PosthocUQError(f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none.")
+            raise PosthocUQError(
+                f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
+            )
         evidence = maximise_evidence(posterior)
         posterior.temperature = 1.0
         predictor = self._predictor()

@@ -33,7 +33,8 @@ def wrap(
         generator: in place of a seed.
 
     Returns:
-        A module whose call takes what the model takes and returns a `ClassPrediction` or `RegressionPrediction`.
+        A module whose call takes what the model takes and returns a `ClassPrediction` or
+        `RegressionPrediction`.
 
     Raises:
         PosteriorMismatchError: the model's parameters are not those the posterior is centred on.
@@ -56,15 +57,18 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
         parameter = parameters.get(name)
         if parameter is None:
             raise PosteriorMismatchError(
-                f"The posterior covers parameter '{name}', which the model does not have; pass the model it was fitted on."
+                f"The posterior covers parameter '{name}', which the model does not have; pass the model it "
+                f"was fitted on."
             )
         if parameter.shape != mean.shape:
             raise PosteriorMismatchError(
-                f"Parameter '{name}' has shape {tuple(parameter.shape)}, and the posterior was fitted on {tuple(mean.shape)}; "
+                f"Parameter '{name}' has shape {tuple(parameter.shape)}, and the posterior was fitted on "
+                f"{tuple(mean.shape)}; "
                 f"pass the model it was fitted on."
             )
         same = parameter.data_ptr() == mean.data_ptr() and parameter.device == mean.device
         if not same and not torch.equal(parameter.detach().to(mean), mean):
             raise PosteriorMismatchError(
-                f"The values of parameter '{name}' are not those the posterior was fitted on; fit again after training."
+                f"The values of parameter '{name}' are not those the posterior was fitted on; fit again "
+                f"after training."
             )

@@ -39,7 +39,9 @@ class Watched:
 
 def watch(module: nn.Module) -> Watched:
     """A module that is its own only site."""
-    return Watched(module.weight, module.bias, [(module, module)], None if isinstance(module, nn.Linear) else module)
+    return Watched(
+        module.weight, module.bias, [(module, module)], None if isinstance(module, nn.Linear) else module
+    )
 
 
 @dataclass
@@ -57,7 +59,9 @@ class PerSample:
     gradients: Tensor
 
     def input_gram(self) -> Tensor:
-        return sum(torch.stack([rows.T @ rows for rows in a]) for a in self.activations) / len(self.activations)
+        return sum(torch.stack([rows.T @ rows for rows in a]) for a in self.activations) / len(
+            self.activations
+        )
 
     def gradient_gram(self, weights: Tensor) -> Tensor:
         total, positions = 0.0, 0
@@ -71,7 +75,9 @@ class PerSample:
         return torch.einsum("sk,skgmn->gmn", weights, self.gradients**2) / len(self.activations)
 
     def eigenvalues(self, weights: Tensor, input_basis: Tensor, output_basis: Tensor) -> Tensor:
-        total = torch.zeros(input_basis.shape[0], output_basis.shape[-1], input_basis.shape[-1], dtype=torch.float64)
+        total = torch.zeros(
+            input_basis.shape[0], output_basis.shape[-1], input_basis.shape[-1], dtype=torch.float64
+        )
         for s, k, g in product(*(range(size) for size in self.gradients.shape[:3])):
             total[g] += weights[s, k] * (output_basis[g].T @ self.gradients[s, k, g] @ input_basis[g]) ** 2
         return total / len(self.activations)
@@ -88,14 +94,19 @@ def patches(x: Tensor, watched: Watched) -> Tensor:
         return rows if watched.bias is None else torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
     kernel, dims = conv.kernel_size, len(conv.kernel_size)
     if conv.padding == "same":
-        sides = [((d * (k - 1)) // 2, d * (k - 1) - (d * (k - 1)) // 2) for k, d in zip(kernel, conv.dilation, strict=True)]
+        sides = [
+            ((d * (k - 1)) // 2, d * (k - 1) - (d * (k - 1)) // 2)
+            for k, d in zip(kernel, conv.dilation, strict=True)
+        ]
     elif conv.padding == "valid":
         sides = [(0, 0)] * dims
     else:
         sides = [(p, p) for p in conv.padding]
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     x = F.pad(x, [p for side in reversed(sides) for p in side], mode=mode)[0]
-    size = [(x.shape[1 + i] - conv.dilation[i] * (kernel[i] - 1) - 1) // conv.stride[i] + 1 for i in range(dims)]
+    size = [
+        (x.shape[1 + i] - conv.dilation[i] * (kernel[i] - 1) - 1) // conv.stride[i] + 1 for i in range(dims)
+    ]
     channels = x.shape[0] // conv.groups
     groups = []
     for g in range(conv.groups):
@@ -132,7 +143,9 @@ def per_sample(
         seen_outputs: list[Tensor] = []
         hooks = []
         for inner, outer in dict.fromkeys(watched.sites):
-            hooks.append(inner.register_forward_pre_hook(lambda _, args: seen_inputs.append(args[0].detach().clone())))
+            hooks.append(
+                inner.register_forward_pre_hook(lambda _, args: seen_inputs.append(args[0].detach().clone()))
+            )
             hooks.append(outer.register_forward_hook(lambda _m, _a, out: seen_outputs.append(out)))
         with torch.enable_grad():
             terms = losses(model(inputs[s : s + 1]), s)

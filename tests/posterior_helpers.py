@@ -16,7 +16,9 @@ GROUPS, OUTPUTS, INPUTS = 2, 7, 9
 SCALE, TAU = 50.0, 1.3
 
 
-def random_gradients(groups: int = GROUPS, m: int = OUTPUTS, n: int = INPUTS, samples: int = 40, seed: int = 0) -> torch.Tensor:
+def random_gradients(
+    groups: int = GROUPS, m: int = OUTPUTS, n: int = INPUTS, samples: int = 40, seed: int = 0
+) -> torch.Tensor:
     """Per-sample gradients ``(samples, groups, m, n)`` of rank two each, so that no Kronecker form is exact."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -46,7 +48,9 @@ def statistics(gradients: torch.Tensor) -> dict[str, torch.Tensor]:
             for j in range(n):
                 vector = torch.outer(ug[:, i], ua[:, j]).flatten()
                 lam[i, j] = vector @ fisher @ vector
-        for key, value in zip(out, (fisher, ua, ug, sa, sg, lam.clamp(min=0), fisher.diagonal().reshape(m, n)), strict=True):
+        for key, value in zip(
+            out, (fisher, ua, ug, sa, sg, lam.clamp(min=0), fisher.diagonal().reshape(m, n)), strict=True
+        ):
             out[key].append(value)
     return {key: torch.stack(values) for key, values in out.items()}
 
@@ -87,7 +91,12 @@ def dense_fisher(kind: str, block: Block, stats: dict[str, torch.Tensor], omega:
             low_rank = vectors @ block.eigenvalues[b].flatten().diag() @ vectors.T
             d, diagonal = low_rank.diagonal(), stats["d"][b].flatten()
             if block.correction == "rescale":
-                s = torch.stack([(x / y).sqrt().clamp(max=1.0) if y > 0 else torch.ones_like(x) for x, y in zip(diagonal, d, strict=True)])
+                s = torch.stack(
+                    [
+                        (x / y).sqrt().clamp(max=1.0) if y > 0 else torch.ones_like(x)
+                        for x, y in zip(diagonal, d, strict=True)
+                    ]
+                )
                 low_rank = s.diag() @ low_rank @ s.diag()
                 residual = diagonal - s**2 * d
             elif block.correction == "clamp":
@@ -98,14 +107,22 @@ def dense_fisher(kind: str, block: Block, stats: dict[str, torch.Tensor], omega:
     return fisher
 
 
-def posterior_of(block: Block, groups: int = GROUPS, m: int = OUTPUTS, n: int = INPUTS, seed: int = 1) -> Posterior:
+def posterior_of(
+    block: Block, groups: int = GROUPS, m: int = OUTPUTS, n: int = INPUTS, seed: int = 1
+) -> Posterior:
     """A posterior with one layer, a grouped 1x1 convolution without bias (or a linear layer for one group)."""
     shape = (groups * m, n, 1, 1) if groups > 1 else (m, n)
     layer = Layer("layer", "conv2d" if groups > 1 else "linear", "layer.weight", None, groups, m, n, shape)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     name = "joint" if isinstance(block, DenseBlock) else "layer"
     posterior = Posterior(
-        "inf", {"layer": layer}, {name: block}, {name: ["layer"]}, {"layer.weight": weight}, Categorical(), Evidence(50, -30.0)
+        "inf",
+        {"layer": layer},
+        {name: block},
+        {name: ["layer"]},
+        {"layer.weight": weight},
+        Categorical(),
+        Evidence(50, -30.0),
     )
     posterior.scale, posterior.prior_precision = SCALE, TAU
     return posterior

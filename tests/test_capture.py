@@ -37,7 +37,9 @@ def _fit(model: nn.Module, x: Any, method: str = "diag", **options: Any) -> uq.P
 
 
 def _diagonals(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Exact Fisher diagonals by parameter, from autograd on one sample at a time; leaves no mark on the model."""
+    """Exact Fisher diagonals by parameter, from autograd on one sample at a time; leaves no mark on the
+    model.
+    """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     probs = class_probabilities(model, x)
     totals = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -81,7 +83,13 @@ class Block(nn.Module):
 def _resnet() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        Block(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
     )
 
 
@@ -98,7 +106,14 @@ def test_a_residual_network_goes_through_backpack() -> None:
 def test_an_inplace_activation_right_after_the_layer_is_served_by_hooks() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.Conv2d(4, 4, 3), nn.ReLU(True), nn.Flatten(), nn.Linear(16, 5), nn.ReLU(True), nn.Linear(5, 3)
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(True),
+        nn.Conv2d(4, 4, 3),
+        nn.ReLU(True),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+        nn.ReLU(True),
+        nn.Linear(5, 3),
     )
     x = _x(3, 6, 6)
     assert _engines(model, x) == {"0": "hooks", "2": "hooks", "5": "hooks", "7": "backpack"}
@@ -125,7 +140,9 @@ def test_an_input_changed_in_place_after_use_is_copied_in_time() -> None:
     model, x = ChangedInput().double(), _x(4)
     posterior = _fit(model, x.split(2))
     inputs = model.first(x).detach()
-    jacobian = torch.stack([(1 - torch.tanh(model.layer(row)) ** 2) * model.readout.weight for row in inputs]).detach()
+    jacobian = torch.stack(
+        [(1 - torch.tanh(model.layer(row)) ** 2) * model.readout.weight for row in inputs]
+    ).detach()
     probs = class_probabilities(model, x)
     expected = torch.zeros(4, 4, dtype=torch.float64)
     for s in range(SAMPLES):
@@ -137,7 +154,10 @@ def test_an_input_changed_in_place_after_use_is_copied_in_time() -> None:
 
 def test_batch_norm_and_dropout_are_in_eval_mode() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)), _x(4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)),
+        _x(4),
+    )
     model.double()
     with torch.no_grad():
         model[1].running_mean.add_(0.3)
@@ -154,7 +174,9 @@ def test_frozen_parameters_are_covered() -> None:
     model.requires_grad_(False)
     posterior = _fit(model, [x])
     for name in ("0", "2"):
-        torch.testing.assert_close(posterior.blocks[name].diagonal[0, :, :-1], expected[f"{name}.weight"], **TIGHT)
+        torch.testing.assert_close(
+            posterior.blocks[name].diagonal[0, :, :-1], expected[f"{name}.weight"], **TIGHT
+        )
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -193,7 +215,10 @@ def test_a_transformer_encoder_layer_in_eval_mode() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder, self.readout = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Linear(4, 3)
+            self.encoder, self.readout = (
+                nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
+                nn.Linear(4, 3),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.readout(self.encoder(x).mean(1))
@@ -302,7 +327,11 @@ class Embedded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.layer, self.readout = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(4, 4)
+        self.embedding, self.layer, self.readout = (
+            nn.Embedding(3, 4),
+            nn.Linear(4, 3, bias=False),
+            nn.Linear(4, 4),
+        )
         self.layer.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -316,7 +345,12 @@ def _tokens() -> Tensor:
 @pytest.mark.parametrize(
     ("model", "x"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.ModuleDict({"layer": MatmulLinear(4, 3)})["layer"]), _x(4)),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(4, 4), nn.Tanh(), nn.ModuleDict({"layer": MatmulLinear(4, 3)})["layer"]
+            ),
+            _x(4),
+        ),
         (LstmNet, _x(2, 4)),
         (Embedded, _tokens()),
     ],
@@ -337,7 +371,9 @@ def test_weights_that_cannot_be_followed_are_named_or_skipped(model: Any, x: Ten
 def _four() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        nn.Tanh(),
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
     ).double()
 
 
@@ -357,7 +393,9 @@ def test_selection(selection: Any, expected: list[str]) -> None:
     assert list(posterior.layers) == expected
     left = {f"{name}.weight" for name in ("0.0", "0.2", "2.0", "2.1")} - set(posterior.mean)
     assert left == {n for n in posterior.report().deterministic if n.endswith("weight")}
-    truth = per_sample(posterior.model, watch(posterior.model.get_submodule(expected[0])), _x(4), class_losses)
+    truth = per_sample(
+        posterior.model, watch(posterior.model.get_submodule(expected[0])), _x(4), class_losses
+    )
     diagonal = truth.diagonal(class_probabilities(posterior.model, _x(4)))
     torch.testing.assert_close(posterior.blocks[expected[0]].diagonal, diagonal, **TIGHT)
 

@@ -10,7 +10,13 @@ from brute_force import class_losses, class_probabilities, one_hot, per_sample, 
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch, SquaredGradients, add_squares
+from posthoc_uq.curvature.statistics import (
+    GradientGram,
+    InputGram,
+    RangeSketch,
+    SquaredGradients,
+    add_squares,
+)
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.posteriors.numerics import nystrom
 
@@ -108,7 +114,9 @@ def test_exact_regression_is_gauss_newton_with_the_noise(method: str) -> None:
 
 def test_empirical_regression_uses_the_residuals_over_the_noise_of_the_training_data() -> None:
     model, x = _net(2), _inputs()
-    y = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * torch.tensor([1.0, 4.0])
+    y = torch.randn(
+        SAMPLES, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    ) * torch.tensor([1.0, 4.0])
     noise = [float(((model(x) - y).detach() ** 2)[:, k].sum() / SAMPLES) for k in range(2)]
 
     def losses(outputs: Tensor, s: int) -> list[Tensor]:
@@ -238,7 +246,9 @@ def test_the_sketch_finds_the_leading_eigenpairs_of_a_decaying_spectrum(side: st
         sketch.add(*((tensor, rest) if side == "inputs" else (rest, tensor)), True)
     found_values, found = nystrom(sketch.mean(rows), sketch.test_matrix)
     torch.testing.assert_close(found_values[0, :wanted], values, rtol=1e-6, atol=0)
-    torch.testing.assert_close((found[0, :, :wanted].T @ vectors).abs(), torch.eye(wanted, dtype=torch.float64), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        (found[0, :, :wanted].T @ vectors).abs(), torch.eye(wanted, dtype=torch.float64), rtol=0, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,10 +256,16 @@ def test_the_sketch_finds_the_leading_eigenpairs_of_a_decaying_spectrum(side: st
     [
         (Categorical(), torch.tensor([[0.3, -1.0, 2.0], [5.0, 5.0, -5.0]]), torch.tensor([2, 0])),
         (Bernoulli(), torch.tensor([0.7, -3.0]), torch.tensor([1, 0])),
-        (Gaussian(torch.tensor([0.5, 2.0])), torch.tensor([[0.3, -1.0], [2.0, 1.0]]), torch.tensor([[1.0, 2.0], [0.0, 0.0]])),
+        (
+            Gaussian(torch.tensor([0.5, 2.0])),
+            torch.tensor([[0.3, -1.0], [2.0, 1.0]]),
+            torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
+        ),
     ],
 )
-def test_the_score_is_the_gradient_of_the_log_probability(likelihood, outputs: Tensor, targets: Tensor) -> None:
+def test_the_score_is_the_gradient_of_the_log_probability(
+    likelihood, outputs: Tensor, targets: Tensor
+) -> None:
     outputs = outputs.double().requires_grad_(True)
     logs = likelihood.log_prob(outputs, targets)
     assert logs.shape == (2,)

@@ -1,4 +1,6 @@
-"""The sparse information form as an approximation of the Fisher: the order of the family, exact diagonals, the sketch, regression."""
+"""The sparse information form as an approximation of the Fisher: the order of the family, exact diagonals,
+the sketch, regression.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,9 @@ def trained() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def exact_blocks(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Layer blocks of the Fisher, from autograd's gradient of every sample and class; rows are (weights, bias) of an output."""
+    """Layer blocks of the Fisher, from autograd's gradient of every sample and class; rows are (weights,
+    bias) of an output.
+    """
     blocks: dict[str, torch.Tensor] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
@@ -57,21 +61,36 @@ def fishers(trained) -> dict[str, torch.Tensor]:
 
 def _fit(trained, method: str, **options):
     model, x, _ = trained
-    return uq.fit(model, [x[:32], x[32:60]], method=method, fisher="exact", prior_precision=1.0, progress=False, **options)
+    return uq.fit(
+        model,
+        [x[:32], x[32:60]],
+        method=method,
+        fisher="exact",
+        prior_precision=1.0,
+        progress=False,
+        **options,
+    )
 
 
 def test_order_of_the_family(trained, fishers):
-    """Lemma 1 and corollary 1: unclamped INF at full rank is no worse than EFB, and EFB than KFAC, in Frobenius norm."""
+    """Lemma 1 and corollary 1: unclamped INF at full rank is no worse than EFB, and EFB than KFAC, in
+    Frobenius norm.
+    """
     efb, kfac, inf = _fit(trained, "efb"), _fit(trained, "kfac"), _fit(trained, "inf", rank=10**9)
     for name, exact in fishers.items():
         basis, diagonal = efb.blocks[name].dense()[0], exact.diagonal()
         unclamped = basis + torch.diag(diagonal - basis.diagonal())
-        errors = [torch.linalg.matrix_norm(exact - m).item() for m in (unclamped, basis, kfac.blocks[name].dense()[0])]
+        errors = [
+            torch.linalg.matrix_norm(exact - m).item()
+            for m in (unclamped, basis, kfac.blocks[name].dense()[0])
+        ]
         assert errors[0] <= errors[1] <= errors[2]
         assert errors[0] < errors[2]
         # At full rank INF keeps the whole basis: its low-rank part before the correction is EFB's.
         block = inf.blocks[name]
-        low_rank = InformationBlock(block.input_basis, block.output_basis, block.eigenvalues, block.diagonal, "none")
+        low_rank = InformationBlock(
+            block.input_basis, block.output_basis, block.eigenvalues, block.diagonal, "none"
+        )
         torch.testing.assert_close(low_rank.dense()[0], basis, atol=1e-10, rtol=1e-8)
 
 
@@ -94,7 +113,9 @@ def test_clamping_is_exact_where_nothing_is_clamped(trained, fishers, rank):
         found, expected = block.dense()[0].diagonal(), exact.diagonal()
         torch.testing.assert_close(found[~clamped], expected[~clamped], atol=1e-10, rtol=1e-9)
         assert (found[clamped] > expected[clamped]).all()
-        assert posterior.report().rows[len(shares)]["corrected"] == pytest.approx(clamped.double().mean().item())
+        assert posterior.report().rows[len(shares)]["corrected"] == pytest.approx(
+            clamped.double().mean().item()
+        )
         shares.append(clamped.double().mean())
     assert max(shares) > 0
 
@@ -119,7 +140,9 @@ def test_share_of_the_rank():
 
 
 def test_groups_share_the_rank():
-    """Of two groups, only the one with the large eigenvalues keeps directions; the other is left its diagonal."""
+    """Of two groups, only the one with the large eigenvalues keeps directions; the other is left its
+    diagonal.
+    """
     eye = torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
     values = torch.stack([torch.full((3, 3), 5.0), torch.full((3, 3), 0.1)]).double()
     block = sparsify(eye, eye, values, values, 4)
@@ -133,8 +156,12 @@ def test_sketch_against_exact_basis():
     trained = _digits(width=48)
     model, x, _ = trained
     fishers = exact_blocks(model, x[:40])
-    exact = uq.fit(model, [x[:40]], fisher="exact", rank=10, basis="exact", prior_precision=1.0, progress=False)
-    sketch = uq.fit(model, [x[:40]], fisher="exact", rank=10, basis="sketch", prior_precision=1.0, progress=False)
+    exact = uq.fit(
+        model, [x[:40]], fisher="exact", rank=10, basis="exact", prior_precision=1.0, progress=False
+    )
+    sketch = uq.fit(
+        model, [x[:40]], fisher="exact", rank=10, basis="sketch", prior_precision=1.0, progress=False
+    )
     for name, truth in fishers.items():
         # The leading input direction: cosine of the angle between the two spans.
         first, second = exact.blocks[name].input_basis[0], sketch.blocks[name].input_basis[0]
@@ -149,10 +176,16 @@ def test_sketch_against_exact_basis():
 
 @pytest.mark.parametrize("method", ["kfac", "efb", "inf", "full"])
 def test_closed_form_linear_regression(method):
-    """One layer, one output: the Fisher is exactly Kronecker, so the posterior is that of Bayesian linear regression."""
+    """One layer, one output: the Fisher is exactly Kronecker, so the posterior is that of Bayesian linear
+    regression.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 4, dtype=torch.float64, generator=generator)
-    y = x @ torch.tensor([1.0, -2.0, 0.5, 0.0]).double() + 0.3 + 0.2 * torch.randn(50, dtype=torch.float64, generator=generator)
+    y = (
+        x @ torch.tensor([1.0, -2.0, 0.5, 0.0]).double()
+        + 0.3
+        + 0.2 * torch.randn(50, dtype=torch.float64, generator=generator)
+    )
     tau, noise = 0.7, 0.04
     design = torch.cat([x, torch.ones(50, 1, dtype=torch.float64)], dim=1)
     covariance = torch.linalg.inv(design.T @ design / noise + tau * torch.eye(5, dtype=torch.float64))
@@ -164,15 +197,23 @@ def test_closed_form_linear_regression(method):
     options = {"rank": 10**9} if method == "inf" else {}
     loader = [(x[:20], y[:20]), (x[20:], y[20:])]
     posterior = uq.fit(
-        model, loader, method=method, likelihood="regression", fisher="exact", noise_variance=noise,
-        prior_precision=tau, progress=False, **options,
+        model,
+        loader,
+        method=method,
+        likelihood="regression",
+        fisher="exact",
+        noise_variance=noise,
+        prior_precision=tau,
+        progress=False,
+        **options,
     )
     (layer,) = posterior.layers
     unit = torch.eye(5, dtype=torch.float64).reshape(5, 1, 1, 5)
     torch.testing.assert_close(posterior.quadratic({layer: unit}), covariance, atol=1e-10, rtol=1e-8)
     # log p(y) of the Gaussian model, exactly; Laplace is exact here.
     marginal = torch.distributions.MultivariateNormal(
-        torch.zeros(50, dtype=torch.float64), design @ design.T / tau + noise * torch.eye(50, dtype=torch.float64)
+        torch.zeros(50, dtype=torch.float64),
+        design @ design.T / tau + noise * torch.eye(50, dtype=torch.float64),
     ).log_prob(y)
     torch.testing.assert_close(posterior.log_marginal_likelihood(), marginal, atol=1e-6, rtol=1e-8)
 
@@ -181,7 +222,14 @@ def test_diagonal_posterior_is_the_diagonal_of_the_closed_form_precision():
     x = torch.randn(30, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model = nn.Linear(3, 1, bias=False).double()
     posterior = uq.fit(
-        model, [(x, x.sum(1))], method="diag", likelihood="regression", fisher="exact", noise_variance=0.5, prior_precision=2.0, progress=False
+        model,
+        [(x, x.sum(1))],
+        method="diag",
+        likelihood="regression",
+        fisher="exact",
+        noise_variance=0.5,
+        prior_precision=2.0,
+        progress=False,
     )
     expected = 1 / ((x**2).sum(0) / 0.5 + 2.0)
     torch.testing.assert_close(posterior.variance()["weight"][0], expected, atol=1e-12, rtol=1e-9)

@@ -1,11 +1,24 @@
-"""Every family against dense matrices in float64: covariance, variances, quadratic forms, determinants, output variances."""
+"""Every family against dense matrices in float64: covariance, variances, quadratic forms, determinants,
+output variances.
+"""
 
 import math
 
 import pytest
 import torch
+from posterior_helpers import (
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
+    SCALE,
+    TAU,
+    build,
+    dense_fisher,
+    posterior_of,
+    random_gradients,
+    statistics,
+)
 
-from posterior_helpers import GROUPS, INPUTS, OUTPUTS, SCALE, TAU, build, dense_fisher, posterior_of, random_gradients, statistics
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import sparsify
 from posthoc_uq.layers import Layer
@@ -56,7 +69,9 @@ class TestAgainstDense:
 
     def test_quadratic(self, kind, correction, rank, omega):
         posterior, covariance = _case(kind, correction, rank, omega)
-        jacobians = torch.randn(5, GROUPS, OUTPUTS, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        jacobians = torch.randn(
+            5, GROUPS, OUTPUTS, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+        )
         rows = jacobians.flatten(1)
         expected = rows @ torch.block_diag(*covariance) @ rows.T
         torch.testing.assert_close(posterior.quadratic({"layer": jacobians}), expected, atol=1e-12, rtol=1e-8)
@@ -90,7 +105,9 @@ class TestAgainstDense:
                     part = slice(output * INPUTS, (output + 1) * INPUTS)
                     own = covariance[group][part, part]
                     m, v = mean[row, group], spread[row, group]
-                    torch.testing.assert_close(found[row, group, output], m @ own @ m + v @ own.diagonal(), atol=1e-12, rtol=1e-8)
+                    torch.testing.assert_close(
+                        found[row, group, output], m @ own @ m + v @ own.diagonal(), atol=1e-12, rtol=1e-8
+                    )
 
     def test_dense_view(self, kind, correction, rank, omega):
         block = build(kind, STATISTICS, rank, correction)
@@ -102,10 +119,14 @@ class TestAgainstDense:
 
 
 def test_two_hundred_thousand_samples():
-    """The empirical covariance of draws; its entries have a standard error of at most sqrt(2 / n) of the variances."""
+    """The empirical covariance of draws; its entries have a standard error of at most sqrt(2 / n) of the
+    variances.
+    """
     posterior, covariance = _case("inf", "rescale", 12, 1.0)
     n = 200_000
-    draws = posterior.sample(n, torch.Generator().manual_seed(0))["layer.weight"] - posterior.mean["layer.weight"]
+    draws = (
+        posterior.sample(n, torch.Generator().manual_seed(0))["layer.weight"] - posterior.mean["layer.weight"]
+    )
     for group in range(GROUPS):
         rows = draws.reshape(n, GROUPS, SIZE)[:, group]
         found = rows.T @ rows / n
@@ -118,8 +139,9 @@ def test_two_hundred_thousand_samples():
 def test_same_law_as_equation_six():
     """The paper's sampler, on a layer where its Cholesky factors exist, has the same covariance as ours.
 
-    With ``W = I + Vs C Vs^T`` the paper's factor is ``D^-1/2 W^-1``, whose covariance is right if ``W^T W = I + Vs Vs^T``; that asks
-    for ``B^T B = I + A^T A``, where the text prints ``B B^T = I + Vs^T Vs``. As printed the law is another one.
+    With ``W = I + Vs C Vs^T`` the paper's factor is ``D^-1/2 W^-1``, whose covariance is right if ``W^T W = I
+    + Vs Vs^T``; that asks for ``B^T B = I + A^T A``, where the text prints ``B B^T = I + Vs^T Vs``. As
+    printed the law is another one.
     """
     generator = torch.Generator().manual_seed(5)
     m, n, a, g = 4, 6, 3, 2
@@ -137,13 +159,19 @@ def test_same_law_as_equation_six():
 
     def paper(bc: torch.Tensor) -> torch.Tensor:
         c = inverse.T @ (bc - eye) @ inverse
-        f = d_half @ (torch.eye(m * n, dtype=torch.float64) - vs @ torch.linalg.inv(torch.linalg.inv(c) + gram) @ vs.T)
+        f = d_half @ (
+            torch.eye(m * n, dtype=torch.float64) - vs @ torch.linalg.inv(torch.linalg.inv(c) + gram) @ vs.T
+        )
         return f @ f.T
 
-    factor = InformationFactor(ua.unsqueeze(0), ug.unsqueeze(0), lam.sqrt().unsqueeze(0), None, residual.reciprocal().unsqueeze(0))
+    factor = InformationFactor(
+        ua.unsqueeze(0), ug.unsqueeze(0), lam.sqrt().unsqueeze(0), None, residual.reciprocal().unsqueeze(0)
+    )
     unit = torch.eye(m * n, dtype=torch.float64).reshape(-1, 1, m, n)
     ours = factor.transform(unit).reshape(m * n, m * n).T
-    torch.testing.assert_close(ours @ ours.T, paper(torch.linalg.cholesky(ac.T @ ac + eye).T), atol=1e-12, rtol=1e-8)
+    torch.testing.assert_close(
+        ours @ ours.T, paper(torch.linalg.cholesky(ac.T @ ac + eye).T), atol=1e-12, rtol=1e-8
+    )
     assert (ours @ ours.T - paper(torch.linalg.cholesky(gram + eye))).abs().max() > 1e-3
     precision = v @ lam.flatten().diag() @ v.T + residual.flatten().diag()
     torch.testing.assert_close(ours @ ours.T, torch.linalg.inv(precision), atol=1e-12, rtol=1e-8)
@@ -166,7 +194,9 @@ def test_numbers_of_the_moment_study():
     torch.testing.assert_close(posterior.variance()["layer.weight"], variance, atol=6e-7, rtol=0)
     x = torch.tensor([[1.0, 2.0, -1.0]], dtype=torch.float64)
     found = posterior.output_variance("layer", x)
-    torch.testing.assert_close(found, torch.tensor([[1.354895, 1.943298]], dtype=torch.float64), atol=6e-7, rtol=0)
+    torch.testing.assert_close(
+        found, torch.tensor([[1.354895, 1.943298]], dtype=torch.float64), atol=6e-7, rtol=0
+    )
     jacobians = torch.zeros(2, 1, 2, 3, dtype=torch.float64)
     jacobians[0, 0, 0], jacobians[1, 0, 1] = x[0], x[0]
     covariance = posterior.quadratic({"layer": jacobians})
@@ -189,12 +219,16 @@ def test_padded_groups_do_not_matter():
             block.diagonal[one],
             "rescale",
         )
-        torch.testing.assert_close(factor.variance()[one], alone.factor(Settings(SCALE, TAU)).variance(), atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(
+            factor.variance()[one], alone.factor(Settings(SCALE, TAU)).variance(), atol=1e-12, rtol=1e-9
+        )
 
 
 def test_nothing_kept():
     """A layer without any gradient keeps no direction, and its posterior is the prior."""
-    stats = {key: torch.zeros_like(value) if key in ("lam", "d") else value for key, value in STATISTICS.items()}
+    stats = {
+        key: torch.zeros_like(value) if key in ("lam", "d") else value for key, value in STATISTICS.items()
+    }
     posterior = posterior_of(sparsify(stats["ua"], stats["ug"], stats["lam"], stats["d"], 10))
     expected = torch.full_like(posterior.mean["layer.weight"], 1 / TAU)
     torch.testing.assert_close(posterior.variance()["layer.weight"], expected)
@@ -211,7 +245,15 @@ def _two_layers() -> tuple[Posterior, torch.Tensor]:
     fisher = rows.T @ rows / 30
     mean = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "b.weight": torch.ones(2, 2)}
     mean = {name: value.double() for name, value in mean.items()}
-    posterior = Posterior("full", layers, {"joint": DenseBlock(fisher)}, {"joint": ["a", "b"]}, mean, Categorical(), Evidence(9, -3.0))
+    posterior = Posterior(
+        "full",
+        layers,
+        {"joint": DenseBlock(fisher)},
+        {"joint": ["a", "b"]},
+        mean,
+        Categorical(),
+        Evidence(9, -3.0),
+    )
     return posterior, fisher
 
 
@@ -226,13 +268,19 @@ def test_dense_posterior_over_two_layers():
     torch.testing.assert_close(variance["a.weight"], rows[:, :3], atol=1e-12, rtol=1e-9)
     torch.testing.assert_close(variance["a.bias"], rows[:, 3], atol=1e-12, rtol=1e-9)
     jacobian = torch.randn(3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    found = posterior.quadratic({"a": jacobian[:, :8].reshape(3, 1, 2, 4), "b": jacobian[:, 8:].reshape(3, 1, 2, 2)})
+    found = posterior.quadratic(
+        {"a": jacobian[:, :8].reshape(3, 1, 2, 4), "b": jacobian[:, 8:].reshape(3, 1, 2, 2)}
+    )
     torch.testing.assert_close(found, jacobian @ covariance @ jacobian.T, atol=1e-12, rtol=1e-9)
     only_b = posterior.quadratic({"b": jacobian[:, 8:].reshape(3, 1, 2, 2)})
-    torch.testing.assert_close(only_b, jacobian[:, 8:] @ covariance[8:, 8:] @ jacobian[:, 8:].T, atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(
+        only_b, jacobian[:, 8:] @ covariance[8:, 8:] @ jacobian[:, 8:].T, atol=1e-12, rtol=1e-9
+    )
     x = torch.tensor([[0.3, -2.0]], dtype=torch.float64)
     row = covariance[8:10, 8:10]
-    assert posterior.output_variance("b", x)[0, 0].item() == pytest.approx((x[0] @ row @ x[0]).item(), rel=1e-9)
+    assert posterior.output_variance("b", x)[0, 0].item() == pytest.approx(
+        (x[0] @ row @ x[0]).item(), rel=1e-9
+    )
     n_theta = 8 * math.log(2.0) + 4 * math.log(5.0)
     expected = -3.0 - 0.5 * (-torch.linalg.slogdet(covariance).logabsdet - n_theta + 2.0 * 8 + 5.0 * 4)
     torch.testing.assert_close(posterior.log_marginal_likelihood(), expected, atol=1e-9, rtol=1e-10)

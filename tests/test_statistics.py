@@ -157,14 +157,18 @@ def _unpacked(basis: Tensor, values: Tensor) -> Tensor:
     return basis * values.unsqueeze(1) @ basis.transpose(1, 2)
 
 
-def _check_all(model: nn.Module, data: list, truth: dict[str, PerSample], weights: Tensor, **options: object) -> None:
+def _check_all(
+    model: nn.Module, data: list, truth: dict[str, PerSample], weights: Tensor, **options: object
+) -> None:
     """Grams, eigenbases, eigenvalues, diagonals and the joint Fisher of every watched layer."""
     kfac, efb = _fit(model, data, "kfac", **options), _fit(model, data, "efb", **options)
     inf = _fit(model, data, "inf", rank=10**6, basis="exact", **options)
     diag = _fit(model, data, "diag", **options)
     for name, expected in truth.items():
         block = kfac.blocks[name]
-        torch.testing.assert_close(_unpacked(block.input_basis, block.input_values), expected.input_gram(), **TIGHT)
+        torch.testing.assert_close(
+            _unpacked(block.input_basis, block.input_values), expected.input_gram(), **TIGHT
+        )
         torch.testing.assert_close(
             _unpacked(block.output_basis, block.output_values), expected.gradient_gram(weights), **TIGHT
         )
@@ -195,7 +199,9 @@ def test_batch_size_and_order_do_not_matter(case: str, fisher: str) -> None:
     whole = _fit(model, _batches(x, y, 32), "full", fisher=fisher).blocks["joint"].fisher
     grams = _fit(model, _batches(x, y, 32), "kfac", fisher=fisher)
     for data in (_batches(x, y, 1), _batches(x, y, 7), _batches(x[order], y[order], 7)):
-        torch.testing.assert_close(_fit(model, data, "full", fisher=fisher).blocks["joint"].fisher, whole, **TIGHT)
+        torch.testing.assert_close(
+            _fit(model, data, "full", fisher=fisher).blocks["joint"].fisher, whole, **TIGHT
+        )
         other = _fit(model, data, "kfac", fisher=fisher)
         for name, block in grams.blocks.items():
             torch.testing.assert_close(other.blocks[name].dense(), block.dense(), **TIGHT)

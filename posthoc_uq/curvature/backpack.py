@@ -1,8 +1,8 @@
 """The BackPACK first-order extension that hands over activations and output gradients.
 
-BackPACK (Dangel, Kunstner, Hennig 2020) runs an extension on every extended module during the backward pass. Only weighted
-leaf modules are extended, so the code between them is free to be anything. Where its mechanism is not sound (a module
-called twice, an output changed in place, autocast), `hooks` serves instead.
+BackPACK (Dangel, Kunstner, Hennig 2020) runs an extension on every extended module during the backward pass.
+Only weighted leaf modules are extended, so the code between them is free to be anything. Where its mechanism
+is not sound (a module called twice, an output changed in place, autocast), `hooks` serves instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ _CONTEXT_LOCK = threading.RLock()
 class _HandOver(FirstOrderModuleExtension):
     """Passes a module's input and output gradient on; computes nothing and stores nothing on the parameters."""
 
-    def __call__(self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]) -> None:
+    def __call__(
+        self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]
+    ) -> None:
         extension.handler(module, module.input0, g_out[0])
 
 
 class ActivationsAndGradients(FirstOrderBackpropExtension):
-    """Calls ``handler(module, input, output_gradient)`` for every extended weighted module, in backward order."""
+    """Calls ``handler(module, input, output_gradient)`` for every extended weighted module, in backward
+    order.
+    """
 
     def __init__(self, handler: Handler) -> None:
         super().__init__(

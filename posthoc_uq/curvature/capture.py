@@ -1,7 +1,8 @@
 """Which weights are used where, and the activations and output gradients of each, batch by batch.
 
-`Capture` owns a replica of the model. `prepare` finds the weighted layers on the first batch and settles which engine
-serves each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.verify` then proves that nothing was missed.
+`Capture` owns a replica of the model. `prepare` finds the weighted layers on the first batch and settles
+which engine serves each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.verify` then proves
+that nothing was missed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Caught:
     batch_axis: int
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Activations ``(samples, groups, positions, inputs)`` and output gradients ``(..., positions, outputs)``."""
+        """Activations ``(samples, groups, positions, inputs)`` and output gradients ``(..., positions,
+        outputs)``.
+        """
         return as_matrices(self.calls, self.samples, dtype, self.batch_axis)
 
 
@@ -136,7 +139,9 @@ class Capture:
         return Tracked(layer, module)
 
     def _is_plain(self, tracked: Tracked, use: Use) -> bool:
-        """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's own."""
+        """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's
+        own.
+        """
         module, holders = tracked.module, self._owners[id(use.weight)]
         if module is None or type(module) not in WEIGHTED_MODULES or len(holders) != 1:
             return False
@@ -162,7 +167,8 @@ class Recording:
             self.outputs = batch.call(capture.twin)
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
-        """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to `sink` once.
+        """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to
+        `sink` once.
 
         Args:
             last: no further pass follows, so the graph is freed.
@@ -170,7 +176,9 @@ class Recording:
         if not self.outputs.requires_grad:
             return
         self._sink = sink
-        backpack.backward(self.outputs, gradient.to(self.outputs.dtype), self._from_backpack, retain_graph=not last)
+        backpack.backward(
+            self.outputs, gradient.to(self.outputs.dtype), self._from_backpack, retain_graph=not last
+        )
         for calls in self._calls.values():
             self._emit([call for call in calls if call.output_gradient is not None])
         self._sink = None
@@ -185,7 +193,8 @@ class Recording:
         def receive(gradient: Tensor) -> None:
             if call.input._version != version:
                 raise UnsupportedLayerError(
-                    f"The input of layer '{tracked.layer.name}' was changed in place after the layer used it, and was not on the "
+                    f"The input of layer '{tracked.layer.name}' was changed in place after the layer used "
+                    f"it, and was not on the "
                     f"first batch; make that operation out of place, or leave the layer out with layers=...."
                 )
             call.output_gradient = gradient

@@ -1,4 +1,5 @@
-"""The dry run: find the weighted layers on a few samples, and prove that what is caught is their whole gradient.
+"""The dry run: find the weighted layers on a few samples, and prove that what is caught is their whole
+gradient.
 
 For every layer the caught pairs must rebuild autograd's own gradient, of the batch and of one sample alone:
 ``sum_t g_st a_st^T`` to rounding. A layer that fails is named, never silently missed.
@@ -53,12 +54,18 @@ class Prepared:
 
 
 def prepare(
-    model: nn.Module, batch: Batch, selection: Selection = "all", *, unsupported: str = "raise", autocast: bool = False
+    model: nn.Module,
+    batch: Batch,
+    selection: Selection = "all",
+    *,
+    unsupported: str = "raise",
+    autocast: bool = False,
 ) -> Prepared:
     """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
 
     Raises:
-        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
+        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not
+            ``"skip"``.
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
     if unsupported not in ("raise", "skip"):
@@ -68,7 +75,9 @@ def prepare(
     reference = _Reference(model, probe, min(samples, PROBE_SAMPLES))
     found = Capture(model).discover(probe, autocast)
     if not found and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
-        raise PosthocUQError("The model has no Linear or convolution layer, so there are no weights to fit a posterior over.")
+        raise PosthocUQError(
+            "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
+        )
     chosen = select(found, selection, reference)
     failures: dict[str, str] = {}
     names = {t.layer.weight for t in found}
@@ -78,7 +87,9 @@ def prepare(
     failures |= {name: "what was caught does not rebuild its gradient" for name in broken}
     if failures and unsupported == "raise":
         listed = "; ".join(f"'{name}': {why}" for name, why in failures.items())
-        raise UnsupportedLayerError(f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic.")
+        raise UnsupportedLayerError(
+            f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
+        )
     if not capture.tracked:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
     return Prepared(capture, reference.deterministic(capture, failures))
@@ -108,10 +119,16 @@ def select(found: list[Tracked], selection: Selection, reference: _Reference) ->
         wanted = [selection] if isinstance(selection, str) else list(selection)
         names = [t.layer.name for t in found]
         for want in wanted:
-            if not any(n == want or n.startswith(want + ".") for n in names) and not reference.holds_missed(want):
+            if not any(n == want or n.startswith(want + ".") for n in names) and not reference.holds_missed(
+                want
+            ):
                 near = difflib.get_close_matches(want, names, n=3, cutoff=0.3)
-                raise PosthocUQError(f"There is no weighted layer '{want}' in the forward pass; the nearest are {near}.")
-        chosen = [t for t in found if any(t.layer.name == w or t.layer.name.startswith(w + ".") for w in wanted)]
+                raise PosthocUQError(
+                    f"There is no weighted layer '{want}' in the forward pass; the nearest are {near}."
+                )
+        chosen = [
+            t for t in found if any(t.layer.name == w or t.layer.name.startswith(w + ".") for w in wanted)
+        ]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
 
 
@@ -129,7 +146,8 @@ class _Reference:
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            # The model changes the input of a frozen layer: fine for its user, who never asks for that layer's gradient.
+            # The model changes the input of a frozen layer: fine for its user, who never asks for that
+            # layer's gradient.
             with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
                 self._differentiate(twin, probe)
 
@@ -139,7 +157,8 @@ class _Reference:
             outputs = probe.call(twin)
             if outputs.ndim == 0 or outputs.shape[0] != samples:
                 raise PosthocUQError(
-                    f"The model gives outputs of shape {tuple(outputs.shape)} for {samples} samples; the first dimension must "
+                    f"The model gives outputs of shape {tuple(outputs.shape)} for {samples} samples; the "
+                    f"first dimension must "
                     f"count the samples."
                 )
             if not bool(torch.isfinite(outputs).all()):
@@ -157,7 +176,9 @@ class _Reference:
         row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64) ** 2).to(outputs.dtype)
         return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
 
-    def _gradients(self, outputs: Tensor, parameters: list[Tensor], pull: Tensor, retain: bool) -> dict[str, Tensor | None]:
+    def _gradients(
+        self, outputs: Tensor, parameters: Sequence[Tensor], pull: Tensor, retain: bool
+    ) -> dict[str, Tensor | None]:
         found = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
         return {self.names[id(p)]: g for p, g in zip(parameters, found, strict=True)}
 
@@ -174,7 +195,12 @@ class _Reference:
         missed: list[tuple[str, str]] = []
         for name, gradient in self.total.items():
             module_name, module = self._home(name)
-            if gradient is None or gradient.ndim < 2 or name in caught or not isinstance(module, _HOLD_WEIGHTS):
+            if (
+                gradient is None
+                or gradient.ndim < 2
+                or name in caught
+                or not isinstance(module, _HOLD_WEIGHTS)
+            ):
                 continue
             if self._used(name):
                 missed.append((module_name or name, name))
@@ -190,7 +216,11 @@ class _Reference:
         if callable(selection):
             return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]
         wanted = [selection] if isinstance(selection, str) else list(selection)
-        return [(module, name) for module, name in missed if any(module == w or module.startswith(w + ".") for w in wanted)]
+        return [
+            (module, name)
+            for module, name in missed
+            if any(module == w or module.startswith(w + ".") for w in wanted)
+        ]
 
     def holds_missed(self, prefix: str) -> bool:
         """Whether a module of that name or prefix holds weights that no use was seen of."""
@@ -244,7 +274,10 @@ def _settle(
     for axis in BATCH_AXES[1:]:
         if not bad:
             break
-        layers = [replace(t, batch_axis=axis) if t.layer.name in bad and t.layer.kind == "linear" else t for t in layers]
+        layers = [
+            replace(t, batch_axis=axis) if t.layer.name in bad and t.layer.kind == "linear" else t
+            for t in layers
+        ]
         capture, bad = attempt(layers)
     broken = sorted(bad)
     if broken:

@@ -1,7 +1,8 @@
 """Catching uses of a weight wherever they happen: calls of ``linear`` and ``conv`` on tracked parameters.
 
-This is the collector beside BackPACK. It follows the parameter, not the module, so it also sees shared modules, tied
-weights, autocast, weights used through `torch.nn.functional`, and layers whose output is changed in place afterwards.
+This is the collector beside BackPACK. It follows the parameter, not the module, so it also sees shared
+modules, tied weights, autocast, weights used through `torch.nn.functional`, and layers whose output is
+changed in place afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.layers import Geometry
 
-_CONVOLUTIONS: dict[Any, tuple[str, int]] = {F.conv1d: ("conv1d", 1), F.conv2d: ("conv2d", 2), F.conv3d: ("conv3d", 3)}
+_CONVOLUTIONS: dict[Any, tuple[str, int]] = {
+    F.conv1d: ("conv1d", 1),
+    F.conv2d: ("conv2d", 2),
+    F.conv3d: ("conv3d", 3),
+}
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
@@ -110,7 +115,9 @@ def _use(convolution: tuple[str, int] | None, given: dict[str, Any]) -> Use:
         padding=padding if isinstance(padding, str) else _tuple(padding, dims),
         dilation=_tuple(given.get("dilation", 1), dims),
     )
-    return Use(kind, given["input"], given["weight"], given.get("bias"), geometry, int(given.get("groups", 1)))
+    return Use(
+        kind, given["input"], given["weight"], given.get("bias"), geometry, int(given.get("groups", 1))
+    )
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Accumulators of the Fisher's statistics (Lee et al. 2020, section 2; George et al. 2018).
 
-Each takes activations ``(samples, groups, positions, inputs)`` and output gradients ``(samples, groups, positions, outputs)`` of
-one layer, batch by batch, and keeps sums; `mean` divides by what was counted. Sums of two accumulators over two parts of the
-data `merge` into that over both. Squares are those of exact per-sample gradients ``G_s = sum_t g_st a_st^T``.
+Each takes activations ``(samples, groups, positions, inputs)`` and output gradients ``(samples, groups,
+positions, outputs)`` of one layer, batch by batch, and keeps sums; `mean` divides by what was counted. Sums
+of two accumulators over two parts of the data `merge` into that over both. Squares are those of exact
+per-sample gradients ``G_s = sum_t g_st a_st^T``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class Accumulator(Protocol):
     """What a sweep feeds."""
 
     def add(self, activations: Tensor, gradients: Tensor, first_pass: bool) -> None:
-        """Take one backward pass; several passes over one batch share their activations, and only one is the first."""
+        """Take one backward pass; several passes over one batch share their activations, and only one is the
+        first.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -91,7 +94,9 @@ class RangeSketch(_Sums):
     """
 
     def __init__(self, side: str, test_matrix: Tensor) -> None:
-        super().__init__({"sketch": torch.zeros_like(test_matrix), "positions": torch.zeros((), dtype=torch.float64)})
+        super().__init__(
+            {"sketch": torch.zeros_like(test_matrix), "positions": torch.zeros((), dtype=torch.float64)}
+        )
         self.test_matrix = test_matrix
         self._side = side
 
@@ -112,8 +117,9 @@ class RangeSketch(_Sums):
 class SquaredGradients(_Sums):
     """``d_ij = 1/N sum_s (G_s)_ij^2``, ``(groups, outputs, inputs)``: the exact diagonal of the Fisher.
 
-    With bases ``(groups, inputs, a)`` and ``(groups, outputs, g)`` the gradients are first rotated, ``U_G^T G_s U_A``, and the
-    result ``(groups, g, a)`` is the eigenvalue matrix of the Kronecker-factored eigenbasis (Lambda).
+    With bases ``(groups, inputs, a)`` and ``(groups, outputs, g)`` the gradients are first rotated, ``U_G^T
+    G_s U_A``, and the result ``(groups, g, a)`` is the eigenvalue matrix of the Kronecker-factored eigenbasis
+    (Lambda).
     """
 
     def __init__(
@@ -137,14 +143,15 @@ class SquaredGradients(_Sums):
 
     def mean(self, samples: int) -> Tensor:
         """The mean square over `samples`."""
-        return self._sums["squares"] / samples
+        # Cancellation between pairs of positions can leave a rounding error below zero.
+        return (self._sums["squares"] / samples).clamp(min=0)
 
 
 def add_squares(total: Tensor, activations: Tensor, gradients: Tensor, budget: int) -> None:
     """Add ``sum_s (sum_t g_st a_st^T)^2`` to `total` ``(groups, outputs, inputs)`` by the cheapest route.
 
-    With few positions the square is itself a matrix product, over pairs of positions ``t <= t'``; with many, the per-sample
-    gradients are formed in chunks of at most `budget` bytes.
+    With few positions the square is itself a matrix product, over pairs of positions ``t <= t'``; with many,
+    the per-sample gradients are formed in chunks of at most `budget` bytes.
     """
     samples, _, positions, _ = activations.shape
     pairs = positions * (positions + 1) // 2

@@ -66,7 +66,9 @@ def sweep(
         PosthocUQError: labels do not fit the likelihood, or the loader is empty.
     """
     summary = Summary()
-    for index, batch in enumerate(batches(loader, settings.reader, progress=settings.progress, description=description)):
+    for index, batch in enumerate(
+        batches(loader, settings.reader, progress=settings.progress, description=description)
+    ):
         _sweep_batch(capture, batch, index, settings, accumulators, joint, summary)
     return summary
 
@@ -116,7 +118,10 @@ def _feed(
     def sink(caught: Caught) -> None:
         name = caught.layer.name
         activations, gradients = caught.matrices(dtype)
-        _require_finite(activations.sum() + gradients.sum(), f"Batch {index}: layer '{name}' has non-finite activations or gradients.")
+        _require_finite(
+            activations.sum() + gradients.sum(),
+            f"Batch {index}: layer '{name}' has non-finite activations or gradients.",
+        )
         for accumulator in accumulators.get(name, ()):
             accumulator.add(activations, gradients, first_pass)
         if rows is not None:
@@ -139,7 +144,8 @@ def _require_finite(values: Tensor, message: str) -> None:
 
 
 def residual_variance(capture: Capture, loader: Iterable[Any], settings: SweepSettings) -> Tensor | None:
-    """Mean squared residual of each output, ``(outputs,)``, from a forward pass over the data; None without labels.
+    """Mean squared residual of each output, ``(outputs,)``, from a forward pass over the data; None without
+    labels.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
@@ -154,13 +160,24 @@ def residual_variance(capture: Capture, loader: Iterable[Any], settings: SweepSe
                 return None
             outputs = batch.call(capture.twin)
             unit.check(outputs, batch.targets)
-            squares = unit.residuals(outputs, batch.targets).double().square().reshape(outputs.shape[0], -1).sum(0).cpu()
+            squares = (
+                unit.residuals(outputs, batch.targets)
+                .double()
+                .square()
+                .reshape(outputs.shape[0], -1)
+                .sum(0)
+                .cpu()
+            )
             total = squares if total is None else total + squares
             samples += outputs.shape[0]
     if total is None:
         return None
     if not bool(torch.isfinite(total).all()):
-        raise NonFiniteError("The residuals of the training data are not finite; check the data and the model's weights.")
+        raise NonFiniteError(
+            "The residuals of the training data are not finite; check the data and the model's weights."
+        )
     if not bool((total > 0).all()):
-        raise PosthocUQError("The model reproduces its training targets without error; give noise_variance=... yourself.")
+        raise PosthocUQError(
+            "The model reproduces its training targets without error; give noise_variance=... yourself."
+        )
     return total / samples

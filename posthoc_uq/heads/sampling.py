@@ -21,7 +21,8 @@ Prediction = ClassPrediction | RegressionPrediction
 class SamplingPredictor(nn.Module):
     """Predicts with `n_samples` draws of the weights.
 
-    Every draw is a model of its own that shares all parameters without a posterior with the user's model, whose own weights
+    Every draw is a model of its own that shares all parameters without a posterior with the user's model,
+    whose own weights
     are never written: predictions may run in several threads at once. Always in eval mode.
 
     Args:
@@ -46,7 +47,9 @@ class SamplingPredictor(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self._model: tuple[nn.Module] = (model,)  # a tuple hides it: moving the predictor leaves the user's model alone
+        self._model: tuple[nn.Module] = (
+            model,
+        )  # a tuple hides it: moving the predictor leaves the user's model alone
         self._posterior = posterior
         self.n_samples = n_samples
         self.redraw(seed, generator)
@@ -65,7 +68,9 @@ class SamplingPredictor(nn.Module):
         devices = {name: parameter.device for name, parameter in model.named_parameters()}
         with isolated_random_state():  # copying a module may run its code
             members = [
-                replicate(model, shared | {name: draw[index].to(devices[name]) for name, draw in draws.items()})
+                replicate(
+                    model, shared | {name: draw[index].to(devices[name]) for name, draw in draws.items()}
+                )
                 for index in range(self.n_samples)
             ]
         self.members = nn.ModuleList(members).eval()
@@ -103,6 +108,7 @@ def predict(outputs: Tensor, posterior: Posterior) -> Prediction:
 
 def _no_prediction(likelihood: Likelihood) -> str:
     return (
-        f"There is no prediction for likelihood {likelihood.name!r}; take the draws' outputs with predictor.outputs(...) "
+        f"There is no prediction for likelihood {likelihood.name!r}; take the draws' outputs with "
+        f"predictor.outputs(...) "
         f"and summarise them yourself."
     )

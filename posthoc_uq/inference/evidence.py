@@ -1,7 +1,7 @@
 """Hyperparameters by the log marginal likelihood: the prior precision, and on request the noise.
 
-``log p(D) = log p(D | theta) - (log det P - n log tau + tau |theta|^2) / 2`` (MacKay 1992). The first term does not depend on the
-prior precision, so its search needs no labels.
+``log p(D) = log p(D | theta) - (log det P - n log tau + tau |theta|^2) / 2`` (MacKay 1992). The first term
+does not depend on the prior precision, so its search needs no labels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Trials:
     at_edge: list[str] = field(default_factory=lambda: list[str]())
 
     def __str__(self) -> str:
-        lines = ["  ".join(f"{name}={_text(value)}" for name, value in trial.items()) for trial in self.trials]
+        lines = [
+            "  ".join(f"{name}={_text(value)}" for name, value in trial.items()) for trial in self.trials
+        ]
         lines += [f"at the edge of the search: {name}" for name in self.at_edge]
         return "\n".join(lines)
 
@@ -46,17 +48,25 @@ def _text(value: Any) -> str:
 
 
 def search_decades(
-    objective: Callable[[float], float], interval: tuple[float, float], limits: tuple[float, float], tolerance: float = TOLERANCE, max_evaluations: int = 30
+    objective: Callable[[float], float],
+    interval: tuple[float, float],
+    limits: tuple[float, float],
+    tolerance: float = TOLERANCE,
+    max_evaluations: int = 30,
 ) -> tuple[float, bool]:
-    """Minimise a function of a positive number over decades: bounded Brent, widened while the optimum sits at an edge.
+    """Minimise a function of a positive number over decades: bounded Brent, widened while the optimum sits at
+    an edge.
 
     Returns:
         The minimiser, and whether it is at the edge of `limits`.
     """
     low, high = interval
     while True:
-        found = minimize_scalar(
-            lambda x: objective(10.0**x), bounds=(low, high), method="bounded", options={"xatol": tolerance, "maxiter": max_evaluations}
+        found: Any = minimize_scalar(
+            lambda x: objective(10.0**x),
+            bounds=(low, high),
+            method="bounded",
+            options={"xatol": tolerance, "maxiter": max_evaluations},
         )
         best = float(found.x)
         near = 4 * tolerance + 0.02 * (high - low)
@@ -69,15 +79,19 @@ def search_decades(
 
 
 def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: bool = False) -> Trials:
-    """Set the prior precision (one, or one per layer) where the log marginal likelihood is largest, and with `noise` the noise too.
+    """Set the prior precision (one, or one per layer) where the log marginal likelihood is largest, and with
+    `noise` the noise too.
 
-    The noise found so at fixed weights is known to come out too large; by default it stays at the training residuals' variance.
+    The noise found so at fixed weights is known to come out too large; by default it stays at the training
+    residuals' variance.
 
     Raises:
         PosthocUQError: the noise is asked for, but the likelihood has none or the fit saw no labels.
     """
     if noise and posterior.noise_variance is None:
-        raise PosthocUQError(f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}.")
+        raise PosthocUQError(
+            f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}."
+        )
     trials = Trials()
     _set_prior(posterior, per_layer, trials)
     if noise:
@@ -85,7 +99,9 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
             _set_noise(posterior, trials)
             _set_prior(posterior, per_layer, trials)
         posterior.record.tuning["noise variance"] = "log marginal likelihood"
-    posterior.record.tuning["prior precision"] = "log marginal likelihood" + (", per layer" if per_layer else "")
+    posterior.record.tuning["prior precision"] = "log marginal likelihood" + (
+        ", per layer" if per_layer else ""
+    )
     warn_edges(trials)
     return trials
 
@@ -94,7 +110,8 @@ def warn_edges(trials: Trials) -> None:
     """Say aloud what was found at an edge."""
     if trials.at_edge:
         warnings.warn(
-            f"The search ended at the edge of its interval for {', '.join(trials.at_edge)}; the value is a bound, not an optimum. "
+            f"The search ended at the edge of its interval for {', '.join(trials.at_edge)}; the value is a "
+            f"bound, not an optimum. "
             f"Set it yourself, or look at what was tried.",
             UserWarning,
             stacklevel=4,
@@ -117,7 +134,9 @@ def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials) -> None:
 def _search_prior(posterior: Posterior, blocks: list[str], label: str, trials: Trials) -> float:
     def objective(tau: float) -> float:
         value = 0.5 * sum(float(posterior.occam_factor(name, _everywhere(posterior, tau))) for name in blocks)
-        trials.trials.append({"prior precision" + label: tau, "log marginal likelihood less log likelihood": -value})
+        trials.trials.append(
+            {"prior precision" + label: tau, "log marginal likelihood less log likelihood": -value}
+        )
         return value
 
     tau, edge = search_decades(objective, START, LIMITS)
@@ -140,15 +159,24 @@ def _search_jointly(posterior: Posterior, trials: Trials) -> None:
         priors = dict(zip(names, (10.0**logs).unbind(), strict=True))
         value = 0.5 * torch.stack([posterior.occam_factor(block, priors) for block in posterior.blocks]).sum()
         (gradient,) = torch.autograd.grad(value, logs)
-        trials.trials.append({"prior precisions": (10.0**decades).tolist(), "log marginal likelihood less log likelihood": -float(value)})
+        trials.trials.append(
+            {
+                "prior precisions": (10.0**decades).tolist(),
+                "log marginal likelihood less log likelihood": -float(value),
+            }
+        )
         return float(value), gradient.numpy()
 
     start = np.full(len(names), np.log10(common))
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=[LIMITS] * len(names), options={"maxiter": 100})
+    found: Any = minimize(
+        objective, start, jac=True, method="L-BFGS-B", bounds=[LIMITS] * len(names), options={"maxiter": 100}
+    )
     for name, decade in zip(names, found.x, strict=True):
         if min(decade - LIMITS[0], LIMITS[1] - decade) < TOLERANCE:
             trials.at_edge.append(f"prior precision of '{name}' = {10.0**decade:.3g}")
-    posterior.prior_precision = {name: float(10.0**decade) for name, decade in zip(names, found.x, strict=True)}
+    posterior.prior_precision = {
+        name: float(10.0**decade) for name, decade in zip(names, found.x, strict=True)
+    }
 
 
 def _set_noise(posterior: Posterior, trials: Trials) -> None:

@@ -1,7 +1,7 @@
 """Laplace posteriors: sweeps over the data give the Fisher in the form that each family keeps.
 
-``diag`` and ``kfac`` and ``full`` take one sweep; ``efb`` and ``inf`` take two, the first for the bases, the second for the
-eigenvalues and the exact diagonal in them.
+``diag`` and ``kfac`` and ``full`` take one sweep; ``efb`` and ``inf`` take two, the first for the bases, the
+second for the eigenvalues and the exact diagonal in them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Run:
         return self.prepared.layers
 
     def sweep(
-        self, accumulators: Mapping[str, list[Accumulator]], description: str, joint: JointFisher | None = None
+        self,
+        accumulators: Mapping[str, list[Accumulator]],
+        description: str,
+        joint: JointFisher | None = None,
     ) -> int:
         """Sweep once; returns the number of samples.
 
@@ -82,11 +85,17 @@ class Run:
         start = time.perf_counter()
         with isolated_random_state(self.settings.seed):
             summary = sweep(
-                self.prepared.capture, self.loader, self.settings, accumulators, joint=joint, description=description
+                self.prepared.capture,
+                self.loader,
+                self.settings,
+                accumulators,
+                joint=joint,
+                description=description,
             )
         if self.summary.samples and summary.samples != self.summary.samples:
             raise PosthocUQError(
-                f"The loader gave {self.summary.samples} samples in the first sweep and {summary.samples} in the next; "
+                f"The loader gave {self.summary.samples} samples in the first sweep and {summary.samples} in "
+                f"the next; "
                 f"it must give the same data every time."
             )
         self.summary = summary
@@ -127,7 +136,11 @@ def fit_kfac(run: Run) -> dict[str, Block]:
 
 def fit_efb(run: Run) -> dict[str, Block]:
     """The eigenvalue-corrected Kronecker basis, in two sweeps."""
-    bases = {name: (b.input_basis, b.output_basis) for name, b in fit_kfac(run).items() if isinstance(b, KroneckerBlock)}
+    bases = {
+        name: (b.input_basis, b.output_basis)
+        for name, b in fit_kfac(run).items()
+        if isinstance(b, KroneckerBlock)
+    }
     rotated = {name: _squares(layer, run, bases[name]) for name, layer in run.layers.items()}
     samples = run.sweep({name: [r] for name, r in rotated.items()}, "eigenvalues")
     return {name: EigenvalueCorrectedBlock(*bases[name], r.mean(samples)) for name, r in rotated.items()}
@@ -171,7 +184,8 @@ def fit_full(run: Run) -> dict[str, Block]:
     parameters = sum(layer.parameters for layer in run.layers.values())
     if 8 * parameters**2 > FULL_LIMIT:
         raise PosthocUQError(
-            f"method='full' needs a dense {parameters} x {parameters} matrix ({8 * parameters**2 / 2**30:.0f} GiB); "
+            f"method='full' needs a dense {parameters} x {parameters} matrix "
+            f"({8 * parameters**2 / 2**30:.0f} GiB); "
             f"use method='inf', or layers='last'."
         )
     joint = JointFisher(parameters, run.settings.dtype, run.device)
@@ -230,7 +244,9 @@ def _evidence(summary: Summary, likelihood: Likelihood) -> Evidence:
 
 
 def _squares(layer: Layer, run: Run, bases: tuple[Tensor, Tensor] | None = None) -> SquaredGradients:
-    return SquaredGradients(layer.matrix_shape, run.settings.dtype, run.device, bases, run.options.memory_budget)
+    return SquaredGradients(
+        layer.matrix_shape, run.settings.dtype, run.device, bases, run.options.memory_budget
+    )
 
 
 def _grams(layer: Layer, run: Run) -> tuple[InputGram, GradientGram]:
@@ -249,7 +265,11 @@ class _Side:
         """Orthonormal leading directions ``(groups, size, width)``, and nothing more kept of the statistics."""
         if isinstance(self.accumulator, RangeSketch):
             return nystrom(self.accumulator.mean(samples), self.accumulator.test_matrix)[1]
-        gram = self.accumulator.mean() if isinstance(self.accumulator, GradientGram) else self.accumulator.mean(samples)
+        gram = (
+            self.accumulator.mean()
+            if isinstance(self.accumulator, GradientGram)
+            else self.accumulator.mean(samples)
+        )
         return eigh_descending(gram)[1]
 
 

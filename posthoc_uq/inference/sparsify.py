@@ -1,4 +1,6 @@
-"""Spectral sparsification (Lee et al. 2020, algorithm 1): keep the directions of the largest eigenvalues, as a grid."""
+"""Spectral sparsification (Lee et al. 2020, algorithm 1): keep the directions of the largest eigenvalues, as
+a grid.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from posthoc_uq.posteriors.information import Correction, InformationBlock
 
 
 def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
-    """How many eigenvalues of a layer ``(groups, outputs, inputs)`` a rank keeps; a share in (0, 1) is a share of its weights.
+    """How many eigenvalues of a layer ``(groups, outputs, inputs)`` a rank keeps; a share in (0, 1) is a
+    share of its weights.
 
     Raises:
         PosthocUQError: the rank is neither a positive integer nor a share.
@@ -35,11 +38,13 @@ def sparsify(
     rank: int | float,
     correction: Correction = "rescale",
 ) -> InformationBlock:
-    """The information form that keeps the top eigenvalues of a Kronecker-factored eigenbasis and an exact diagonal.
+    """The information form that keeps the top eigenvalues of a Kronecker-factored eigenbasis and an exact
+    diagonal.
 
-    The top ``K`` eigenvalues name input directions and output directions; the whole grid of those is kept, so that the
-    eigenvectors stay a Kronecker product. A grouped convolution shares ``K`` between its groups, and groups that keep fewer
-    directions are padded with zeros. Eigenvalues that are zero to rounding are not counted: their directions say nothing.
+    The top ``K`` eigenvalues name input directions and output directions; the whole grid of those is kept, so
+    that the eigenvectors stay a Kronecker product. A grouped convolution shares ``K`` between its groups, and
+    groups that keep fewer directions are padded with zeros. Eigenvalues that are zero to rounding are not
+    counted: their directions say nothing.
 
     Args:
         input_basis: ``(G, n, p)``, orthonormal columns.
@@ -71,7 +76,9 @@ def sparsify(
 
 
 def _front(selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the selected columns of every group, moved to the front in their order, and which of them are real."""
+    """Indices of the selected columns of every group, moved to the front in their order, and which of them
+    are real.
+    """
     width = int(selected.sum(dim=1).max())
     index = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :width]
     return index, selected.gather(1, index)

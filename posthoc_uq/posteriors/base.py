@@ -1,4 +1,5 @@
-"""The posterior over a model's weights: a Gaussian around the trained ones, one block per layer (or one for all).
+"""The posterior over a model's weights: a Gaussian around the trained ones, one block per layer (or one for
+all).
 
 What heads, the tuner and the store need, and no more; see `Posterior`.
 """
@@ -30,7 +31,8 @@ class Evidence:
 
     Attributes:
         samples: training samples.
-        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise of the fit; None without labels.
+        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise of the fit; None without
+            labels.
         squared_residuals: sum of squared residuals over their noise variance (regression), else 0.
         targets: number of target values (regression), else 0.
     """
@@ -44,13 +46,18 @@ class Evidence:
         """The log likelihood with every noise variance multiplied by `noise_scale`."""
         if self.log_likelihood is None:
             raise PosthocUQError(
-                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw no labels; "
+                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw "
+                "no labels; "
                 "fit with a loader that yields (inputs, targets)."
             )
         if self.targets == 0:
             return self.log_likelihood
         logarithm = noise_scale.log() if isinstance(noise_scale, Tensor) else log(noise_scale)
-        return self.log_likelihood + 0.5 * self.squared_residuals * (1 - 1 / noise_scale) - 0.5 * self.targets * logarithm
+        return (
+            self.log_likelihood
+            + 0.5 * self.squared_residuals * (1 - 1 / noise_scale)
+            - 0.5 * self.targets * logarithm
+        )
 
 
 @dataclass
@@ -71,9 +78,9 @@ class Record:
 class Posterior:
     """A Gaussian ``N(mean, P^-1)`` over the weights of some layers, independent between blocks.
 
-    ``P = scale / noise_scale * I + prior_precision`` per block, with the Fisher information ``I`` in the form of the method.
-    `scale`, `prior_precision`, `residual_weight`, `noise_scale` and `temperature` are plain attributes; setting one re-factors
-    lazily, and never needs the data again.
+    ``P = scale / noise_scale * I + prior_precision`` per block, with the Fisher information ``I`` in the form
+    of the method. `scale`, `prior_precision`, `residual_weight`, `noise_scale` and `temperature` are plain
+    attributes; setting one re-factors lazily, and never needs the data again.
 
     Attributes:
         method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"`` or ``"full"``.
@@ -134,12 +141,17 @@ class Posterior:
         given = {str(k): _positive("prior_precision", v) for k, v in cast(Mapping[str, Any], value).items()}
         if given.keys() != self.layers.keys():
             missing = sorted(self.layers.keys() ^ given.keys())
-            raise PosthocUQError(f"prior_precision per layer must name every layer once; these do not match: {missing[:5]}.")
+            raise PosthocUQError(
+                f"prior_precision per layer must name every layer once; these do not match: {missing[:5]}."
+            )
         return given
 
     def __repr__(self) -> str:
         count = sum(layer.parameters for layer in self.layers.values())
-        return f"Posterior(method={self.method!r}, layers={len(self.layers)}, parameters={count}, scale={self.scale:g})"
+        return (
+            f"Posterior(method={self.method!r}, layers={len(self.layers)}, parameters={count}, "
+            f"scale={self.scale:g}, prior_precision={self.prior_precision})"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +166,11 @@ class Posterior:
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        return self.likelihood.noise_variance * self.noise_scale if isinstance(self.likelihood, Gaussian) else None
+        return (
+            self.likelihood.noise_variance * self.noise_scale
+            if isinstance(self.likelihood, Gaussian)
+            else None
+        )
 
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
@@ -163,8 +179,8 @@ class Posterior:
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
 
-        The i-th draw depends on the generator alone, not on `n`, the device or other draws; without a generator the draws differ
-        from call to call. The global random state is never touched.
+        The i-th draw depends on the generator alone, not on `n`, the device or other draws; without a
+        generator the draws differ from call to call. The global random state is never touched.
 
         Returns:
             Parameter name to ``(n, *shape)``, in the parameters' dtype and on their device.
@@ -194,7 +210,9 @@ class Posterior:
             out = like.new_empty(len(seeds), *shape)
             chunk = max(1, _DRAW_BYTES // (3 * size * like.element_size()))
             for start in range(0, len(seeds), chunk):
-                noise = [_normals(mixed_seed(seed, index), shape, like) for seed in seeds[start : start + chunk]]
+                noise = [
+                    _normals(mixed_seed(seed, index), shape, like) for seed in seeds[start : start + chunk]
+                ]
                 out[start : start + len(noise)] = factor.transform(torch.stack(noise))
             yield from self._split(name, out)
 
@@ -210,7 +228,8 @@ class Posterior:
         """``J Sigma J^T``, ``(q, q)``: the covariance of q linear functions of the weights.
 
         Args:
-            jacobians: layer name to ``(q, groups, outputs, inputs)`` (the matrix view, bias last); absent layers count as zero.
+            jacobians: layer name to ``(q, groups, outputs, inputs)`` (the matrix view, bias last); absent
+                layers count as zero.
 
         Raises:
             PosthocUQError: no layer is given, or one is unknown.
@@ -228,11 +247,13 @@ class Posterior:
         return total
 
     def output_variance(self, layer: str, mean: Tensor, variance: Tensor | None = None) -> Tensor:
-        """Variance that one layer's weights give to its outputs ``W x``, for inputs of given mean and variance.
+        """Variance that one layer's weights give to its outputs ``W x``, for inputs of given mean and
+        variance.
 
         Args:
             layer: its name.
-            mean: input means ``(rows, inputs)``, or ``(rows, groups, inputs)``; without the bias column, which is added.
+            mean: input means ``(rows, inputs)``, or ``(rows, groups, inputs)``; without the bias column,
+                which is added.
             variance: input variances of the same shape; None for certain inputs.
 
         Returns:
@@ -254,14 +275,16 @@ class Posterior:
         return torch.stack([self.factor(name).log_determinant() for name in self.blocks]).sum()
 
     def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None, noise_scale: float | Tensor | None = None
+        self,
+        prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
+        noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """Laplace's approximation to ``log p(data)`` (MacKay 1992), a scalar in nats:
         ``log p(D | theta) - (log det P - sum n log tau + sum tau |theta|^2) / 2``.
 
         Args:
-            prior_precision: tau to evaluate at, differentiably where it is a tensor (a scalar, or by layer name);
-                the posterior's own if None.
+            prior_precision: tau to evaluate at, differentiably where it is a tensor (a scalar, or by layer
+                name); the posterior's own if None.
             noise_scale: factor on the noise variance, likewise.
 
         Raises:
@@ -269,10 +292,14 @@ class Posterior:
         """
         noise = self.noise_scale if noise_scale is None else noise_scale
         fit = self.evidence.at_noise(noise)
-        return fit - 0.5 * sum(self.occam_factor(name, prior_precision, noise) for name in self.blocks)
+        parts = [self.occam_factor(name, prior_precision, noise) for name in self.blocks]
+        return fit - 0.5 * torch.stack(parts).sum()
 
     def occam_factor(
-        self, block: str, prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None, noise_scale: float | Tensor | None = None
+        self,
+        block: str,
+        prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
+        noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
         prior = self.prior_precision if prior_precision is None else prior_precision
@@ -283,15 +310,24 @@ class Posterior:
         for name in self.members[block]:
             tau = prior[name] if isinstance(prior, Mapping) else prior
             layer = self.layers[name]
-            norm = sum(float(self.mean[p].double().square().sum()) if self.mean[p].device.type != "mps"
-                       else float(self.mean[p].square().sum()) for p in layer.parameter_names)
+            norm = sum(
+                float(self.mean[p].double().square().sum())
+                if self.mean[p].device.type != "mps"
+                else float(self.mean[p].square().sum())
+                for p in layer.parameter_names
+            )
             logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
             total = total - layer.parameters * logarithm + tau * norm
         return total
 
     def factor(self, block: str) -> Factor:
         """A block's precision at the present settings, factorised; kept while memory allows."""
-        key = (self.scale, self.noise_scale, self.residual_weight, tuple(self.layer_prior(n) for n in self.members[block]))
+        key = (
+            self.scale,
+            self.noise_scale,
+            self.residual_weight,
+            tuple(self.layer_prior(n) for n in self.members[block]),
+        )
         cached = self._cache.get(block)
         if cached is not None and cached[0] == key:
             return cached[1]
@@ -308,13 +344,20 @@ class Posterior:
             if len(inner) == 1:
                 prior = by_layer[inner[0]]
             else:
-                parts = [torch.as_tensor(by_layer[n], dtype=torch.float64).expand(self.layers[n].parameters) for n in inner]
+                parts = [
+                    torch.as_tensor(by_layer[n], dtype=torch.float64).expand(self.layers[n].parameters)
+                    for n in inner
+                ]
                 prior = torch.cat(parts).reshape(1, 1, -1)
         return Settings(self.scale / noise, prior, self.residual_weight)
 
     def _block_shape(self, block: str) -> tuple[int, int, int]:
         inner = self.members[block]
-        return self.layers[inner[0]].matrix_shape if block in self.layers else (1, 1, sum(self.layers[n].parameters for n in inner))
+        return (
+            self.layers[inner[0]].matrix_shape
+            if block in self.layers
+            else (1, 1, sum(self.layers[n].parameters for n in inner))
+        )
 
     def _home(self, layer: str) -> tuple[str, int]:
         """The block of a layer, and where the layer starts in it."""
@@ -343,7 +386,9 @@ class Posterior:
             return matrices[block]
         like = next(iter(matrices.values()))
         parts = [
-            matrices[n].flatten(1) if n in matrices else like.new_zeros(like.shape[0], self.layers[n].parameters)
+            matrices[n].flatten(1)
+            if n in matrices
+            else like.new_zeros(like.shape[0], self.layers[n].parameters)
             for n in self.members[block]
         ]
         return torch.cat(parts, dim=1).reshape(like.shape[0], 1, 1, -1)

@@ -1,6 +1,8 @@
-"""The block protocol: what a posterior keeps of one layer, and that block made ready for a scale and a prior precision.
+"""The block protocol: what a posterior keeps of one layer, and that block made ready for a scale and a prior
+precision.
 
-All tensors lead with the groups of the layer, ``(groups, outputs, inputs)`` = G, m, n, and groups are independent.
+All tensors lead with the groups of the layer, ``(groups, outputs, inputs)`` = G, m, n, and groups are
+independent.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """What turns a Fisher information into a precision: ``P = scale * (low rank + residual_weight * D) + prior_precision``.
+    """What turns a Fisher information into a precision: ``P = scale * (low rank + residual_weight * D) +
+    prior_precision``.
 
     Attributes:
         scale: number of samples, or what stands for it; a float or a scalar tensor.
@@ -56,7 +59,8 @@ class Factor(ABC):
     def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
         """Variance of ``W x`` by the weights alone, ``(rows, G, m)``, for inputs of given mean and variance.
 
-        Row ``o`` is ``m^T S_oo m + sum_k v_k [S_oo]_kk`` with ``S_oo`` the covariance of the weights of output ``o``.
+        Row ``o`` is ``m^T S_oo m + sum_k v_k [S_oo]_kk`` with ``S_oo`` the covariance of the weights of
+        output ``o``.
 
         Args:
             second: input variances ``v``, ``(rows, G, n)``.
@@ -90,7 +94,8 @@ class Block(ABC):
     @classmethod
     @abstractmethod
     def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Shapes that the tensors must have for a block of ``(groups, outputs, inputs)`` with these attributes.
+        """Shapes that the tensors must have for a block of ``(groups, outputs, inputs)`` with these
+        attributes.
 
         Raises:
             CorruptPosteriorError: the attributes are out of range.

@@ -1,4 +1,6 @@
-"""The dense posterior: the whole Fisher over all parameters of all its layers, correlations between layers included."""
+"""The dense posterior: the whole Fisher over all parameters of all its layers, correlations between layers
+included.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from posthoc_uq.posteriors.numerics import as_double, cholesky, positive_part
 
 
 class DenseFactor(Factor):
-    """``P = R R^T`` over the parameters of all layers, flattened one after the other; tensors are ``(..., 1, 1, parameters)``."""
+    """``P = R R^T`` over the parameters of all layers, flattened one after the other; tensors are ``(..., 1,
+    1, parameters)``.
+    """
 
     def __init__(self, root: Tensor, like: Tensor) -> None:
         self.root = root
@@ -45,7 +49,9 @@ class DenseFactor(Factor):
     def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
         groups, outputs, inputs = shape
         stop = start + groups * outputs * inputs
-        own = self.covariance()[start:stop, start:stop].reshape(groups * outputs, inputs, groups * outputs, inputs)
+        own = self.covariance()[start:stop, start:stop].reshape(
+            groups * outputs, inputs, groups * outputs, inputs
+        )
         rows = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1).reshape(groups, outputs, inputs, inputs).to(mean)
         spread = torch.einsum("goii,rgi->rgo", rows, second)
         return torch.einsum("rgi,goij,rgj->rgo", mean, rows, mean) + spread
@@ -68,7 +74,9 @@ class DenseBlock(Block):
         prior = prior.expand(1, 1, fisher.shape[0]).flatten()
         try:
             root = cholesky(settings.scale * fisher + prior.diag())
-        except NonFiniteError:  # rounding in the accumulated Fisher left a negative eigenvalue below -prior_precision
+        except (
+            NonFiniteError
+        ):  # rounding in the accumulated Fisher left a negative eigenvalue below -prior_precision
             root = cholesky(settings.scale * positive_part(fisher) + prior.diag())
         return DenseFactor(root, self.fisher)
 

@@ -1,13 +1,16 @@
-"""INF, the sparse information form (Lee, Humt, Feng, Triebel 2020): low rank in a Kronecker basis, and an exact diagonal.
+"""INF, the sparse information form (Lee, Humt, Feng, Triebel 2020): low rank, and an exact diagonal.
 
-One layer keeps ``U_a`` (inputs x a), ``U_g`` (outputs x g), eigenvalues ``(g, a)`` and the Fisher's diagonal ``d``. With
-``l = (U_g o U_g) Lambda (U_a o U_a)^T`` and L = a g, its precision is
+One layer keeps ``U_a`` (inputs x a), ``U_g`` (outputs x g), eigenvalues ``(g, a)`` and the Fisher's diagonal
+``d``. With ``l = (U_g o U_g) Lambda (U_a o U_a)^T`` and ``L = a g``, its precision is
 
-    P = V V^T + H^-1,   V = diag(vec s) (U_g x U_a) diag(sqrt(scale * lambda)),   H^-1 = scale * omega * D + tau,
+    P = V V^T + H^-1
+    V = diag(vec s) (U_g x U_a) diag(sqrt(scale * lambda))
+    H^-1 = scale * omega * D + tau
 
-where ``D = max(d - l, 0)`` and, under the correction ``"rescale"``, ``s = min(1, sqrt(d / l))``, so that the diagonal is exact and the
-matrix positive semidefinite at every rank; ``"clamp"`` has ``s = 1``, ``"none"`` also ``D = 0``. V is never formed: products with it are
-two small matrix products, and everything else goes through the L x L system ``I + M``, ``M = V^T H V``.
+where ``D = max(d - l, 0)``. Under the correction ``"rescale"``, ``s = min(1, sqrt(d / l))``, so that the diagonal
+is exact and the matrix positive semidefinite at every rank; ``"clamp"`` has ``s = 1``, ``"none"`` also ``D = 0``.
+V is never formed: products with it are two small matrix products, and everything else goes through the
+L x L system ``I + M``, ``M = V^T H V``.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _CHUNK = 8 * 2**20  # numbers in a temporary of the contractions below
 class InformationFactor(Factor):
     """``P = V V^T + H^-1`` with the Cholesky factor ``R R^T = I + M``; shapes as in `InformationBlock`."""
 
-    def __init__(self, input_basis: Tensor, output_basis: Tensor, roots: Tensor, shrink: Tensor | None, inverse: Tensor) -> None:
+    def __init__(
+        self, input_basis: Tensor, output_basis: Tensor, roots: Tensor, shrink: Tensor | None, inverse: Tensor
+    ) -> None:
         self._input_basis = input_basis
         self._output_basis = output_basis
         self._roots = roots  # sqrt(scale * lambda), (G, g, a)
@@ -55,7 +60,8 @@ class InformationFactor(Factor):
     def _identity_plus_m(self, inverse: Tensor) -> Tensor:
         """``I + V^T H V`` in float64, ``(G, L, L)``.
 
-        ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, over ``a <= a'`` and ``g <= g'``.
+        ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, over
+        ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
         weights = inverse if self._shrink is None else inverse * self._shrink.square()
@@ -78,7 +84,8 @@ class InformationFactor(Factor):
         return rows.permute(1, 2, 0).to(self._root)
 
     def transform(self, noise: Tensor) -> Tensor:
-        # P^-1 = H^1/2 (I + W W^T)^-1 H^1/2 with W = H^1/2 V, and (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1 for
+        # P^-1 = H^1/2 (I + W W^T)^-1 H^1/2 with W = H^1/2 V, and (I - W K W^T)(I - W K W^T)^T = (I + W
+        # W^T)^-1 for
         # K = R^-T (I + R)^-1. One noise instead of two, and stiff directions lose only half the digits.
         columns = self._columns(self._project(self._half * noise))
         lower = self._root + torch.eye(self._root.shape[-1], dtype=self._root.dtype, device=self._root.device)
@@ -89,7 +96,9 @@ class InformationFactor(Factor):
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
         weighted = jacobians * self._half
-        columns = torch.linalg.solve_triangular(self._root, self._columns(self._project(self._half * weighted)), upper=False)
+        columns = torch.linalg.solve_triangular(
+            self._root, self._columns(self._project(self._half * weighted)), upper=False
+        )
         reduction = torch.einsum("glq,glp->qp", columns, columns).to(jacobians)
         rows = weighted.flatten(1)
         return rows @ rows.T - reduction
@@ -100,7 +109,9 @@ class InformationFactor(Factor):
         return small.to(diagonal) - diagonal
 
     def _row_cores(self) -> Tensor:
-        """``sum_gg' Ug[o g] Ug[o g'] C[g., g'.]`` with ``C = lambda^1/2 (I + M)^-1 lambda^1/2``, packed over pairs: ``(G, m, pairs)``."""
+        """``sum_gg' Ug[o g] Ug[o g'] C[g., g'.]`` with ``C = lambda^1/2 (I + M)^-1 lambda^1/2``, packed over
+        pairs: ``(G, m, pairs)``.
+        """
         groups, width_g, width_a = self._roots.shape
         roots = as_double(self._roots).flatten(1)
         core = torch.cholesky_inverse(self._root).mul_(roots.unsqueeze(-1)).mul_(roots.unsqueeze(-2))
@@ -109,7 +120,10 @@ class InformationFactor(Factor):
         a0, a1 = torch.triu_indices(width_a, width_a, device=core.device)
         twice = torch.where(g0 == g1, 1.0, 2.0).to(core)
         # (G, pairs of g, pairs of a); the mean of both orders, since C[g a, g' a'] and C[g a', g' a] differ.
-        packed = core[:, g0.unsqueeze(1), a0, g1.unsqueeze(1), a1] + core[:, g0.unsqueeze(1), a1, g1.unsqueeze(1), a0]
+        packed = (
+            core[:, g0.unsqueeze(1), a0, g1.unsqueeze(1), a1]
+            + core[:, g0.unsqueeze(1), a1, g1.unsqueeze(1), a0]
+        )
         return (_pairs(as_double(self._output_basis)) * twice) @ (packed / 2)
 
     def variance(self) -> Tensor:
@@ -154,7 +168,12 @@ class InformationBlock(Block):
     kind = "inf"
 
     def __init__(
-        self, input_basis: Tensor, output_basis: Tensor, eigenvalues: Tensor, diagonal: Tensor, correction: Correction
+        self,
+        input_basis: Tensor,
+        output_basis: Tensor,
+        eigenvalues: Tensor,
+        diagonal: Tensor,
+        correction: Correction,
     ) -> None:
         self.input_basis = input_basis
         self.output_basis = output_basis
@@ -184,7 +203,9 @@ class InformationBlock(Block):
     def factor(self, settings: Settings) -> InformationFactor:
         precision = settings.scale * settings.residual_weight * self.residual() + settings.prior_precision
         roots = self.eigenvalues.sqrt() * settings.scale**0.5
-        return InformationFactor(self.input_basis, self.output_basis, roots, self.shrink(), precision.reciprocal())
+        return InformationFactor(
+            self.input_basis, self.output_basis, roots, self.shrink(), precision.reciprocal()
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -207,7 +228,9 @@ class InformationBlock(Block):
         width_a = bounded(attributes, "input_directions", 0, inputs)
         width_g = bounded(attributes, "output_directions", 0, outputs)
         if attributes.get("correction") not in CORRECTIONS:
-            raise CorruptPosteriorError(f"A block's correction is {attributes.get('correction')!r}, not one of {CORRECTIONS}.")
+            raise CorruptPosteriorError(
+                f"A block's correction is {attributes.get('correction')!r}, not one of {CORRECTIONS}."
+            )
         return {
             "input_basis": (groups, inputs, width_a),
             "output_basis": (groups, outputs, width_g),
@@ -262,7 +285,9 @@ def _pair_index(width: int, device: torch.device) -> Tensor:
 
 
 def _contract_pairs(weights: Tensor, basis: Tensor) -> Tensor:
-    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of inputs."""
+    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of
+    inputs.
+    """
     pairs = basis.shape[-1] * (basis.shape[-1] + 1) // 2
     step = max(1, _CHUNK // max(1, basis.shape[0] * pairs))
     total = weights.new_zeros(*weights.shape[:2], pairs)

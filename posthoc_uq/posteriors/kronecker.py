@@ -1,7 +1,8 @@
 """KFAC and EFB: precisions that are diagonal in a Kronecker-factored eigenbasis.
 
-``P = (U_G x U_A) diag(scale * lambda + prior_precision) (U_G x U_A)^T``. KFAC (Martens, Grosse 2015; Ritter, Botev, Barber 2018) takes
-``lambda = s_G s_A^T`` from the eigenvalues of the two Grams; EFB (George et al. 2018) takes the exact second moments in that basis.
+``P = (U_G x U_A) diag(scale * lambda + prior_precision) (U_G x U_A)^T``. KFAC (Martens, Grosse 2015; Ritter,
+Botev, Barber 2018) takes ``lambda = s_G s_A^T`` from the eigenvalues of the two Grams; EFB (George et al.
+2018) takes the exact second moments in that basis.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class _EigenbasisBlock(Block):
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis)
         vectors = vectors.flatten(3).flatten(1, 2)
-        return scale * (vectors * self.eigenvalues_matrix().flatten(1).unsqueeze(1)) @ vectors.transpose(-1, -2)
+        return (
+            scale * (vectors * self.eigenvalues_matrix().flatten(1).unsqueeze(1)) @ vectors.transpose(-1, -2)
+        )
 
 
 class KroneckerBlock(_EigenbasisBlock):
@@ -77,7 +80,9 @@ class KroneckerBlock(_EigenbasisBlock):
 
     kind: ClassVar[str] = "kfac"
 
-    def __init__(self, input_basis: Tensor, output_basis: Tensor, input_values: Tensor, output_values: Tensor) -> None:
+    def __init__(
+        self, input_basis: Tensor, output_basis: Tensor, input_values: Tensor, output_values: Tensor
+    ) -> None:
         super().__init__(input_basis, output_basis)
         self.input_values = input_values
         self.output_values = output_values
@@ -106,7 +111,10 @@ class KroneckerBlock(_EigenbasisBlock):
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
         return cls(
-            tensors["input_basis"], tensors["output_basis"], tensors["input_eigenvalues"], tensors["output_eigenvalues"]
+            tensors["input_basis"],
+            tensors["output_basis"],
+            tensors["input_eigenvalues"],
+            tensors["output_eigenvalues"],
         )
 
 
@@ -123,7 +131,11 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
         return self.eigenvalues
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"input_basis": self.input_basis, "output_basis": self.output_basis, "eigenvalues": self.eigenvalues}
+        return {
+            "input_basis": self.input_basis,
+            "output_basis": self.output_basis,
+            "eigenvalues": self.eigenvalues,
+        }
 
     @classmethod
     def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -135,5 +147,7 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
         }
 
     @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EigenvalueCorrectedBlock:
+    def restore(
+        cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> EigenvalueCorrectedBlock:
         return cls(tensors["input_basis"], tensors["output_basis"], tensors["eigenvalues"])

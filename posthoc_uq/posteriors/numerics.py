@@ -1,4 +1,6 @@
-"""Linear algebra with its precision settled in one place: small systems and eigenproblems are solved in float64."""
+"""Linear algebra with its precision settled in one place: small systems and eigenproblems are solved in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError
 
-# Above this size a float32 Gram is first decomposed in float32, which halves the time; float64 is the fallback.
+# Above this size a float32 Gram is first decomposed in float32, which halves the time; float64 is the
+# fallback.
 _WIDE_EIGH_LIMIT = 1024
 
 
@@ -17,18 +20,21 @@ def as_double(tensor: Tensor) -> Tensor:
 
 
 def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of symmetric matrices.
+    """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of
+    symmetric matrices.
 
     Raises:
         NonFiniteError: the matrices are not finite.
     """
     if not bool(torch.isfinite(gram).all()):
-        raise NonFiniteError("A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights.")
+        raise NonFiniteError(
+            "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
+        )
     symmetric = (gram + gram.transpose(-1, -2)) / 2
     if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
         try:
             values, vectors = torch.linalg.eigh(symmetric)
-        except torch.linalg.LinAlgError:  # seen on finite, rank-deficient Grams of a ResNet
+        except RuntimeError:  # seen on finite, rank-deficient Grams of a ResNet
             values, vectors = torch.linalg.eigh(as_double(symmetric))
     else:
         values, vectors = torch.linalg.eigh(as_double(symmetric))
@@ -39,7 +45,8 @@ def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Leading eigenpairs of a positive semidefinite ``A`` known by ``Y = A Omega`` alone.
 
     The stabilised single-pass Nystrom approximation of Tropp, Yurtsever, Udell, Cevher 2017 (algorithm 3):
-    ``Y_nu = Y + nu Omega``, ``Omega^T Y_nu = C^T C``, and the singular value decomposition of ``Y_nu C^{-1}``.
+    ``Y_nu = Y + nu Omega``, ``Omega^T Y_nu = C^T C``, and the singular value decomposition of ``Y_nu
+    C^{-1}``.
 
     Args:
         sketch: ``(groups, n, width)``.
@@ -51,7 +58,7 @@ def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
     y, omega = as_double(sketch), as_double(test_matrix)
     epsilon = float(torch.finfo(sketch.dtype).eps)
     norm = torch.linalg.matrix_norm(y, dim=(-2, -1), keepdim=True)
-    shift = epsilon * norm + torch.finfo(torch.float64).tiny**0.5
+    shift = epsilon * norm + torch.finfo(torch.float64).tiny ** 0.5
     for _ in range(8):
         shifted = y + shift * omega
         core = omega.transpose(-1, -2) @ shifted
@@ -76,7 +83,8 @@ def cholesky(matrix: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if bool(info.any()):
         raise NonFiniteError(
-            "A precision matrix is not positive definite to rounding; raise the prior precision or fit with dtype=torch.float64."
+            "A precision matrix is not positive definite to rounding; raise the prior precision or fit with "
+            "dtype=torch.float64."
         )
     return factor
 

@@ -31,7 +31,10 @@ class Report:
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         table = [columns] + [[_text(row.get(column, "")) for column in columns] for row in self.rows]
         widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        ]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.deterministic.items():
             reasons.setdefault(reason, []).append(name)
@@ -58,7 +61,11 @@ def build_report(posterior: Posterior) -> Report:
     """The report of a posterior; see `Report`."""
     rows: list[dict[str, Any]] = []
     for name, layer in posterior.layers.items():
-        row: dict[str, Any] = {"layer": name, "kind": layer.kind, "shape": "x".join(map(str, layer.matrix_shape))}
+        row: dict[str, Any] = {
+            "layer": name,
+            "kind": layer.kind,
+            "shape": "x".join(map(str, layer.matrix_shape)),
+        }
         row["prior precision"] = posterior.layer_prior(name)
         block = posterior.blocks.get(name)
         if block is not None:
@@ -81,4 +88,9 @@ def build_report(posterior: Posterior) -> Report:
     noise = posterior.noise_variance
     if noise is not None:
         summary["noise variance"] = [float(f"{value:.4g}") for value in noise.tolist()]
-    return Report(summary | posterior.record.fit, rows, dict(posterior.record.deterministic), dict(posterior.record.tuning))
+    return Report(
+        summary | posterior.record.fit,
+        rows,
+        dict(posterior.record.deterministic),
+        dict(posterior.record.tuning),
+    )

@@ -1,7 +1,9 @@
 """A posterior as plain tensors and plain values, and back: all that a store writes.
 
-The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to ``kind``, ``members``,
-``attributes`` and ``tensors``). Plain values are strings, numbers, booleans, lists of those, and dictionaries of those by string.
+The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name
+    to ``kind``, ``members``,
+``attributes`` and ``tensors``). Plain values are strings, numbers, booleans, lists of those, and dictionaries
+of those by string.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 
 BLOCK_KINDS: dict[str, type[Block]] = {
-    kind.kind: kind for kind in (DiagonalBlock, KroneckerBlock, EigenvalueCorrectedBlock, InformationBlock, DenseBlock)
+    kind.kind: kind
+    for kind in (DiagonalBlock, KroneckerBlock, EigenvalueCorrectedBlock, InformationBlock, DenseBlock)
 }
 
 
@@ -70,13 +73,19 @@ def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
         CorruptPosteriorError: a layer's description is incomplete.
     """
     try:
-        return {str(name): Layer.from_attributes(str(name), attributes) for name, attributes in state["layers"].items()}
+        return {
+            str(name): Layer.from_attributes(str(name), attributes)
+            for name, attributes in state["layers"].items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptPosteriorError(f"The description of a layer is incomplete: {error!r}.") from None
 
 
-def expected_shapes(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Block name to tensor name to the shape it must have; needs no tensor, so that a store can check before it reads.
+def expected_shapes(
+    state: Mapping[str, Any], layers: Mapping[str, Layer]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Block name to tensor name to the shape it must have; needs no tensor, so that a store can check before
+    it reads.
 
     Raises:
         CorruptPosteriorError: a block is of an unknown kind, or its attributes or members do not fit.
@@ -95,7 +104,9 @@ def expected_shapes(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
         elif members == [name]:
             shape = layers[name].matrix_shape
         else:
-            raise CorruptPosteriorError(f"Block '{name}' must hold the layer of that name alone, not {members[:5]}.")
+            raise CorruptPosteriorError(
+                f"Block '{name}' must hold the layer of that name alone, not {members[:5]}."
+            )
         shapes[name] = kind.shapes(shape, block.get("attributes", {}))
     if sorted(placed) != sorted(layers):
         raise CorruptPosteriorError("The blocks do not hold every layer once.")
@@ -145,5 +156,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
     except CorruptPosteriorError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, PosthocUQError) as error:
-        raise CorruptPosteriorError(f"The posterior's attributes are incomplete or out of range: {error!r}.") from None
+        raise CorruptPosteriorError(
+            f"The posterior's attributes are incomplete or out of range: {error!r}."
+        ) from None
     return posterior

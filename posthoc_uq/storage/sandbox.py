@@ -36,7 +36,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 class SandboxReader:
     """`hdf5.ImageReader` in a child process, as a context manager; arrays come in the order of the structure.
 
-    Its limits first suffice for the structure alone; for the arrays they grow with the sizes that it declared,
+    Its limits first suffice for the structure alone; for the arrays they grow with the sizes that it names,
     which the caller has compared with the model by then.
 
     Raises:

@@ -1,0 +1,229 @@
+"""Hyperparameters by evidence and by held-out data, against grids computed independently."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import posthoc_uq as uq
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.evidence import search_decades
+
+
+def _regression(outputs: int = 1):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.rand(80, 1, dtype=torch.float64) * 4 - 2
+        y = torch.sin(2 * x) @ torch.ones(1, outputs, dtype=torch.float64) + 0.1 * torch.randn(
+            80, outputs, dtype=torch.float64
+        )
+        model = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, outputs)).double()
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
+        for _ in range(400):
+            optimiser.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimiser.step()
+    return model, x, y
+
+
+@pytest.fixture(scope="module")
+def regression():
+    return _regression()
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        x = torch.randn(300, 4)
+        y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 1).long()
+        y = torch.where(torch.rand(300) < 0.15, torch.randint(0, 3, (300,)), y)
+        model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3))
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+        for _ in range(300):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x[:150]), y[:150]).backward()
+            optimiser.step()
+    return model, [(x[:150], y[:150])], [(x[150:220], y[150:220]), (x[220:], y[220:])]
+
+
+@pytest.mark.parametrize("method", ["diag", "kfac", "efb", "inf", "full"])
+def test_evidence_finds_the_best_of_a_grid(regression, method):
+    model, x, y = regression
+    posterior = uq.fit(model, [(x, y)], method=method, likelihood="regression", progress=False)
+    best = posterior.log_marginal_likelihood().item()
+    grid = [
+        posterior.log_marginal_likelihood(prior_precision=float(tau)).item() for tau in np.logspace(-4, 5, 91)
+    ]
+    assert best >= max(grid) - 1e-3
+    assert "log marginal likelihood" in str(posterior.report())
+    slope_at = torch.tensor(posterior.prior_precision, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(prior_precision=slope_at), slope_at)
+    assert abs(slope.item() * posterior.prior_precision) < 0.3  # flat in log tau
+
+
+@pytest.mark.parametrize("method", ["inf", "full"])
+def test_one_prior_precision_per_layer(regression, method):
+    model, x, y = regression
+    posterior = uq.fit(model, [(x, y)], method=method, likelihood="regression", progress=False)
+    common = posterior.log_marginal_likelihood().item()
+    uq.tune(posterior, per_layer=True)
+    assert set(posterior.prior_precision) == set(posterior.layers)
+    best = posterior.log_marginal_likelihood().item()
+    assert best >= common - 1e-3
+    for name in posterior.layers:
+        for factor in (0.5, 2.0):
+            moved = {k: v * (factor if k == name else 1.0) for k, v in posterior.prior_precision.items()}
+            assert posterior.log_marginal_likelihood(prior_precision=moved).item() < best + 1e-3
+
+
+def test_noise_by_evidence_and_by_default(regression):
+    model, x, y = regression
+    posterior = uq.fit(model, [(x, y)], likelihood="regression", progress=False)
+    assert posterior.noise_scale == 1.0
+    assert posterior.record.tuning["noise variance"].startswith("mean squared residual")
+    before = posterior.log_marginal_likelihood().item()
+    trials = uq.tune(posterior, noise=True)
+    assert posterior.noise_scale != 1.0
+    assert posterior.log_marginal_likelihood().item() >= before - 1e-3
+    assert any("noise scale" in trial for trial in trials.trials)
+    factor = torch.tensor(posterior.noise_scale, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(noise_scale=factor), factor)
+    assert abs(slope.item() * posterior.noise_scale) < 1.0
+
+
+def test_log_likelihood_under_another_noise(regression):
+    """The evidence's fit term at noise s^2 k is the Gaussian log density of the residuals, from the
+    definition.
+    """
+    model, x, y = regression
+    posterior = uq.fit(model, [(x, y)], likelihood="regression", noise_variance=0.02, progress=False)
+    residual = (model(x) - y).detach()
+    for factor in (0.5, 1.0, 3.0):
+        expected = (
+            torch.distributions.Normal(torch.zeros((), dtype=torch.float64), (0.02 * factor) ** 0.5)
+            .log_prob(residual)
+            .sum()
+        )
+        assert posterior.evidence.at_noise(factor) == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_validation_improves_and_reports(classifier):
+    model, train, held_out = classifier
+    posterior = uq.fit(model, train, progress=False)
+    x, y = (torch.cat([batch[i] for batch in held_out]) for i in (0, 1))
+
+    def loss() -> float:
+        return -uq.wrap(model, posterior, n_samples=10, seed=0)(x).log_prob(y).mean().item()
+
+    before = loss()
+    trials = uq.tune(posterior, held_out, progress=False)
+    assert loss() <= before + 1e-6
+    values = [trial["validation NLL"] for trial in trials.trials]
+    assert loss() == pytest.approx(min(values), abs=1e-5)  # the best of all that was tried is kept
+    assert values[0] == pytest.approx(before, abs=1e-5)
+    assert len({trial["residual weight"] for trial in trials.trials}) > 3
+    assert len({trial["scale"] for trial in trials.trials}) > 3
+    assert posterior.record.tuning["prior precision"] == "validation NLL"
+    assert "validation NLL" in str(trials)
+
+
+def test_fit_tunes_at_once(classifier):
+    model, train, held_out = classifier
+    one = uq.fit(model, train, val_loader=held_out, progress=False)
+    two = uq.fit(model, train, progress=False)
+    uq.tune(two, held_out, progress=False)
+    assert (one.prior_precision, one.scale, one.residual_weight) == (
+        two.prior_precision,
+        two.scale,
+        two.residual_weight,
+    )
+
+
+def test_temperature_leaves_the_prior_to_the_evidence(classifier):
+    model, train, held_out = classifier
+    posterior = uq.fit(model, train, progress=False)
+    evidence = posterior.prior_precision
+    trials = uq.tune(posterior, held_out, temperature=True, progress=False)
+    assert posterior.prior_precision == pytest.approx(evidence, rel=1e-6)
+    x, y = (torch.cat([batch[i] for batch in held_out]) for i in (0, 1))
+    best, found = (
+        -uq.wrap(model, posterior, n_samples=10, seed=0)(x).log_prob(y).mean().item(),
+        posterior.temperature,
+    )
+    assert found != 1.0
+    for temperature in np.logspace(-1, 1, 21):
+        posterior.temperature = float(temperature)
+        assert -uq.wrap(model, posterior, n_samples=10, seed=0)(x).log_prob(y).mean().item() >= best - 1e-4
+    assert all("temperature" in trial for trial in trials.trials)
+
+
+def test_regression_on_held_out_data(regression):
+    model, x, y = regression
+    posterior = uq.fit(model, [(x[:50], y[:50])], likelihood="regression", progress=False)
+    uq.tune(posterior, [(x[50:], y[50:])], noise=True, progress=False)
+    assert posterior.record.tuning["noise"] == "validation NLL"
+    assert torch.isfinite(uq.wrap(model, posterior)(x).variance).all()
+
+
+def test_an_edge_is_said_aloud(regression):
+    """Weights of zero make the evidence grow with the prior precision without end."""
+    model, x, y = _regression()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.warns(UserWarning, match="edge"):
+        posterior = uq.fit(model, [(x, y)], likelihood="regression", noise_variance=1.0, progress=False)
+    assert posterior.prior_precision > 1e10
+
+
+def test_search_widens_its_interval():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        best, edge = search_decades(lambda x: (np.log10(x) - 7.3) ** 2, (-2.0, 2.0), (-12.0, 12.0))
+    assert np.log10(best) == pytest.approx(7.3, abs=0.03) and not edge
+    _, edge = search_decades(lambda x: -np.log10(x), (-2.0, 2.0), (-3.0, 3.0))
+    assert edge
+
+
+def test_a_failed_search_changes_nothing(classifier):
+    model, train, held_out = classifier
+    posterior = uq.fit(model, train, progress=False)
+    before = (posterior.prior_precision, posterior.scale, posterior.residual_weight)
+    calls = 0
+
+    class Breaks(list):
+        def __iter__(self):
+            nonlocal calls
+            calls += 1
+            if calls > 5:
+                raise RuntimeError("the disk is gone")
+            return super().__iter__()
+
+    with pytest.raises(RuntimeError, match="disk"):
+        uq.tune(posterior, Breaks(held_out), progress=False)
+    assert (posterior.prior_precision, posterior.scale, posterior.residual_weight) == before
+
+
+def test_mistakes_are_named(classifier, regression):
+    model, train, held_out = classifier
+    posterior = uq.fit(model, train, progress=False)
+    with pytest.raises(PosthocUQError, match="val_loader"):
+        uq.tune(posterior, temperature=True)
+    with pytest.raises(PosthocUQError, match="per_layer"):
+        uq.tune(posterior, held_out, per_layer=True)
+    with pytest.raises(PosthocUQError, match="inputs alone"):
+        uq.tune(posterior, [held_out[0][0]], progress=False)
+    with pytest.raises(PosthocUQError, match="regression"):
+        uq.tune(posterior, noise=True)
+    with pytest.raises(PosthocUQError, match="among"):
+        uq.tune(posterior, held_out, parameters=("colour",))
+    unlabelled = uq.fit(model, [train[0][0]], progress=False)
+    with pytest.raises(PosthocUQError, match="no labels"):
+        unlabelled.log_marginal_likelihood()
+    other, x, y = regression
+    gaussian = uq.fit(other, [(x, y)], likelihood="regression", progress=False)
+    with pytest.raises(PosthocUQError, match="logits"):
+        uq.tune(gaussian, [(x, y)], temperature=True, progress=False)
