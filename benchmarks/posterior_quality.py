@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from _common import geometric_mean, single_threaded, table, write_csv, write_json
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
@@ -31,7 +33,7 @@ from posthoc_uq.posteriors.information import Correction, InformationBlock
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "posterior_quality.png"
 CORRECTIONS: tuple[Correction, ...] = ("rescale", "clamp", "none")
-RANKS = (20, 50, 100, 300, 100_000)
+RANKS = (5, 20, 50, 100, 300, 100_000)
 PRIORS = (10.0, 1.0, 100.0)
 WEIGHTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 """Residual weights: the grid on which it is tuned; 1, 0.3 and 0.1 are in it."""
@@ -413,6 +415,37 @@ def choices_table(found: Sequence[Choice]) -> list[dict[str, Any]]:
     ]
 
 
+def weight_table(summary: Summary, prior: float) -> list[dict[str, Any]]:
+    """Rescale's geometric mean divergence over layers by rank and residual weight.
+
+    "worst" is the largest ratio, over layers, of the divergence at a weight to that at the layer's own best.
+    """
+    column = f"kl, tau {prior:g}"
+    by_rank: dict[str, list[list[dict[str, Any]]]] = {}
+    for key, group in summary.inf.items():
+        if not is_exact(summary, key[:2]):
+            own = [row for row in group if row["correction"] == "rescale"]
+            by_rank.setdefault(_rank(own[0]), []).append(own)
+    lines: list[dict[str, Any]] = []
+    for rank, layers in by_rank.items():
+        weights = [row["residual weight"] for row in layers[0]]
+        means = {w: geometric_mean([_pick(layer, "rescale", w)[column] for layer in layers]) for w in weights}
+        best = min(means, key=lambda weight: means[weight])
+        least = [min(row[column] for row in layer) for layer in layers]
+        line: dict[str, Any] = {"rank": rank, "layers": len(layers)}
+        line |= {f"{weight:g}": mean for weight, mean in means.items()}
+        line["best"] = f"{best:g}"
+        for weight in (0.0, 0.1, 1.0):
+            if weight in weights:
+                worst = max(
+                    _pick(layer, "rescale", weight)[column] / low
+                    for layer, low in zip(layers, least, strict=True)
+                )
+                line[f"worst at {weight:g}"] = worst
+        lines.append(line)
+    return lines
+
+
 def conclusion(found: Sequence[Choice], summary: Summary) -> str:
     """Which correction and residual weight come out best, in words computed from the numbers."""
     fixed = [
@@ -477,7 +510,8 @@ def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
     for index, net in enumerate(nets):
         upper, lower = panels[0, index], panels[1, index]
         layers = [key[1] for key in summary.references if key[0] == net and not is_exact(summary, key)]
-        ranks = sorted({r for name, _, r in summary.inf if name == net})
+        largest = max(r for name, _, r in summary.inf if name == net)
+        ranks = sorted({r for _, _, r in summary.inf if r in RANKS and r < largest} | {largest})
         for method, style in (("kfac", ":"), ("efb", "--")):
             values = [summary.references[net, layer][method]["frobenius"] for layer in layers]
             upper.axhline(
@@ -494,6 +528,7 @@ def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
                 ranks, means, color=COLOURS[correction], marker=MARKERS[correction], label=f"INF {correction}"
             )
         upper.set(xscale="log", title=net, xlabel="rank (layers with fewer weights at full rank)")
+        plain_ticks(upper.xaxis)
         for method, style in (("diag", "-."), ("kfac", ":"), ("efb", "--")):
             values = [summary.references[net, layer][method][column] for layer in layers]
             label = "diagonal" if method == "diag" else method.upper()
@@ -514,6 +549,8 @@ def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
                 label=f"INF {correction}",
             )
         lower.set(xscale="log", yscale="log", xlabel=f"residual weight (rank {rank})")
+        plain_ticks(lower.xaxis)
+        plain_ticks(lower.yaxis)
     panels[0, 0].set_ylabel("relative Frobenius error\n(geometric mean over layers)")
     panels[1, 0].set_ylabel(
         f"KL from the exact posterior, nats per weight\n(prior precision {prior:g}; mean over layers)"
@@ -521,6 +558,13 @@ def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
     panels[0, 0].legend(fontsize=8)
     panels[1, 0].legend(fontsize=8)
     return figure
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Numbers as people write them, and only at the decades and, for short axes, at 2 and 5 times these."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _nearest(summary: Summary, net: str, layer: str, rank: int) -> list[dict[str, Any]]:
@@ -591,6 +635,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(divergence_table(summary, 10.0)))
     print("\nGeometric means over all layers and ranks (but for layers on which EFB is exact)\n")
     print(table(choices_table(found)))
+    for prior in priors:
+        print(f"\nKL of rescale by residual weight, tau {prior:g}: geometric means over layers\n")
+        print(table(weight_table(summary, prior)))
     text = conclusion(found, summary)
     print(f"\n{text}")
     if options.csv:

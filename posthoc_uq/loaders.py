@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,19 @@ class Batch:
 
         return Batch(
             tuple(cut(v) for v in self.args), cut(self.targets), {k: cut(v) for k, v in self.kwargs.items()}
+        )
+
+    def doubled(self) -> Batch:
+        """A batch of one sample as a batch of that sample twice."""
+
+        def twice(value: Any) -> Any:
+            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
+            return torch.cat([value, value]) if counted else value
+
+        return Batch(
+            tuple(twice(v) for v in self.args),
+            twice(self.targets),
+            {k: twice(v) for k, v in self.kwargs.items()},
         )
 
 
@@ -142,7 +156,9 @@ def batches(
         PosthocUQError: the loader yields no batch.
     """
     count = 0
-    for batch in tqdm(loader, desc=description, disable=not progress, leave=False):
+    # iter() is called here, once: tqdm.auto would call it twice, and start a DataLoader's workers twice.
+    total = length_hint(loader) or None
+    for batch in tqdm(iter(loader), total=total, desc=description, disable=not progress, leave=False):
         count += 1
         yield reader.read(batch)
     if count == 0:

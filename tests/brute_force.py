@@ -1,4 +1,4 @@
-"""The Fisher's statistics from their definitions: one sample at a time, plain autograd, patches cut out by loops.
+"""The Fisher's statistics by definition: one sample at a time, plain autograd, patches cut out by loops.
 
 Nothing here uses the package; the tests compare it with this.
 """
@@ -144,9 +144,11 @@ def per_sample(
         hooks = []
         for inner, outer in dict.fromkeys(watched.sites):
             hooks.append(
-                inner.register_forward_pre_hook(lambda _, args: seen_inputs.append(args[0].detach().clone()))
+                inner.register_forward_pre_hook(
+                    lambda _, args, seen=seen_inputs: seen.append(args[0].detach().clone())
+                )
             )
-            hooks.append(outer.register_forward_hook(lambda _m, _a, out: seen_outputs.append(out)))
+            hooks.append(outer.register_forward_hook(lambda _m, _a, out, seen=seen_outputs: seen.append(out)))
         with torch.enable_grad():
             terms = losses(model(inputs[s : s + 1]), s)
         for hook in hooks:

@@ -209,6 +209,38 @@ def test_self_attention(batch_first: bool, tokens: int) -> None:
     assert {"attention.in_proj_weight", "attention.out_proj"} <= set(posterior.layers)
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_small_first_batch_does_not_hide_where_the_samples_are(first: int) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(batch_first=False).double().eval(), _x(4, 4)
+    whole = _fit(model, [x])
+    parts = _fit(model, [x[:first], x[first:]])
+    for name, block in whole.blocks.items():
+        torch.testing.assert_close(parts.blocks[name].diagonal, block.diagonal, **TIGHT)
+
+
+def test_a_model_that_takes_one_sample_at_a_time() -> None:
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.reshape(1, 4))
+
+    torch.manual_seed(0)
+    model, x = Single().double(), _x(4)
+    posterior = _fit(model, x.split(1))
+    torch.testing.assert_close(
+        posterior.blocks["layer"].diagonal[0, :, :-1], _diagonals_of_single(model, x), **TIGHT
+    )
+
+
+def _diagonals_of_single(model: nn.Module, x: Tensor) -> Tensor:
+    found = [_diagonals(model, row[None])["layer.weight"] for row in x]
+    return torch.stack(found).mean(0)
+
+
 def test_a_transformer_encoder_layer_in_eval_mode() -> None:
     torch.manual_seed(0)
 

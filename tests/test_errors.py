@@ -56,12 +56,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "basis of another method": (
         {"method": "kfac", "basis": "exact"},
         r"method='kfac' does not take "
-        "\['basis'\]",
+        r"\['basis'\]",
     ),
     "correction of another method": (
         {"method": "efb", "correction": "clamp"},
         r"does not take "
-        "\['correction'\]",
+        r"\['correction'\]",
     ),
     "negative rank": ({"method": "inf", "rank": -1}, "rank must be a positive integer or a share"),
     "broken rank": ({"method": "inf", "rank": 2.5}, "rank must be a positive integer or a share"),
@@ -325,6 +325,7 @@ def test_wrapping_the_wrong_model() -> None:
     assert uq.wrap(_net(), posterior, n_samples=2)(_x()).probs.shape == (SAMPLES, 3)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
 def test_models_that_cannot_be_copied() -> None:
     _refused(PosthocUQError, "TorchScript", lambda: _fit(torch.jit.trace(_net(), _x())))
     lazy = nn.Sequential(nn.LazyLinear(5), nn.Linear(5, 3))

@@ -77,7 +77,7 @@ def test_both_sweeps_draw_the_same_labels_and_another_seed_others() -> None:
 
 
 def test_many_drawn_labels_approach_the_exact_fisher() -> None:
-    """Within five standard errors of the mean over `draws` labels, entry by entry, as the brute-force variance has them."""
+    """Within five standard errors of the mean over `draws` labels, entry by entry."""
     model, x, draws = _net(3), _inputs(), 600
     truth = per_sample(model, watch(model[0]), x, class_losses)
     probs = class_probabilities(model, x)
@@ -135,7 +135,7 @@ def test_drawn_regression_targets_approach_gauss_newton() -> None:
     expected = per_sample(model, watch(model[0]), x, _regression_terms(noise)).diagonal(ones)
     options = {"likelihood": "regression", "noise_variance": torch.tensor(noise), "n_samples": draws}
     found = _fit(model, [x], fisher="mc", **options).blocks["0"].diagonal
-    # The square of a zero-mean Gaussian has twice its variance squared as variance; averaging over samples only lowers it.
+    # The square of a zero-mean Gaussian has twice its variance squared as variance; the mean over samples has less.
     assert bool(((found - expected).abs() <= 5 * (2 / draws) ** 0.5 * expected).all())
 
 

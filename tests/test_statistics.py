@@ -183,6 +183,7 @@ def _check_all(
     torch.testing.assert_close(full.blocks["joint"].fisher, joint, **TIGHT)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("case", CASES)
 def test_every_statistic_equals_brute_force(case: str) -> None:
     model, x, y = _model(case)

@@ -71,8 +71,7 @@ def prepare(
     if unsupported not in ("raise", "skip"):
         raise PosthocUQError(f"unsupported must be 'raise' or 'skip', not {unsupported!r}.")
     samples = count_samples(batch)
-    probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
-    reference = _Reference(model, probe, min(samples, PROBE_SAMPLES))
+    probe, reference = _probe(model, batch, samples)
     found = Capture(model).discover(probe, autocast)
     if not found and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
         raise PosthocUQError(
@@ -130,6 +129,23 @@ def select(found: list[Tracked], selection: Selection, reference: _Reference) ->
             t for t in found if any(t.layer.name == w or t.layer.name.startswith(w + ".") for w in wanted)
         ]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
+
+
+def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, _Reference]:
+    """The samples to prove the layers on, and what autograd says of them.
+
+    Two at least: one alone would not show which dimension of a layer's input counts the samples.
+    """
+    if samples == 1:
+        two = batch.doubled()
+        try:
+            return two, _Reference(model, two, 2)
+        except PosthocUQError:
+            raise
+        except Exception:  # the model takes one sample at a time, or fails again below
+            return batch, _Reference(model, batch, 1)
+    probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
+    return probe, _Reference(model, probe, min(samples, PROBE_SAMPLES))
 
 
 class _Reference:

@@ -1,8 +1,10 @@
-"""What the demo prints: short lines, and tables with aligned columns."""
+"""What the demo prints: short lines, and tables with aligned columns; and how many threads it takes."""
 
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 
 def say(text: str = "") -> None:
@@ -17,6 +19,17 @@ def step(text: str) -> Generator[None, None, None]:
     start = time.perf_counter()
     yield
     print(f"{time.perf_counter() - start:.1f} s", flush=True)
+
+
+@contextmanager
+def one_thread() -> Generator[None, None, None]:
+    """For networks so small that dividing their work takes longer than doing it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str | float]], digits: int = 3) -> str:

@@ -52,7 +52,7 @@ def load_digits(seed: int, train: int = 200, validation: int = 250) -> DigitsDat
 def augmented(data: Labelled, copies: int, seed: int) -> Labelled:
     """Every image ``copies`` times, each shifted, scaled, sheared and turned a little, with some noise.
 
-    Turns stay below 15 degrees, shifts below 0.8 pixels, scales within 15 %; the noise has a deviation of 0.1.
+    Turns stay below 15 degrees, shifts below 0.8 pixels, scales within 15 %; the noise's deviation is 0.1.
     """
     generator = torch.Generator().manual_seed(seed)
     images = data.images.repeat(copies, 1, 1, 1)

@@ -1,0 +1,150 @@
+"""Batches of every accepted form, taken apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.loaders import Batch, BatchReader, batches, check_reusable, output_tensor
+
+X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+CPU = torch.device("cpu")
+
+
+def _same(
+    batch: Batch, args: tuple[Any, ...], targets: Tensor | None, kwargs: dict[str, Any] | None = None
+) -> None:
+    assert len(batch.args) == len(args) and batch.kwargs.keys() == (kwargs or {}).keys()
+    assert all(a is b or torch.equal(a, b) for a, b in zip(batch.args, args, strict=True))
+    assert all(
+        batch.kwargs[name] is value or torch.equal(batch.kwargs[name], value)
+        for name, value in (kwargs or {}).items()
+    )
+    assert (batch.targets is None) == (targets is None)
+    assert targets is None or torch.equal(batch.targets, targets)
+
+
+def test_forms_that_need_no_help() -> None:
+    reader = BatchReader(CPU)
+    _same(reader.read(X), (X,), None)
+    _same(reader.read((X, Y)), (X,), Y)
+    _same(reader.read([X, Y]), (X,), Y)
+    _same(reader.read([X]), (X,), None)
+    _same(reader.read((X, [0, 1, 2, 3, 4, 5])), (X,), Y)
+    _same(reader.read(((X, Y), Y)), (X, Y), Y)
+    _same(reader.read(({"a": X, "n": 3}, Y)), (), Y, {"a": X, "n": 3})
+
+
+@pytest.mark.parametrize("name", ["labels", "label", "targets", "target", "y"])
+def test_mappings_hold_their_targets_under_a_usual_name(name: str) -> None:
+    given = {"a": X, name: Y, "flag": True}
+    _same(BatchReader(CPU).read(given), (), Y, {"a": X, "flag": True})
+    assert set(given) == {"a", name, "flag"}
+    _same(BatchReader(CPU).read({"a": X}), (), None, {"a": X})
+
+
+def test_functions_take_the_rest_apart() -> None:
+    three = (X, "path", Y)
+    both = BatchReader(CPU, lambda b: b[0], lambda b: b[2])
+    _same(both.read(three), (X,), Y)
+    _same(BatchReader(CPU, lambda b: (b[0], b[2])).read(three), (X, Y), None)
+    _same(BatchReader(CPU, lambda b: {"a": b[0]}).read(three), (), None, {"a": X})
+    _same(BatchReader(CPU, lambda b: b[0] + 1).read((X, Y)), (X + 1,), Y)  # a pair still has its targets
+    _same(BatchReader(CPU, None, lambda b: b[1] * 2).read((X, Y)), (X,), 2 * Y)
+    _same(BatchReader(CPU, lambda b: b.x, lambda b: b.y).read(SimpleNamespace(x=X, y=Y)), (X,), Y)
+
+
+def test_forms_that_are_refused() -> None:
+    for batch in ((X, Y, Y), "text", 3, SimpleNamespace(x=X), ()):
+        with pytest.raises(PosthocUQError, match="batch_to_inputs"):
+            BatchReader(CPU).read(batch)
+
+
+def test_tensors_go_to_the_device_and_other_values_stay() -> None:
+    batch = BatchReader(torch.device("meta")).read(({"a": X, "n": 3}, Y))
+    assert batch.kwargs["a"].device.type == "meta" and batch.targets is not None
+    assert batch.targets.device.type == "meta" and batch.kwargs["n"] == 3
+
+
+def test_narrow_cuts_what_counts_the_samples() -> None:
+    mask, scalar = torch.ones(4, 4), torch.tensor(2.0)
+    part = Batch((X, mask, scalar, "name"), Y, {"a": X}).narrow(1, 2, 6)
+    assert torch.equal(part.args[0], X[1:3]) and part.args[1] is mask and part.args[2] is scalar
+    assert part.args[3] == "name" and torch.equal(part.kwargs["a"], X[1:3])
+    assert part.targets is not None and part.targets.tolist() == [1, 2]
+    assert Batch((X,)).narrow(0, 2, 6).targets is None
+
+
+def test_loaders_of_every_kind() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(zip(X, Y, strict=True))
+
+    dataset = TensorDataset(X, Y)
+    for loader in (
+        DataLoader(dataset, 4),
+        DataLoader(Stream(), 4),
+        [(X[:4], Y[:4]), (X[4:], Y[4:])],
+        iter(DataLoader(dataset, 4)),
+    ):
+        read = list(batches(loader, BatchReader(CPU)))
+        assert [len(b.args[0]) for b in read] == [4, 2]
+        assert torch.equal(torch.cat([b.args[0] for b in read]), X)
+        assert torch.equal(torch.cat([b.targets for b in read if b.targets is not None]), Y)
+    with pytest.raises(PosthocUQError, match="yields no batch"):
+        list(batches([], BatchReader(CPU)))
+
+
+def test_a_sweep_starts_its_loader_once_and_shows_its_length(capsys: pytest.CaptureFixture[str]) -> None:
+    class Counted:
+        starts = 0
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Any:
+            self.starts += 1
+            return iter([X, X])
+
+    loader = Counted()
+    assert len(list(batches(loader, BatchReader(CPU), progress=True, description="bases"))) == 2
+    assert loader.starts == 1
+    shown = capsys.readouterr().err
+    assert "bases" in shown and "0/2" in shown
+    list(batches(loader, BatchReader(CPU)))
+    assert loader.starts == 2 and capsys.readouterr().err == ""
+
+
+def test_an_iterator_can_be_read_once() -> None:
+    for loader in (iter([X]), (x for x in [X]), map(abs, [X])):
+        check_reusable(loader, 1)
+        with pytest.raises(PosthocUQError, match="2 times"):
+            check_reusable(loader, 2)
+    state = torch.get_rng_state()
+    for loader in ([X], DataLoader(TensorDataset(X, Y), shuffle=True)):
+        check_reusable(loader, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_where_the_outputs_are() -> None:
+    for output in (X, {"logits": X, "loss": Y}, SimpleNamespace(logits=X), (X, Y), [X]):
+        assert output_tensor(output) is X
+    for output in (None, "text", Y, {"p": X}, (), ("text", X), SimpleNamespace(p=X)):
+        with pytest.raises(PosthocUQError, match=f"returned {type(output).__name__};.*'logits'"):
+            output_tensor(output)
+
+
+def test_a_batch_calls_the_model_with_its_arguments() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, *, factor: int) -> tuple[Tensor, str]:
+            return x * factor, "rest"
+
+    batch = Batch((X,), None, {"factor": 3})
+    assert torch.equal(batch.call(Model()), 3 * X)
+    assert len(batch.tensors()) == 1
