@@ -32,6 +32,10 @@ from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.information import Correction, InformationBlock
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "posterior_quality.png"
+REFERENCES = ("prior", "diag", "kfac", "efb")
+"""What INF is compared with; "prior" takes nothing from the data."""
+KINDS = {"kl": "KL", "reverse kl": "reverse", "mean kl": "mean"}
+"""The divergence from the exact posterior to the approximation, the other way round, and the mean of both."""
 CORRECTIONS: tuple[Correction, ...] = ("rescale", "clamp", "none")
 RANKS = (5, 20, 50, 100, 300, 100_000)
 PRIORS = (10.0, 1.0, 100.0)
@@ -68,22 +72,27 @@ class Exact:
         factor = torch.linalg.cholesky(self.precision(self.fisher))
         self.covariance = torch.cholesky_inverse(factor)
         self.log_determinant = _log_determinant(factor)
+        self.own = self.precision(self.fisher)
 
     def precision(self, fisher: Tensor) -> Tensor:
         """``N I + tau``."""
         return self.scale * fisher + self.prior * torch.eye(len(fisher), dtype=fisher.dtype)
 
-    def divergence(self, fisher: Tensor) -> float:
-        """``KL(exact || approximate)`` in nats per weight; infinite where the latter is not definite."""
+    def divergences(self, fisher: Tensor) -> tuple[float, float]:
+        """``KL(exact || approximate)`` and ``KL(approximate || exact)``, in nats per weight."""
         precision = self.precision(fisher)
         factor, info = torch.linalg.cholesky_ex(precision)
         if int(info) != 0:
-            return float("inf")
+            return float("inf"), float("inf")
         trace = float((precision * self.covariance).sum())
         ratio = float(_log_determinant(factor) - self.log_determinant)
-        return max(
-            0.0, (trace - len(fisher) - ratio) / (2 * len(fisher))
-        )  # rounding may make an exact one negative
+        size = len(fisher)
+        back = float((self.own * torch.cholesky_inverse(factor)).sum())
+        # Rounding may make the divergence of an exact approximation negative.
+        forward, reverse = (
+            max(0.0, value / (2 * size)) for value in (trace - size - ratio, back - size + ratio)
+        )
+        return forward, reverse
 
 
 def _log_determinant(factor: Tensor) -> Tensor:
@@ -242,10 +251,17 @@ def measure(
         error = torch.linalg.matrix_norm(exact[layer] - approximation) / torch.linalg.matrix_norm(
             exact[layer]
         )
-        divergences = {f"kl, tau {p.prior:g}": p.divergence(approximation) for p in posteriors[layer]}
-        return {"net": net.name, "layer": layer, **columns, "frobenius": float(error), **divergences}
+        found = {"net": net.name, "layer": layer, **columns, "frobenius": float(error)}
+        for posterior in posteriors[layer]:
+            forward, reverse = posterior.divergences(approximation)
+            found[f"kl, tau {posterior.prior:g}"] = forward
+            found[f"reverse kl, tau {posterior.prior:g}"] = reverse
+            found[f"mean kl, tau {posterior.prior:g}"] = (forward + reverse) / 2
+        return found
 
     rows: list[dict[str, Any]] = []
+    for layer, fisher in exact.items():
+        rows.append(row(layer, torch.zeros_like(fisher), method="prior", weights=len(fisher)))
     for method in ("diag", "kfac", "efb"):
         for layer, block in fitted_blocks(net, method).items():
             rows.append(row(layer, block.dense()[0], method=method, weights=len(exact[layer])))
@@ -325,14 +341,14 @@ def frobenius_table(summary: Summary) -> list[dict[str, Any]]:
     return lines
 
 
-def divergence_table(summary: Summary, prior: float) -> list[dict[str, Any]]:
+def divergence_table(summary: Summary, prior: float, kind: str = "kl") -> list[dict[str, Any]]:
     """Divergences in nats per weight at one prior precision, one line per layer and rank."""
-    column = f"kl, tau {prior:g}"
+    column = f"{kind}, tau {prior:g}"
     lines: list[dict[str, Any]] = []
     for (net, layer, _), group in summary.inf.items():
         reference = summary.references[net, layer]
         line: dict[str, Any] = {"network": net, "layer": layer, "rank": _rank(group[0])}
-        line |= {method: reference[method][column] for method in ("diag", "kfac", "efb")}
+        line |= {method: reference[method][column] for method in REFERENCES}
         line["none"] = _pick(group, "none")[column]
         for correction in ("clamp", "rescale"):
             for weight in SHOWN_WEIGHTS:
@@ -349,11 +365,15 @@ def _rank(row: Mapping[str, Any]) -> str:
 
 
 class Choice(NamedTuple):
-    """One setting of INF, or another family, with its geometric means over all layers (and ranks)."""
+    """One setting of INF, or another family, with its geometric means over all layers (and ranks).
+
+    Attributes:
+        divergences: by kind (see `KINDS`) and prior precision.
+    """
 
     name: str
     frobenius: float
-    divergences: dict[float, float]
+    divergences: dict[tuple[str, float], float]
 
 
 def choices(summary: Summary, priors: Sequence[float], nets: Sequence[str] | None = None) -> list[Choice]:
@@ -369,13 +389,18 @@ def choices(summary: Summary, priors: Sequence[float], nets: Sequence[str] | Non
         if (nets is None or key[0] in nets) and not is_exact(summary, key[:2])
     ]
 
+    columns = [(kind, prior) for prior in priors for kind in KINDS]
+
     def mean(name: str, rows: Sequence[Mapping[str, Any]]) -> Choice:
-        divergences = {prior: geometric_mean([row[f"kl, tau {prior:g}"] for row in rows]) for prior in priors}
+        divergences = {
+            (kind, prior): geometric_mean([row[f"{kind}, tau {prior:g}"] for row in rows])
+            for kind, prior in columns
+        }
         return Choice(name, geometric_mean([row["frobenius"] for row in rows]), divergences)
 
     found = [
         mean(method, [summary.references[net, layer][method] for (net, layer, _), _ in groups])
-        for method in ("diag", "kfac", "efb")
+        for method in REFERENCES
     ]
     variants = dict.fromkeys(
         (row["correction"], row["residual weight"]) for _, group in groups for row in group
@@ -384,17 +409,15 @@ def choices(summary: Summary, priors: Sequence[float], nets: Sequence[str] | Non
         name = f"inf {correction}" + ("" if correction == "none" else f" {weight:g}")
         found.append(mean(name, [_pick(group, correction, weight) for _, group in groups]))
     for correction in ("clamp", "rescale"):
+        own = [[row for row in group if row["correction"] == correction] for _, group in groups]
         divergences = {
-            prior: geometric_mean(
-                [
-                    min(r[f"kl, tau {prior:g}"] for r in group if r["correction"] == correction)
-                    for _, group in groups
-                ]
+            (kind, prior): geometric_mean(
+                [min(row[f"{kind}, tau {prior:g}"] for row in rows) for rows in own]
             )
-            for prior in priors
+            for kind, prior in columns
         }
-        errors = [min(r["frobenius"] for r in group if r["correction"] == correction) for _, group in groups]
-        found.append(Choice(f"inf {correction} tuned", geometric_mean(errors), divergences))
+        errors = geometric_mean([min(row["frobenius"] for row in rows) for rows in own])
+        found.append(Choice(f"inf {correction} tuned", errors, divergences))
     return found
 
 
@@ -409,18 +432,18 @@ def choices_table(found: Sequence[Choice]) -> list[dict[str, Any]]:
         {
             "posterior": choice.name,
             "Frobenius": choice.frobenius,
-            **{f"KL, tau {prior:g}": value for prior, value in choice.divergences.items()},
+            **{f"{KINDS[kind]} {prior:g}": value for (kind, prior), value in choice.divergences.items()},
         }
         for choice in found
     ]
 
 
-def weight_table(summary: Summary, prior: float) -> list[dict[str, Any]]:
+def weight_table(summary: Summary, prior: float, kind: str = "kl") -> list[dict[str, Any]]:
     """Rescale's geometric mean divergence over layers by rank and residual weight.
 
     "worst" is the largest ratio, over layers, of the divergence at a weight to that at the layer's own best.
     """
-    column = f"kl, tau {prior:g}"
+    column = f"{kind}, tau {prior:g}"
     by_rank: dict[str, list[list[dict[str, Any]]]] = {}
     for key, group in summary.inf.items():
         if not is_exact(summary, key[:2]):
@@ -456,36 +479,46 @@ def conclusion(found: Sequence[Choice], summary: Summary) -> str:
     lines = [
         f"Frobenius error: best is {best.name} ({best.frobenius:.3f}; EFB {by_name['efb'].frobenius:.3f})."
     ]
-    for prior in best.divergences:
-        ranked = sorted(fixed, key=lambda choice: choice.divergences[prior])
-        plain = by_name["inf rescale 1"].divergences[prior]
+    shown = ("inf rescale 1", "inf rescale tuned", "efb", "diag", "prior")
+    for kind, prior in best.divergences:
+        first = min(fixed, key=lambda choice: choice.divergences[kind, prior])
+        others = ", ".join(f"{name} {by_name[name].divergences[kind, prior]:.3g}" for name in shown)
         lines.append(
-            f"KL at tau {prior:g}: best is {ranked[0].name} ({ranked[0].divergences[prior]:.4f}); "
-            f"rescale 1 {plain:.4f}, rescale tuned {by_name['inf rescale tuned'].divergences[prior]:.4f}, "
-            f"EFB {by_name['efb'].divergences[prior]:.4f}, diag {by_name['diag'].divergences[prior]:.4f}."
+            f"{kind} at tau {prior:g}: best is {first.name} ({first.divergences[kind, prior]:.3g}); {others}."
         )
-    weights = {choice.name.split()[2] for choice in fixed if choice.name.startswith("inf rescale")}
-    averaged = {
-        weight: geometric_mean(list(by_name[f"inf rescale {weight}"].divergences.values()))
-        for weight in weights
-    }
-    robust = min(averaged, key=lambda weight: averaged[weight])
+    rescaled = [choice for choice in fixed if choice.name.startswith("inf rescale")]
+    for kind in KINDS:
+        overall = {
+            choice.name: geometric_mean(
+                [value for (own, _), value in choice.divergences.items() if own == kind]
+            )
+            for choice in rescaled
+        }
+        first = min(overall, key=lambda name: overall[name])
+        lines.append(
+            f"{kind} over all prior precisions: best single weight is that of {first} ({overall[first]:.3g}; "
+            f"at 1 it is {overall['inf rescale 1']:.3g})."
+        )
     groups = {key: group for key, group in summary.inf.items() if not is_exact(summary, key[:2])}
-    wins = sum(
-        _pick(group, "rescale")["frobenius"] <= _pick(group, "clamp")["frobenius"]
-        for group in groups.values()
+    errors = {
+        key: (
+            _pick(group, "rescale")["frobenius"],
+            _pick(group, "clamp")["frobenius"],
+            summary.references[key[:2]]["efb"]["frobenius"],
+        )
+        for key, group in groups.items()
+    }
+    lines.append(
+        f"In Frobenius norm rescale is at least as good as clamp in {sum(r <= c for r, c, _ in errors.values())} "
+        f"of {len(errors)} rows, and as EFB in {sum(r <= e for r, _, e in errors.values())}."
     )
-    beats = sum(
-        _pick(group, "rescale")["frobenius"] <= summary.references[net, layer]["efb"]["frobenius"]
-        for (net, layer, _), group in groups.items()
+    layers = {key: row for key, row in summary.references.items() if not is_exact(summary, key)}
+    beaten = sum(row["prior"]["kl, tau 10"] < row["efb"]["kl, tau 10"] for row in layers.values())
+    lines.append(
+        "The divergence from the exact posterior punishes too high a precision far more than too low a one: at tau "
+        f"10 the prior alone, which learnt nothing, has a smaller one than EFB on {beaten} of {len(layers)} layers. "
+        "So it must not choose the residual weight alone; the reverse divergence errs the other way."
     )
-    total = len(groups)
-    lines += [
-        f"Over all these prior precisions the best single residual weight of rescale is {robust} "
-        f"({averaged[robust]:.4f}; at 1 it is {averaged['1']:.4f}).",
-        f"In Frobenius norm rescale is at least as good as clamp in {wins} of {total} rows, "
-        f"and as EFB in {beats}.",
-    ]
     return "\n".join(lines)
 
 
@@ -633,11 +666,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(frobenius_table(summary)))
     print("\nKL(exact block posterior || approximation), nats per weight, tau 10, by residual weight\n")
     print(table(divergence_table(summary, 10.0)))
+    print("\nThe mean of the divergences in both directions, nats per weight, tau 10\n")
+    print(table(divergence_table(summary, 10.0, "mean kl")))
     print("\nGeometric means over all layers and ranks (but for layers on which EFB is exact)\n")
     print(table(choices_table(found)))
-    for prior in priors:
-        print(f"\nKL of rescale by residual weight, tau {prior:g}: geometric means over layers\n")
-        print(table(weight_table(summary, prior)))
+    for kind in KINDS:
+        print(f"\n{kind} of rescale by residual weight, tau 10: geometric means over layers\n")
+        print(table(weight_table(summary, 10.0, kind)))
     text = conclusion(found, summary)
     print(f"\n{text}")
     if options.csv:

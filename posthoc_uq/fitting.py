@@ -19,6 +19,7 @@ from posthoc_uq.inference.laplace import FAMILIES, LaplaceOptions, Run, laplace
 from posthoc_uq.inference.sparsify import kept_entries
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.loaders import BatchFunction, BatchReader, check_reusable
+from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import CORRECTIONS, Correction
 from posthoc_uq.randomness import isolated_random_state
@@ -118,6 +119,8 @@ def fit(
             settings = replace(settings, likelihood=Gaussian(noise))
             noise_source = "mean squared residual of the training data"
     posterior = laplace(method, Run(prepared, loader, settings, options, device), model)
+    del prepared
+    return_freed_memory()
     if isinstance(law, Gaussian):
         posterior.record.tuning["noise variance"] = noise_source
     posterior.residual_weight = residual_weight

@@ -22,7 +22,7 @@ from posthoc_uq.replica import parameter_names, replicate
 
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
-PROBE_SAMPLES = 4
+PROBE_SAMPLES = 2
 _HOLD_WEIGHTS = (
     *WEIGHTED_MODULES,
     nn.RNNBase,

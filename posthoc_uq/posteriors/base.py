@@ -21,8 +21,8 @@ from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.randomness import mixed_seed
 
-_DRAW_BYTES = 64 * 2**20  # noise that `sample` holds at once beyond the draws themselves
-_CACHE_BYTES = 512 * 2**20  # factorised blocks that a posterior keeps
+_DRAW_BYTES = 32 * 2**20  # noise that `sample` holds at once beyond the draws themselves
+_CACHE_BYTES = 64 * 2**20  # factorised blocks that a posterior keeps
 
 
 @dataclass

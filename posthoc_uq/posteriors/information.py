@@ -28,7 +28,7 @@ from posthoc_uq.posteriors.numerics import as_double, cholesky
 Correction = Literal["rescale", "clamp", "none"]
 CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
 
-_CHUNK = 8 * 2**20  # numbers in a temporary of the contractions below
+_CHUNK = 2**20  # numbers in a temporary of the contractions below
 
 
 class InformationFactor(Factor):
