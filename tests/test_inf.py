@@ -11,6 +11,7 @@ import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import kept_entries, sparsify
 from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors.numerics import eigh_descending
 
 
 def _digits(width: int = 16) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -233,3 +234,18 @@ def test_diagonal_posterior_is_the_diagonal_of_the_closed_form_precision():
     )
     expected = 1 / ((x**2).sum(0) / 0.5 + 2.0)
     torch.testing.assert_close(posterior.variance()["weight"][0], expected, atol=1e-12, rtol=1e-9)
+
+
+def test_eigenvectors_when_torch_does_not_converge(monkeypatch):
+    """A solver that fails on a finite Gram must not cost the fit; another one takes over."""
+    rows = torch.randn(12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gram = (rows.T @ rows).unsqueeze(0)
+    expected, _ = eigh_descending(gram)
+
+    def fails(*_: object) -> None:
+        raise torch.linalg.LinAlgError("The algorithm failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    values, vectors = eigh_descending(gram)
+    torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close((vectors * values.unsqueeze(1)) @ vectors.mT, gram, atol=1e-10, rtol=1e-10)

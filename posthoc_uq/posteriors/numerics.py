@@ -4,6 +4,9 @@ float64.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -31,14 +34,22 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
         )
     symmetric = (gram + gram.transpose(-1, -2)) / 2
-    if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
-        try:
-            values, vectors = torch.linalg.eigh(symmetric)
-        except RuntimeError:  # seen on finite, rank-deficient Grams of a ResNet
-            values, vectors = torch.linalg.eigh(as_double(symmetric))
-    else:
-        values, vectors = torch.linalg.eigh(as_double(symmetric))
+    values, vectors = _eigh(symmetric)
     return values.flip(-1).clamp(min=0).to(gram), vectors.flip(-1).to(gram)
+
+
+def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenpairs by the first solver that converges; on finite, rank-deficient Grams of a ResNet not all of them do."""
+    if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
+        with suppress(RuntimeError):
+            return torch.linalg.eigh(symmetric)
+    wide = as_double(symmetric)
+    with suppress(RuntimeError):
+        return torch.linalg.eigh(wide)
+    # Divide and conquer, torch's algorithm, has failed; relatively robust representations are another one.
+    pairs = [scipy.linalg.eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
+    values = torch.stack([torch.from_numpy(value) for value, _ in pairs])
+    return values.to(wide), torch.stack([torch.from_numpy(vector) for _, vector in pairs]).to(wide)
 
 
 def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
