@@ -325,3 +325,24 @@ def test_mistakes_are_named():
         posterior.sample(0)
     with pytest.raises(PosthocUQError, match="unknown"):
         posterior.quadratic({"other": torch.zeros(1, 1, 1, 1)})
+
+
+def test_float32_survives_stiff_directions():
+    """With scale * lambda / tau of 1e9 the float32 posterior still has positive variances, close to the dense ones."""
+    block = build("inf", STATISTICS, 30)
+    assert isinstance(block, InformationBlock)
+    narrow = InformationBlock(*(t.float() for t in block.tensors().values()), "rescale")
+    wide = InformationBlock(*(t.double() for t in narrow.tensors().values()), "rescale")
+    settings = Settings(1e7, 1e-2, residual_weight=0.0)
+    found = narrow.factor(settings)
+    precision = wide.dense(1e7, 0.0) + 1e-2 * torch.eye(SIZE, dtype=torch.float64)
+    covariance = torch.linalg.inv(precision)
+    expected = covariance.diagonal(dim1=1, dim2=2).reshape(GROUPS, OUTPUTS, INPUTS)
+    assert (found.variance() > 0).all()
+    torch.testing.assert_close(found.variance().double(), expected, atol=0, rtol=2e-3)
+    stiff = torch.linalg.eigh(precision).eigenvectors[..., -1].reshape(1, GROUPS, OUTPUTS, INPUTS).float()
+    quadratic = found.quadratic(stiff).item()
+    rows = stiff.double().flatten(2)[0]
+    truth = sum((rows[g] @ covariance[g] @ rows[g]).item() for g in range(GROUPS))
+    assert quadratic > 0
+    assert quadratic == pytest.approx(truth, rel=0.05)

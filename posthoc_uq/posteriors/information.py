@@ -40,32 +40,32 @@ class InformationFactor(Factor):
         self._input_basis = input_basis
         self._output_basis = output_basis
         self._roots = roots  # sqrt(scale * lambda), (G, g, a)
-        self._half = inverse.sqrt()  # H^1/2, (G, m, n)
+        self._inverse = inverse  # H, (G, m, n)
         self._shrink = shrink  # s, or None for 1
-        self._root = cholesky(self._identity_plus_m(inverse))
+        self._root = cholesky(self._identity_plus_m())
 
     def _scaled(self, tensor: Tensor) -> Tensor:
-        return tensor if self._shrink is None else tensor * self._shrink
+        return tensor if self._shrink is None else tensor * self._shrink.to(tensor)
 
     def _project(self, matrices: Tensor) -> Tensor:
         """``V^T x`` of matrices ``(q, G, m, n)``: ``(q, G, L)``."""
-        inner = self._output_basis.transpose(-1, -2) @ self._scaled(matrices) @ self._input_basis
-        return (inner * self._roots).flatten(2)
+        bases = self._output_basis.to(matrices).transpose(-1, -2), self._input_basis.to(matrices)
+        return (bases[0] @ self._scaled(matrices) @ bases[1] * self._roots.to(matrices)).flatten(2)
 
     def _lift(self, cores: Tensor) -> Tensor:
         """``V y`` of cores ``(q, G, L)``: ``(q, G, m, n)``."""
         inner = cores.reshape(cores.shape[0], *self._roots.shape) * self._roots
         return self._scaled(self._output_basis @ inner @ self._input_basis.transpose(-1, -2))
 
-    def _identity_plus_m(self, inverse: Tensor) -> Tensor:
+    def _identity_plus_m(self) -> Tensor:
         """``I + V^T H V`` in float64, ``(G, L, L)``.
 
         ``S[i, aa'] = sum_j (s^2 H)_ij Ua[j a] Ua[j a']``, then ``M = sum_i Ug[i g] Ug[i g'] S[i, aa']``, over
         ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
-        weights = inverse if self._shrink is None else inverse * self._shrink.square()
-        first = _contract_pairs(as_double(weights), as_double(self._input_basis))
+        weights = self._scaled(self._scaled(as_double(self._inverse)))
+        first = _contract_pairs(weights, as_double(self._input_basis))
         packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
         index_g, index_a = _pair_index(width_g, packed.device), _pair_index(width_a, packed.device)
         full = packed[:, index_g.flatten()][:, :, index_a.flatten()]
@@ -84,28 +84,30 @@ class InformationFactor(Factor):
         return rows.permute(1, 2, 0).to(self._root)
 
     def transform(self, noise: Tensor) -> Tensor:
-        # P^-1 = H^1/2 (I + W W^T)^-1 H^1/2 with W = H^1/2 V, and (I - W K W^T)(I - W K W^T)^T = (I + W
-        # W^T)^-1 for
-        # K = R^-T (I + R)^-1. One noise instead of two, and stiff directions lose only half the digits.
-        columns = self._columns(self._project(self._half * noise))
+        # P^-1 = H^1/2 (I + W W^T)^-1 H^1/2 with W = H^1/2 V, and for K = R^-T (I + R)^-1
+        # (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1. One noise instead of two, and stiff directions lose
+        # only half the digits.
+        half = self._inverse.sqrt()
+        columns = self._columns(self._project(half * noise))
         lower = self._root + torch.eye(self._root.shape[-1], dtype=self._root.dtype, device=self._root.device)
         columns = torch.linalg.solve_triangular(lower, columns, upper=False)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
         correction = self._lift(columns.permute(2, 0, 1).to(noise))
-        return self._half * (noise - self._half * correction)
+        return half * (noise - half * correction)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        weighted = jacobians * self._half
+        # In float64, as M is: two large numbers cancel along stiff directions.
+        wide, inverse = as_double(jacobians), as_double(self._inverse)
+        weighted = wide * inverse
         columns = torch.linalg.solve_triangular(
-            self._root, self._columns(self._project(self._half * weighted)), upper=False
+            self._root, self._columns(self._project(weighted)), upper=False
         )
-        reduction = torch.einsum("glq,glp->qp", columns, columns).to(jacobians)
-        rows = weighted.flatten(1)
-        return rows @ rows.T - reduction
+        reduction = torch.einsum("glq,glp->qp", columns, columns)
+        return (wide.flatten(1) @ weighted.flatten(1).T - reduction).to(jacobians)
 
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
-        diagonal = 2 * log_sum(self._half)
+        diagonal = log_sum(self._inverse)
         return small.to(diagonal) - diagonal
 
     def _row_cores(self) -> Tensor:
@@ -130,28 +132,28 @@ class InformationFactor(Factor):
         cores = self._row_cores()
         a0, a1 = torch.triu_indices(self._roots.shape[-1], self._roots.shape[-1], device=cores.device)
         cores = cores * torch.where(a0 == a1, 1.0, 2.0).to(cores)
-        reduction = (cores @ _pairs(as_double(self._input_basis)).transpose(-1, -2)).to(self._half)
-        inverse = self._half.square()
-        return inverse - self._scaled(inverse).square() * reduction
+        reduction = cores @ _pairs(as_double(self._input_basis)).transpose(-1, -2)
+        inverse = as_double(self._inverse)
+        return (inverse - self._scaled(inverse).square() * reduction).to(self._inverse)
 
     def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
-        width_a = self._roots.shape[-1]
-        cores = self._row_cores().to(mean)[..., _pair_index(width_a, mean.device).flatten()]
+        width_a, wide, basis = self._roots.shape[-1], as_double(mean), as_double(self._input_basis)
+        cores = self._row_cores()[..., _pair_index(width_a, wide.device).flatten()]
         cores = cores.reshape(*cores.shape[:2], width_a, width_a)
-        inverse = self._half.square()
+        inverse = as_double(self._inverse)
         scaled = self._scaled(inverse)
         outputs: list[Tensor] = []
         step = max(1, _CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * width_a))
         for first in range(0, scaled.shape[1], step):
             rows = slice(first, first + step)
-            shaped = scaled[:, rows].unsqueeze(-1) * self._input_basis.unsqueeze(1)  # (G, rows, n, a)
-            inner = torch.einsum("rgi,goia->rgoa", mean, shaped)
+            shaped = scaled[:, rows].unsqueeze(-1) * basis.unsqueeze(1)  # (G, rows, n, a)
+            inner = torch.einsum("rgi,goia->rgoa", wide, shaped)
             outputs.append(torch.einsum("rgoa,goab,rgob->rgo", inner, cores[:, rows], inner))
-        exact = torch.einsum("goi,rgi->rgo", inverse, mean.square()) - torch.cat(outputs, dim=2)
-        return exact + torch.einsum("goi,rgi->rgo", self.variance(), second)
+        exact = torch.einsum("goi,rgi->rgo", inverse, wide.square()) - torch.cat(outputs, dim=2)
+        return (exact + torch.einsum("goi,rgi->rgo", as_double(self.variance()), as_double(second))).to(mean)
 
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._half, self._root))
+        return sum(t.numel() * t.element_size() for t in (self._inverse, self._root))
 
 
 class InformationBlock(Block):
