@@ -259,7 +259,7 @@ def test_outputs_that_are_no_tensor(form: Callable[[Tensor], Any], named: str) -
 
 def test_outputs_without_a_sample_dimension() -> None:
     _refused(
-        PosthocUQError, r"outputs of shape \(3,\) for 4 samples", lambda: _fit(Named(lambda z: z.sum(0)))
+        PosthocUQError, r"outputs of shape \(3,\) for 2 samples", lambda: _fit(Named(lambda z: z.sum(0)))
     )
 
 

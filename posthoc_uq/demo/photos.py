@@ -1,4 +1,11 @@
-"""Photos: an ImageNet classifier as it is, and what it does not know about pictures of all kinds."""
+"""Photos: an ImageNet classifier as it is, and what it does not know about pictures of all kinds.
+
+The posterior is over the last layer, the usual choice for a network of fifty layers and a handful of images: a
+few crops leave most weights to the prior, and noise in all layers at once would drown every prediction. For the
+same reason the evidence of the crops alone would put the prior precision far too low, so it is taken from the
+trained weights, whose spread is what they were drawn with if the prior is right. One crop stands for many of
+the images that the network was trained on, which is what `scale` says.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +29,10 @@ from posthoc_uq.demo.pictures import (
 from posthoc_uq.heads.prediction import ClassPrediction
 
 
+TRAINING_IMAGES = 1_281_167
+"""Images that the network was trained on: the training set of ImageNet."""
+
+
 class PhotosResult(NamedTuple):
     """Predictions for the pictures shown, and the network's own probability of espresso for the coffee."""
 
@@ -38,9 +49,14 @@ def run(output: Path, seed: int = 0, crops: int = 96, n_samples: int = 20) -> Ph
     espresso = espresso_probability(model, names)
     say(f"  scikit-image's coffee photo: espresso {espresso:.3f}")
 
-    with step(f"uq.fit(model, crops): {crops} random crops of {len(FIT_PHOTOS)} photos, no labels"):
+    with step(f"uq.fit(model, crops, layers='last'): {crops} crops of {len(FIT_PHOTOS)} photos, no labels"):
         images = random_crops([photo(name) for name in FIT_PHOTOS], crops, seed)
-        posterior = uq.fit(model, images.split(16), seed=seed, progress=False)
+        prior = 1 / float(model.get_parameter("classifier.weight").detach().square().mean())
+        posterior = uq.fit(
+            model, images.split(16), layers="last", prior_precision=prior, seed=seed, progress=False
+        )
+    posterior.scale = TRAINING_IMAGES
+    say(f"  prior precision {prior:.0f} (as wide as the trained weights), scale {TRAINING_IMAGES:,} images")
     path = output / "photos.inf.h5"
     uq.save(posterior, path)
     say(f"  {path}: {path.stat().st_size / 1e6:.1f} MB")
