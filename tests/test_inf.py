@@ -249,3 +249,15 @@ def test_eigenvectors_when_torch_does_not_converge(monkeypatch):
     values, vectors = eigh_descending(gram)
     torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close((vectors * values.unsqueeze(1)) @ vectors.mT, gram, atol=1e-10, rtol=1e-10)
+
+
+def test_eigenvectors_of_a_gram_with_dead_inputs():
+    """Inputs that are always zero are unit eigenvectors; the basis stays orthonormal and complete."""
+    rows = torch.randn(40, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows[:, [0, 3, 4, 11]] = 0
+    gram = (rows.T @ rows).unsqueeze(0)
+    values, vectors = eigh_descending(gram)
+    torch.testing.assert_close(values[0], torch.linalg.eigvalsh(gram[0]).flip(0).clamp(min=0), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(vectors[0].T @ vectors[0], torch.eye(12, dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close((vectors * values.unsqueeze(1)) @ vectors.mT, gram, atol=1e-10, rtol=1e-10)
+    assert (values[0, -4:] == 0).all()

@@ -66,16 +66,16 @@ class InformationFactor(Factor):
         groups, width_g, width_a = self._roots.shape
         weights = self._scaled(self._scaled(as_double(self._inverse)))
         first = _contract_pairs(weights, as_double(self._input_basis))
+        # Unpacked on the small side, so that what follows copies whole (a, a) blocks.
+        first = first[..., _pair_index(width_a, first.device).flatten()]
         packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
-        index_g, index_a = _pair_index(width_g, packed.device), _pair_index(width_a, packed.device)
-        full = packed[:, index_g.flatten()][:, :, index_a.flatten()]
-        full = full.reshape(groups, width_g, width_g, width_a, width_a).transpose(2, 3)
+        packed = packed.reshape(groups, packed.shape[1], width_a, width_a)
+        index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
+        full = packed.new_empty(groups, width_g, width_a, width_g, width_a)
+        for row in range(width_g):
+            block = packed[:, index[row]] * roots.unsqueeze(-2) * roots[:, row].reshape(groups, 1, -1, 1)
+            full[:, row] = block.transpose(1, 2)
         full = full.reshape(groups, width_g * width_a, width_g * width_a)
-        roots = as_double(self._roots).flatten(1)
-        if full.requires_grad or roots.requires_grad:
-            full = full * roots.unsqueeze(-1) * roots.unsqueeze(-2)
-            return full + torch.eye(full.shape[-1], dtype=full.dtype, device=full.device)
-        full.mul_(roots.unsqueeze(-1)).mul_(roots.unsqueeze(-2))
         full.diagonal(dim1=-2, dim2=-1).add_(1.0)
         return full
 

@@ -34,7 +34,18 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
         )
     symmetric = (gram + gram.transpose(-1, -2)) / 2
-    values, vectors = _eigh(symmetric)
+    # Inputs that are always zero (padding that no window leaves) have unit eigenvectors, and trip eigensolvers.
+    live = symmetric.diagonal(dim1=-2, dim2=-1)[0] > 0
+    if symmetric.shape[0] > 1 or bool(live.all()):
+        values, vectors = _eigh(symmetric)
+    else:
+        order = torch.cat([(~live).nonzero().flatten(), live.nonzero().flatten()])
+        dead = symmetric.shape[-1] - int(live.sum())
+        values, vectors = torch.zeros_like(symmetric[..., 0]), torch.eye(len(live)).to(symmetric).unsqueeze(0)
+        inner_values, inner_vectors = _eigh(symmetric[:, order[dead:]][:, :, order[dead:]])
+        values[:, dead:] = inner_values.to(values)
+        vectors[:, dead:, dead:] = inner_vectors.to(vectors)
+        vectors = vectors[:, torch.argsort(order)]
     return values.flip(-1).clamp(min=0).to(gram), vectors.flip(-1).to(gram)
 
 
