@@ -111,7 +111,7 @@ def fit(
         batch = reader.read(first)
         autocast = torch.is_autocast_enabled(device.type)
         prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
-    noise_source = "given" if noise_variance is not None else "1, since the loader gives no targets"
+    noise_source = "1, since the loader gives no targets" if finds_noise else "given"
     if finds_noise:
         with isolated_random_state(seed):
             noise = residual_variance(prepared.capture, loader, settings)

@@ -106,7 +106,7 @@ class Categorical(Likelihood):
         return _wide(outputs).softmax(1) - F.one_hot(targets.long(), outputs.shape[1])
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
-        u = uniforms(keys, draw + 1)[:, draw:].to(outputs.device)
+        u = _exact(uniforms(keys, draw + 1)[:, draw:], outputs)
         cumulative = _wide(outputs).softmax(1).to(u.dtype).cumsum(1)
         return (
             torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1).clamp_(max=outputs.shape[1] - 1)
@@ -148,13 +148,13 @@ class Bernoulli(Likelihood):
         return _wide(outputs).sigmoid() - targets.to(outputs.device).reshape(outputs.shape)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
-        u = uniforms(keys, draw + 1)[:, draw].to(outputs.device)
+        u = _exact(uniforms(keys, draw + 1)[:, draw], outputs)
         return (u < _wide(outputs).sigmoid().flatten()).long()
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
         # E_y (p - y)^2 = p (1 - p)
-        p = _wide(outputs).sigmoid()
-        yield (p * (1 - p)).sqrt()
+        logits = _wide(outputs)
+        yield (logits.sigmoid() * (-logits).sigmoid()).sqrt()
 
 
 class Gaussian(Likelihood):
@@ -234,6 +234,13 @@ class Gaussian(Likelihood):
             yield factor.reshape(outputs.shape)
 
 
+def _exact(numbers: Tensor, outputs: Tensor) -> Tensor:
+    """Float64 numbers on the outputs' device, in float32 where it has nothing wider."""
+    return numbers.to(
+        device=outputs.device, dtype=torch.float32 if outputs.device.type == "mps" else torch.float64
+    )
+
+
 def _wide(outputs: Tensor) -> Tensor:
     """Half precision outputs as float32: a softmax's tail is lost below that."""
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
@@ -251,6 +258,8 @@ def resolve_likelihood(
         PosthocUQError: the name is unknown, or a noise is given for something that has none.
     """
     if isinstance(likelihood, Likelihood):
+        if noise_variance is not None:
+            raise PosthocUQError("A Likelihood object brings its own noise; leave noise_variance out.")
         return likelihood
     if likelihood not in _BY_NAME:
         raise PosthocUQError(

@@ -176,7 +176,7 @@ class _Search:
                 shaped = (
                     targets.reshape(outputs.shape[1:])
                     if isinstance(self.posterior.likelihood, Gaussian)
-                    else targets.flatten()
+                    else targets.flatten().long()
                 )
                 log_prob = predict(outputs, self.posterior).log_prob(shaped)
                 total -= float(log_prob.double().sum())
@@ -234,6 +234,7 @@ class _Search:
                     options={"xatol": 0.03, "maxiter": max_evaluations},
                 )
                 objective(0.0)
+                objective(1.0)
                 edge = False
             else:
                 interval, limits = self._interval(name, best)
@@ -275,7 +276,8 @@ class _Search:
             raise PosthocUQError(
                 f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
             )
-        evidence = maximise_evidence(posterior)
+        if posterior.record.tuning.get("prior precision") != "given":
+            self.trials = maximise_evidence(posterior, per_layer=isinstance(posterior.prior_precision, dict))
         posterior.temperature = 1.0
         predictor = self._predictor()
         logits: list[Tensor] = []
@@ -285,7 +287,7 @@ class _Search:
                 outputs = predictor.outputs(*batch.args, **batch.kwargs)
                 posterior.likelihood.check(outputs[0], labels)
                 logits.append(outputs.cpu())
-                targets.append(labels.cpu().flatten())
+                targets.append(labels.cpu().flatten().long())
         stacked, labels = torch.cat(logits, dim=1), torch.cat(targets)
 
         def objective(temperature: float) -> float:
@@ -297,7 +299,6 @@ class _Search:
         found, edge = search_decades(objective, (-1.0, 1.5), (-3.0, 4.0), 0.005, 40)
         posterior.temperature = found
         posterior.record.tuning["temperature"] = "validation NLL"
-        self.trials.at_edge += evidence.at_edge
         if edge:
             self.trials.at_edge.append(f"temperature = {found:.3g}")
             warn_edges(self.trials)

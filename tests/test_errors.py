@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.likelihoods import Gaussian
 
 SAMPLES = 10
 
@@ -323,6 +324,15 @@ def test_wrapping_the_wrong_model() -> None:
     )
     _refused(PosthocUQError, "at least 1", lambda: uq.wrap(_net(), posterior, n_samples=0))
     assert uq.wrap(_net(), posterior, n_samples=2)(_x()).probs.shape == (SAMPLES, 3)
+
+
+def test_a_likelihood_object_brings_its_noise() -> None:
+    gaussian = Gaussian(0.3)
+    _refused(PosthocUQError, "brings its own noise", lambda: _fit(likelihood=gaussian, noise_variance=0.1))
+    x = _x()
+    posterior = uq.fit(nn.Linear(4, 1), [(x, x[:, 0])], likelihood=gaussian, progress=False)
+    assert posterior.record.tuning["noise variance"] == "given"
+    assert posterior.noise_variance.tolist() == [0.3]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")

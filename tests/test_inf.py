@@ -257,7 +257,27 @@ def test_eigenvectors_of_a_gram_with_dead_inputs():
     rows[:, [0, 3, 4, 11]] = 0
     gram = (rows.T @ rows).unsqueeze(0)
     values, vectors = eigh_descending(gram)
-    torch.testing.assert_close(values[0], torch.linalg.eigvalsh(gram[0]).flip(0).clamp(min=0), atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(vectors[0].T @ vectors[0], torch.eye(12, dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        values[0], torch.linalg.eigvalsh(gram[0]).flip(0).clamp(min=0), atol=1e-10, rtol=1e-10
+    )
+    torch.testing.assert_close(
+        vectors[0].T @ vectors[0], torch.eye(12, dtype=torch.float64), atol=1e-12, rtol=0
+    )
     torch.testing.assert_close((vectors * values.unsqueeze(1)) @ vectors.mT, gram, atol=1e-10, rtol=1e-10)
     assert (values[0, -4:] == 0).all()
+
+
+def test_a_grid_too_large_is_halved_and_said(trained, monkeypatch):
+    """Nothing computed is lost: the rank is halved until the small system fits, and the layer is named."""
+    monkeypatch.setattr("posthoc_uq.inference.laplace.GRID_LIMIT", 8 * 60**2)
+    with pytest.warns(UserWarning, match=r"Layer '0': rank 100 .* is kept instead"):
+        posterior = _fit(trained, "inf", rank=100)
+    for block in posterior.blocks.values():
+        assert block.eigenvalues.numel() <= 60
+
+
+def test_copies_of_inputs_are_said_to_share_labels(trained):
+    model, x, _ = trained
+    copies = x[:4].repeat(50, 1)
+    with pytest.warns(UserWarning, match="copies of others"):
+        uq.fit(model, [copies], prior_precision=1.0, progress=False)

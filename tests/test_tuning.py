@@ -157,7 +157,14 @@ def test_temperature_leaves_the_prior_to_the_evidence(classifier):
     for temperature in np.logspace(-1, 1, 21):
         posterior.temperature = float(temperature)
         assert -uq.wrap(model, posterior, n_samples=10, seed=0)(x).log_prob(y).mean().item() >= best - 1e-4
-    assert all("temperature" in trial for trial in trials.trials)
+    assert any("temperature" in trial for trial in trials.trials)
+    assert any("prior precision" in trial for trial in trials.trials)
+    posterior.prior_precision, posterior.record.tuning["prior precision"] = 123.0, "given"
+    uq.tune(posterior, held_out, temperature=True, progress=False)
+    assert posterior.prior_precision == 123.0
+    uq.tune(posterior, per_layer=True)
+    uq.tune(posterior, held_out, temperature=True, progress=False)
+    assert isinstance(posterior.prior_precision, dict)
 
 
 def test_regression_on_held_out_data(regression):
@@ -227,3 +234,65 @@ def test_mistakes_are_named(classifier, regression):
     gaussian = uq.fit(other, [(x, y)], likelihood="regression", progress=False)
     with pytest.raises(PosthocUQError, match="logits"):
         uq.tune(gaussian, [(x, y)], temperature=True, progress=False)
+
+
+@pytest.mark.parametrize("shape", [(60,), (60, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_binary_labels_of_every_form(shape, dtype):
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).to(dtype).reshape(shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    posterior = uq.fit(model, [(x, y)], val_loader=[(x, y)], likelihood="binary", progress=False)
+    assert posterior.record.tuning["prior precision"] == "validation NLL"
+    uq.tune(posterior, [(x, y)], temperature=True, progress=False)
+    assert posterior.temperature > 0
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_noise_scale_is_a_refit_at_another_noise(regression, fisher):
+    """Multiplying the noise after the fit gives the precision, and the evidence, of a fit at that noise."""
+    model, x, y = regression
+    options = {
+        "likelihood": "regression",
+        "fisher": fisher,
+        "method": "full",
+        "prior_precision": 0.7,
+        "progress": False,
+    }
+    moved = uq.fit(model, [(x, y)], noise_variance=0.5, **options)
+    moved.noise_scale = 4.0
+    refitted = uq.fit(model, [(x, y)], noise_variance=2.0, **options)
+    torch.testing.assert_close(moved.log_determinant(), refitted.log_determinant(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        moved.log_marginal_likelihood(), refitted.log_marginal_likelihood(), rtol=1e-9, atol=1e-7
+    )
+
+
+def test_extreme_units_do_not_lose_the_fit():
+    """Targets of 1e-8 make some probes of the evidence impossible to factorise; the search goes on without them."""
+    model, x, y = _regression()
+    with torch.no_grad():
+        model[2].weight *= 1e-8
+        model[2].bias *= 1e-8
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimum may lie at the edge of the search
+        for method in ("inf", "full"):
+            posterior = uq.fit(model, [(x, y * 1e-8)], method=method, likelihood="regression", progress=False)
+            assert np.isfinite(posterior.log_marginal_likelihood().item())
+
+
+def test_a_layer_without_evidence_is_said_to_be_at_an_edge():
+    """Behind a head of zeros the evidence of a layer is monotone: no value may pass for an optimum."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        x = torch.randn(50, 3)
+    with torch.no_grad():
+        model[2].weight.zero_()
+        model[2].bias.zero_()
+    posterior = uq.fit(model, [(x, torch.arange(50) % 2)], prior_precision=1.0, progress=False)
+    with pytest.warns(UserWarning, match=r"'2'"):
+        trials = uq.tune(posterior, per_layer=True)
+    assert any("'2'" in name for name in trials.at_edge)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.loaders import Batch, BatchReader, batches
+from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import sample_keys
+
+KEYS_KEPT = 65536  # inputs whose hashes are remembered, to tell a data set of copies
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,19 @@ class Summary:
         samples: samples swept over.
         log_likelihood: sum of ``log p(y | x)`` at the trained weights, or None where labels were missing.
         outputs: outputs of one sample.
+        keys: hashes of the first inputs.
     """
 
     samples: int = 0
     log_likelihood: float | None = 0.0
     outputs: int = 0
+    keys: set[int] = field(default_factory=lambda: set[int]())
+
+    @property
+    def repetitive(self) -> bool:
+        """Whether most of the first inputs are copies of others, as far as they were looked at."""
+        looked_at = min(self.samples, KEYS_KEPT)
+        return looked_at >= 100 and 2 * len(self.keys) < looked_at
 
 
 def sweep(
@@ -93,6 +104,8 @@ def _sweep_batch(
     except PosthocUQError as error:
         raise PosthocUQError(f"Batch {index}: {error}") from None
     keys = sample_keys(batch.tensors(), samples, settings.seed)
+    if summary.samples < KEYS_KEPT:
+        summary.keys.update(keys[: KEYS_KEPT - summary.samples].tolist())
     gradients = list(likelihood.gradients(outputs, batch.targets, keys, settings.fisher, settings.n_samples))
     for number, gradient in enumerate(gradients):
         rows: dict[str, Tensor] = {}
@@ -105,7 +118,7 @@ def _sweep_batch(
     if batch.targets is None or summary.log_likelihood is None:
         summary.log_likelihood = None
     else:
-        summary.log_likelihood += float(likelihood.log_prob(outputs, batch.targets).double().sum())
+        summary.log_likelihood += float(as_double(likelihood.log_prob(outputs, batch.targets)).sum())
 
 
 def _feed(
@@ -160,14 +173,8 @@ def residual_variance(capture: Capture, loader: Iterable[Any], settings: SweepSe
                 return None
             outputs = batch.call(capture.twin)
             unit.check(outputs, batch.targets)
-            squares = (
-                unit.residuals(outputs, batch.targets)
-                .double()
-                .square()
-                .reshape(outputs.shape[0], -1)
-                .sum(0)
-                .cpu()
-            )
+            residuals = as_double(unit.residuals(outputs, batch.targets))
+            squares = residuals.square().reshape(outputs.shape[0], -1).sum(0).cpu()
             total = squares if total is None else total + squares
             samples += outputs.shape[0]
     if total is None:

@@ -23,7 +23,8 @@ def step(text: str) -> Generator[None, None, None]:
 
 @contextmanager
 def one_thread() -> Generator[None, None, None]:
-    """For networks so small that dividing their work takes longer than doing it."""
+    """Compute on one core: small networks lose time to dividing their work, and on a busy machine threads that
+    wait for each other lose far more. It also makes the demo print the same numbers whatever the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -198,6 +198,9 @@ def _figure(predictions: dict[str, dict[str, ClassPrediction]], inputs: dict[str
     calibration = {name: (by_set["test digits"].probs, labels) for name, by_set in shown.items()}
     scores = {
         f"entropy, {PLAIN}": {name: p.entropy() for name, p in predictions[PLAIN].items()},
+        f"mutual information, {TUNED}": {
+            name: p.mutual_information() for name, p in predictions[TUNED].items()
+        },
         f"epistemic(), {TUNED}": {name: p.epistemic() for name, p in predictions[TUNED].items()},
     }
     return digits_figure(calibration, scores, _examples(predictions[TUNED], inputs, labels))
@@ -215,11 +218,12 @@ def _examples(
         for index in indices:
             truth = f"{int(labels[index])} → " if name == "test digits" else "→ "
             caption = f"{truth}{int(classes[index, 0])} ({float(probabilities[index, 0]):.0%})"
+            information = float(prediction.mutual_information()[index])
             epistemic = float(prediction.epistemic()[index])
-            examples.append(Example(inputs[name][index], caption, epistemic, group))
+            examples.append(Example(inputs[name][index], caption, information, epistemic, group))
 
     digits = predictions["test digits"]
-    add("test digits", "test digits", [0, 1, 2])
+    add("test digits", "test digits", [int((labels == digit).nonzero()[0]) for digit in (2, 4, 6)])
     add("test digits", "least certain", digits.entropy().topk(3).indices.tolist())
     for name in inputs:
         if name != "test digits":

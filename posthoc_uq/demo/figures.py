@@ -7,10 +7,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from PIL import Image
 from torch import Tensor
 
 from posthoc_uq.metrics import calibration_bins, expected_calibration_error, ood_auroc
+
+FLOOR = 1e-5
+"""Smaller scores are drawn here."""
 
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")
 GREY = "#595959"
@@ -23,6 +27,7 @@ class Example(NamedTuple):
 
     image: Tensor
     caption: str
+    mutual_information: float
     epistemic: float
     group: str
 
@@ -51,8 +56,8 @@ def digits_figure(
         scores: by panel, by data set (the familiar one first), scores (inputs,).
         examples: in the order in which they are shown; neighbours of one group share a heading.
     """
-    figure = _figure(13.5, 6.6)
-    upper, lower = np.asarray(figure.subfigures(2, 1, height_ratios=(2.9, 1)))
+    figure = _figure(15, 7.2)
+    upper, lower = np.asarray(figure.subfigures(2, 1, height_ratios=(2.3, 1)))
     panels = upper.subplots(1, 1 + len(scores))
     _reliability(panels[0], calibration)
     for axes, (title, sets) in zip(panels[1:], scores.items(), strict=True):
@@ -60,11 +65,12 @@ def digits_figure(
     tiles = lower.subplots(1, len(examples))
     shown = ""
     for axes, example in zip(tiles, examples, strict=True):
-        axes.imshow(example.image.squeeze(0), cmap="gray_r", vmin=0, vmax=1)
+        axes.imshow(example.image.squeeze(0).numpy(), cmap="gray_r", vmin=0, vmax=1)
         heading = "" if example.group == shown else example.group
         shown = example.group
         axes.set_title(heading, loc="left", fontsize=10, fontweight="bold")
-        axes.set_xlabel(f"{example.caption}\nepistemic {example.epistemic:.2g}", fontsize=9)
+        numbers = f"mut. inf. {example.mutual_information:.2f}\nepistemic {example.epistemic:.1f}"
+        axes.set_xlabel(f"{example.caption}\n{numbers}", fontsize=9)
         _bare(axes, "#BBBBBB")
     return figure
 
@@ -115,7 +121,7 @@ def _reliability(axes: Axes, calibration: Mapping[str, tuple[Tensor, Tensor]], b
 def _histogram(axes: Axes, title: str, sets: Mapping[str, Tensor]) -> None:
     """Shares of the inputs on a logarithmic axis: the first set filled, the others with their AUROC."""
     familiar = next(iter(sets.values()))
-    logs = {name: np.log10(values.double().clamp(min=1e-6).numpy()) for name, values in sets.items()}
+    logs = {name: np.log10(values.double().clamp(min=FLOOR).numpy()) for name, values in sets.items()}
     edges = np.linspace(min(v.min() for v in logs.values()), max(v.max() for v in logs.values()) + 1e-9, 31)
     for index, (name, values) in enumerate(logs.items()):
         share = np.histogram(values, edges)[0] / len(values)
@@ -125,11 +131,11 @@ def _histogram(axes: Axes, title: str, sets: Mapping[str, Tensor]) -> None:
         if index == 0:
             axes.stairs(share, 10.0**edges, color=colour, fill=True, alpha=0.25)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="score", ylabel="share of images", ylim=(0, None))
     axes.set_title(title, fontsize=11)
-    axes.margins(y=0.3)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.35)
     _clean(axes)
 
 

@@ -12,6 +12,7 @@ from posthoc_uq.demo.console import one_thread
 from posthoc_uq.demo.digits import network
 
 
+@one_thread()  # as in the process to compare with: another number of threads sums in another order
 def main(arguments: list[str]) -> None:
     """Read the posterior, the network's weights and images; write the predicted probabilities."""
     posterior_path, weights_path, images_path, probs_path, n_samples, seed = arguments
@@ -21,8 +22,7 @@ def main(arguments: list[str]) -> None:
     posterior = uq.load(posterior_path, model)
     predictor = uq.wrap(model, posterior, head="sampling", n_samples=int(n_samples), seed=int(seed))
     images = torch.load(images_path, weights_only=True)
-    with one_thread():  # as in the process to compare with: another number of threads sums in another order
-        torch.save(predictor(images).probs, probs_path)
+    torch.save(predictor(images).probs, probs_path)
 
 
 if __name__ == "__main__":

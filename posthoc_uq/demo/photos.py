@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.demo.console import say, step, table
+from posthoc_uq.demo.console import one_thread, say, step, table
 from posthoc_uq.demo.figures import Tile, photos_figure
 from posthoc_uq.demo.imagenet import class_names, efficientnet_lite0
 from posthoc_uq.demo.pictures import (
@@ -28,7 +28,6 @@ from posthoc_uq.demo.pictures import (
 )
 from posthoc_uq.heads.prediction import ClassPrediction
 
-
 TRAINING_IMAGES = 1_281_167
 """Images that the network was trained on: the training set of ImageNet."""
 
@@ -41,6 +40,7 @@ class PhotosResult(NamedTuple):
     espresso: float
 
 
+@one_thread()
 def run(output: Path, seed: int = 0, crops: int = 96, n_samples: int = 20) -> PhotosResult:
     """The photos part; leaves the picture and the posterior in ``output``."""
     output.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,11 @@ def _report(shown: list[Picture], prediction: ClassPrediction, names: list[str])
     kinds = list(dict.fromkeys(picture.kind for picture in shown))
     members = {kind: torch.tensor([picture.kind == kind for picture in shown]) for kind in kinds}
     rows = [[kind, *(float(score[members[kind]].mean()) for score in scores)] for kind in kinds]
-    say(table(["kind", "entropy", "mutual inf.", "epistemic"], rows, digits=2) + "\n")
+    say(table(["kind", "entropy", "mutual inf.", "epistemic"], rows, digits=2))
+    say(
+        "  Mutual information is low for what the fit has seen and high for all else, new photos included:\n"
+        f"  {len(FIT_PHOTOS)} photos are few. A real use fits on images from where the model will work.\n"
+    )
 
 
 def _top(prediction: ClassPrediction, index: int, names: list[str]) -> list[tuple[str, float]]:

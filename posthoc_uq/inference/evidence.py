@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from scipy.optimize import minimize, minimize_scalar
 
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
@@ -132,14 +132,26 @@ def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials) -> None:
 
 
 def _search_prior(posterior: Posterior, blocks: list[str], label: str, trials: Trials) -> float:
+    failure: NonFiniteError | None = None
+
     def objective(tau: float) -> float:
-        value = 0.5 * sum(float(posterior.occam_factor(name, _everywhere(posterior, tau))) for name in blocks)
+        nonlocal failure
+        try:
+            prior = _everywhere(posterior, tau)
+            value = 0.5 * sum(float(posterior.occam_factor(name, prior)) for name in blocks)
+        except NonFiniteError as error:  # a probe far from any optimum that has no Cholesky factor
+            failure, value = error, float("inf")
         trials.trials.append(
             {"prior precision" + label: tau, "log marginal likelihood less log likelihood": -value}
         )
         return value
 
     tau, edge = search_decades(objective, START, LIMITS)
+    if failure is not None and objective(tau) == float("inf"):
+        raise NonFiniteError(
+            "No prior precision gives a precision matrix that can be factorised; rescale the targets or inputs "
+            "to about unit size, or give prior_precision=...."
+        ) from failure
     if edge:
         trials.at_edge.append(f"prior precision{label} = {tau:.3g}")
     return tau

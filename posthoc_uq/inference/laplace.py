@@ -7,6 +7,7 @@ second for the eigenvalues and the exact diagonal in them.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log, pi
@@ -29,12 +30,12 @@ from posthoc_uq.curvature.sweep import Summary, SweepSettings, sweep
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import kept_entries, sparsify
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.posteriors.base import Evidence, Posterior, Record
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.information import Correction
+from posthoc_uq.posteriors.information import Correction, InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
@@ -42,6 +43,7 @@ from posthoc_uq.randomness import isolated_random_state, mixed_seed
 OVERSAMPLING = 10  # directions beyond those wanted (Halko, Martinsson, Tropp 2011)
 SKETCH_FACTOR = 4  # with basis="auto", a side is sketched from this many times the sketch's width on
 FULL_LIMIT = 4 * 2**30  # bytes that a dense posterior's float64 Fisher may take
+GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
 
 
 @dataclass
@@ -97,6 +99,13 @@ class Run:
                 f"The loader gave {self.summary.samples} samples in the first sweep and {summary.samples} in "
                 f"the next; "
                 f"it must give the same data every time."
+            )
+        if self.settings.fisher == "mc" and summary.repetitive and not self.summary.samples:
+            warnings.warn(
+                "Most inputs are copies of others. A label drawn with fisher='mc' belongs to its input, so that copies "
+                "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'.",
+                UserWarning,
+                stacklevel=2,
             )
         self.summary = summary
         self.seconds[description] = time.perf_counter() - start
@@ -162,17 +171,39 @@ def fit_inf(run: Run) -> dict[str, Block]:
 
     def build() -> dict[str, Block]:
         return {
-            name: sparsify(
-                *bases.pop(name),
+            name: _fitting_grid(
+                name,
+                bases.pop(name),
                 rotated[name].mean(samples),
                 squares.pop(name).mean(samples),
-                run.options.rank,
-                run.options.correction,
+                run.options,
             )
             for name in run.layers
         }
 
     return run.timed("sparsification", build)
+
+
+def _fitting_grid(
+    name: str, bases: tuple[Tensor, Tensor], eigenvalues: Tensor, diagonal: Tensor, options: LaplaceOptions
+) -> InformationBlock:
+    """The sparsified layer, at half the rank as often as it takes for its small system to fit in memory."""
+    rank = kept_entries(options.rank, (diagonal.shape[0], diagonal.shape[1], diagonal.shape[2]))
+    asked = rank
+    while True:
+        block = sparsify(*bases, eigenvalues, diagonal, rank, options.correction)
+        groups, width_g, width_a = block.eigenvalues.shape
+        if 8 * groups * (width_g * width_a) ** 2 <= GRID_LIMIT:
+            break
+        rank = rank // 2
+    if rank < asked:
+        warnings.warn(
+            f"Layer '{name}': rank {asked} selects a grid whose small system would take more than "
+            f"{GRID_LIMIT / 2**30:.0f} GiB; rank {rank} is kept instead. Fit with a smaller rank.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return block
 
 
 def fit_full(run: Run) -> dict[str, Block]:
@@ -226,20 +257,23 @@ def laplace(method: str, run: Run, model: nn.Module) -> Posterior:
         members,
         {name: parameter.detach() for name, parameter in model.named_parameters()},
         run.settings.likelihood,
-        _evidence(run.summary, run.settings.likelihood),
+        _evidence(run),
         Record(fit=fit, deterministic=dict(run.prepared.deterministic)),
     )
     posterior.model = model
     return posterior
 
 
-def _evidence(summary: Summary, likelihood: Likelihood) -> Evidence:
+def _evidence(run: Run) -> Evidence:
+    summary, likelihood = run.summary, run.settings.likelihood
     evidence = Evidence(summary.samples, summary.log_likelihood)
+    evidence.noise_power = 2 if run.settings.fisher == "empirical" else 1
     if isinstance(likelihood, Gaussian) and summary.log_likelihood is not None:
         noise = likelihood.noise_variance.expand(summary.outputs)
         constant = float((noise.log() + log(2 * pi)).sum()) * summary.samples
         evidence.targets = summary.samples * summary.outputs
-        evidence.squared_residuals = -2 * summary.log_likelihood - constant
+        # What is left of the log likelihood; rounding can leave a little less than nothing.
+        evidence.squared_residuals = max(0.0, -2 * summary.log_likelihood - constant)
     return evidence
 
 

@@ -35,12 +35,15 @@ class Evidence:
             labels.
         squared_residuals: sum of squared residuals over their noise variance (regression), else 0.
         targets: number of target values (regression), else 0.
+        noise_power: the Fisher goes as this power of the noise precision: 1, but 2 for the empirical Fisher,
+            whose residuals are data and do not shrink with the noise.
     """
 
     samples: int
     log_likelihood: float | None = None
     squared_residuals: float = 0.0
     targets: int = 0
+    noise_power: int = 1
 
     def at_noise(self, noise_scale: float | Tensor) -> float | Tensor:
         """The log likelihood with every noise variance multiplied by `noise_scale`."""
@@ -78,9 +81,10 @@ class Record:
 class Posterior:
     """A Gaussian ``N(mean, P^-1)`` over the weights of some layers, independent between blocks.
 
-    ``P = scale / noise_scale * I + prior_precision`` per block, with the Fisher information ``I`` in the form
-    of the method. `scale`, `prior_precision`, `residual_weight`, `noise_scale` and `temperature` are plain
-    attributes; setting one re-factors lazily, and never needs the data again.
+    ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
+    Fisher), with the Fisher information ``I`` in the form of the method. `scale`, `prior_precision`,
+    `residual_weight`, `noise_scale` and `temperature` are plain attributes; setting one re-factors lazily, and
+    never needs the data again.
 
     Attributes:
         method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"`` or ``"full"``.
@@ -349,7 +353,7 @@ class Posterior:
                     for n in inner
                 ]
                 prior = torch.cat(parts).reshape(1, 1, -1)
-        return Settings(self.scale / noise, prior, self.residual_weight)
+        return Settings(self.scale / noise**self.evidence.noise_power, prior, self.residual_weight)
 
     def _block_shape(self, block: str) -> tuple[int, int, int]:
         inner = self.members[block]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.errors import CorruptPosteriorError
+from posthoc_uq.posteriors.numerics import as_double
 
 Shape = tuple[int, int, int]
 
@@ -143,5 +144,5 @@ def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> in
 
 
 def log_sum(values: Tensor) -> Tensor:
-    """Sum of logarithms in float64, where the device has it."""
-    return values.log().double().sum() if values.device.type != "mps" else values.log().sum()
+    """Sum of logarithms, in float64: the evidence is a small difference of such sums over millions of weights."""
+    return as_double(values).log().sum()

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+from posthoc_uq.posteriors.numerics import as_double
 
 
 class DiagonalFactor(Factor):
     """A diagonal precision ``(G, m, n)``."""
 
-    def __init__(self, precision: Tensor) -> None:
-        self.precision = precision
+    def __init__(self, precision: Tensor, like: Tensor) -> None:
+        self.precision = precision.to(like)
+        self._log_determinant = log_sum(precision)
 
     def transform(self, noise: Tensor) -> Tensor:
         return noise * self.precision.rsqrt()
@@ -28,7 +30,7 @@ class DiagonalFactor(Factor):
         return rows @ rows.T
 
     def log_determinant(self) -> Tensor:
-        return log_sum(self.precision)
+        return self._log_determinant
 
     def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
         return torch.einsum("goi,rgi->rgo", self.precision.reciprocal(), mean.square() + second)
@@ -43,7 +45,8 @@ class DiagonalBlock(Block):
         self.diagonal = diagonal
 
     def factor(self, settings: Settings) -> DiagonalFactor:
-        return DiagonalFactor(settings.scale * self.diagonal + settings.prior_precision)
+        precision = settings.scale * as_double(self.diagonal) + settings.prior_precision
+        return DiagonalFactor(precision, self.diagonal)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"diagonal": self.diagonal}

@@ -15,7 +15,7 @@ L x L system ``I + M``, ``M = V^T H V``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from posthoc_uq.posteriors.numerics import as_double, cholesky
 Correction = Literal["rescale", "clamp", "none"]
 CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
 
+_STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
 _CHUNK = 2**20  # numbers in a temporary of the contractions below
 
 
@@ -35,12 +36,18 @@ class InformationFactor(Factor):
     """``P = V V^T + H^-1`` with the Cholesky factor ``R R^T = I + M``; shapes as in `InformationBlock`."""
 
     def __init__(
-        self, input_basis: Tensor, output_basis: Tensor, roots: Tensor, shrink: Tensor | None, inverse: Tensor
+        self,
+        input_basis: Tensor,
+        output_basis: Tensor,
+        roots: Tensor,
+        shrink: Tensor | None,
+        precision: Tensor,
     ) -> None:
         self._input_basis = input_basis
         self._output_basis = output_basis
         self._roots = roots  # sqrt(scale * lambda), (G, g, a)
-        self._inverse = inverse  # H, (G, m, n)
+        self._inverse = precision.reciprocal().to(input_basis)  # H, (G, m, n)
+        self._log_diagonal = log_sum(precision)
         self._shrink = shrink  # s, or None for 1
         self._root = cholesky(self._identity_plus_m())
 
@@ -54,8 +61,9 @@ class InformationFactor(Factor):
 
     def _lift(self, cores: Tensor) -> Tensor:
         """``V y`` of cores ``(q, G, L)``: ``(q, G, m, n)``."""
-        inner = cores.reshape(cores.shape[0], *self._roots.shape) * self._roots
-        return self._scaled(self._output_basis @ inner @ self._input_basis.transpose(-1, -2))
+        inner = cores.reshape(cores.shape[0], *self._roots.shape) * self._roots.to(cores)
+        bases = self._output_basis.to(cores), self._input_basis.to(cores).transpose(-1, -2)
+        return self._scaled(bases[0] @ inner @ bases[1])
 
     def _identity_plus_m(self) -> Tensor:
         """``I + V^T H V`` in float64, ``(G, L, L)``.
@@ -85,15 +93,18 @@ class InformationFactor(Factor):
 
     def transform(self, noise: Tensor) -> Tensor:
         # P^-1 = H^1/2 (I + W W^T)^-1 H^1/2 with W = H^1/2 V, and for K = R^-T (I + R)^-1
-        # (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1. One noise instead of two, and stiff directions lose
-        # only half the digits.
-        half = self._inverse.sqrt()
-        columns = self._columns(self._project(half * noise))
+        # (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1. Rounding of W^T e spreads over all directions, relative to
+        # the stiffest, so that stiff layers are drawn in float64.
+        diagonal = self._root.diagonal(dim1=-2, dim2=-1)
+        stiff = diagonal.numel() > 0 and float(diagonal.max()) ** 2 > _STIFF
+        own = as_double(noise) if stiff else noise
+        half = self._inverse.to(own).sqrt()
+        columns = self._columns(self._project(half * own))
         lower = self._root + torch.eye(self._root.shape[-1], dtype=self._root.dtype, device=self._root.device)
         columns = torch.linalg.solve_triangular(lower, columns, upper=False)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
-        correction = self._lift(columns.permute(2, 0, 1).to(noise))
-        return half * (noise - half * correction)
+        correction = self._lift(columns.permute(2, 0, 1).to(own))
+        return (half * (own - half * correction)).to(noise)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
         # In float64, as M is: two large numbers cancel along stiff directions.
@@ -107,50 +118,57 @@ class InformationFactor(Factor):
 
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
-        diagonal = log_sum(self._inverse)
-        return small.to(diagonal) - diagonal
+        return small.to(self._log_diagonal) + self._log_diagonal
 
-    def _row_cores(self) -> Tensor:
-        """``sum_gg' Ug[o g] Ug[o g'] C[g., g'.]`` with ``C = lambda^1/2 (I + M)^-1 lambda^1/2``, packed over
-        pairs: ``(G, m, pairs)``.
+    def _row_roots(self) -> Tensor:
+        """``T_o``, ``(G, m, a, a)``: row ``o``'s covariance is ``H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``.
+
+        Triangular factors of ``R^-1 diag(sqrt(scale lambda)) (U_g[o] x I)``. Squares of them lose nothing where an
+        explicit inverse of ``I + M`` would cancel.
         """
         groups, width_g, width_a = self._roots.shape
-        roots = as_double(self._roots).flatten(1)
-        core = torch.cholesky_inverse(self._root).mul_(roots.unsqueeze(-1)).mul_(roots.unsqueeze(-2))
-        core = core.reshape(groups, width_g, width_a, width_g, width_a)
-        g0, g1 = torch.triu_indices(width_g, width_g, device=core.device)
-        a0, a1 = torch.triu_indices(width_a, width_a, device=core.device)
-        twice = torch.where(g0 == g1, 1.0, 2.0).to(core)
-        # (G, pairs of g, pairs of a); the mean of both orders, since C[g a, g' a'] and C[g a', g' a] differ.
-        packed = (
-            core[:, g0.unsqueeze(1), a0, g1.unsqueeze(1), a1]
-            + core[:, g0.unsqueeze(1), a1, g1.unsqueeze(1), a0]
+        size = width_g * width_a
+        eye = torch.eye(size, dtype=self._root.dtype, device=self._root.device).expand(groups, size, size)
+        inverse = torch.linalg.solve_triangular(self._root, eye, upper=False)
+        inverse = (inverse * as_double(self._roots).flatten(1).unsqueeze(1)).reshape(
+            groups, size, width_g, width_a
         )
-        return (_pairs(as_double(self._output_basis)) * twice) @ (packed / 2)
+        basis = as_double(self._output_basis)
+        roots: list[Tensor] = []
+        step = max(1, _CHUNK // max(1, groups * size * width_a))
+        for start in range(0, basis.shape[1], step):
+            rows = torch.einsum("grk,glka->grla", basis[:, start : start + step], inverse)
+            roots.append(torch.linalg.qr(rows, mode="r").R)
+        return torch.cat(roots, dim=1)
+
+    def _rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """``T_o U_a^T diag(s H)_o`` for chunks of rows: ``(G, rows, n, a)``."""
+        roots, basis = self._row_roots(), as_double(self._input_basis)
+        scaled = self._scaled(as_double(self._inverse))
+        step = max(1, _CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
+        for start in range(0, scaled.shape[1], step):
+            rows = slice(start, start + step)
+            lifted = basis.unsqueeze(1) @ roots[:, rows].transpose(-1, -2)
+            yield rows, lifted * scaled[:, rows].unsqueeze(-1)
 
     def variance(self) -> Tensor:
-        cores = self._row_cores()
-        a0, a1 = torch.triu_indices(self._roots.shape[-1], self._roots.shape[-1], device=cores.device)
-        cores = cores * torch.where(a0 == a1, 1.0, 2.0).to(cores)
-        reduction = cores @ _pairs(as_double(self._input_basis)).transpose(-1, -2)
         inverse = as_double(self._inverse)
-        return (inverse - self._scaled(inverse).square() * reduction).to(self._inverse)
+        found = inverse.clone()
+        for rows, lifted in self._rows():
+            found[:, rows] -= lifted.square().sum(-1)
+        # A diagonal entry of an inverse is at least the inverse of the diagonal entry.
+        low_rank = as_double(self._output_basis).square() @ as_double(self._roots).square()
+        low_rank = low_rank @ as_double(self._input_basis).square().transpose(-1, -2)
+        floor = 1 / (1 / inverse + self._scaled(self._scaled(low_rank)))
+        return torch.maximum(found, floor).to(self._inverse)
 
     def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
-        width_a, wide, basis = self._roots.shape[-1], as_double(mean), as_double(self._input_basis)
-        cores = self._row_cores()[..., _pair_index(width_a, wide.device).flatten()]
-        cores = cores.reshape(*cores.shape[:2], width_a, width_a)
-        inverse = as_double(self._inverse)
-        scaled = self._scaled(inverse)
-        outputs: list[Tensor] = []
-        step = max(1, _CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * width_a))
-        for first in range(0, scaled.shape[1], step):
-            rows = slice(first, first + step)
-            shaped = scaled[:, rows].unsqueeze(-1) * basis.unsqueeze(1)  # (G, rows, n, a)
-            inner = torch.einsum("rgi,goia->rgoa", wide, shaped)
-            outputs.append(torch.einsum("rgoa,goab,rgob->rgo", inner, cores[:, rows], inner))
-        exact = torch.einsum("goi,rgi->rgo", inverse, wide.square()) - torch.cat(outputs, dim=2)
-        return (exact + torch.einsum("goi,rgi->rgo", as_double(self.variance()), as_double(second))).to(mean)
+        wide = as_double(mean)
+        found = torch.einsum("goi,rgi->rgo", as_double(self._inverse), wide.square())
+        for rows, lifted in self._rows():
+            found[:, :, rows] -= torch.einsum("rgi,goia->rgoa", wide, lifted).square().sum(-1)
+        spread = torch.einsum("goi,rgi->rgo", as_double(self.variance()), as_double(second))
+        return (found.clamp(min=0) + spread).to(mean)
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._inverse, self._root))
@@ -184,30 +202,34 @@ class InformationBlock(Block):
         self.correction: Correction = correction
 
     def low_rank_diagonal(self) -> Tensor:
-        """``l``, the diagonal of the low-rank part before any correction, ``(G, m, n)``."""
-        inner = self.output_basis.square() @ self.eigenvalues
-        return inner @ self.input_basis.square().transpose(-1, -2)
+        """``l``, the diagonal of the low-rank part before any correction, ``(G, m, n)``, in float64.
+
+        ``D`` is the difference of ``l`` and ``d``, and what rounding leaves of it would count scale times.
+        """
+        inner = as_double(self.output_basis).square() @ as_double(self.eigenvalues)
+        return inner @ as_double(self.input_basis).square().transpose(-1, -2)
 
     def shrink(self) -> Tensor | None:
         """``s``, ``(G, m, n)``, or None where it is 1 everywhere."""
         if self.correction != "rescale":
             return None
         low_rank = self.low_rank_diagonal()
-        ratio = self.diagonal / low_rank.clamp(min=torch.finfo(low_rank.dtype).tiny)
-        return torch.where(low_rank > 0, ratio.sqrt().clamp(max=1.0), torch.ones_like(ratio))
+        ratio = as_double(self.diagonal) / low_rank.clamp(min=torch.finfo(low_rank.dtype).tiny)
+        return torch.where(low_rank > 0, ratio.sqrt().clamp(max=1.0), torch.ones_like(ratio)).to(
+            self.diagonal
+        )
 
     def residual(self) -> Tensor:
-        """``D``, ``(G, m, n)``."""
+        """``D``, ``(G, m, n)``, in float64."""
         if self.correction == "none":
-            return torch.zeros_like(self.diagonal)
-        return (self.diagonal - self.low_rank_diagonal()).clamp(min=0)
+            return torch.zeros_like(as_double(self.diagonal))
+        return (as_double(self.diagonal) - self.low_rank_diagonal()).clamp(min=0)
 
     def factor(self, settings: Settings) -> InformationFactor:
-        precision = settings.scale * settings.residual_weight * self.residual() + settings.prior_precision
+        residual = self.residual() * settings.residual_weight
+        precision = settings.scale * residual + settings.prior_precision
         roots = self.eigenvalues.sqrt() * settings.scale**0.5
-        return InformationFactor(
-            self.input_basis, self.output_basis, roots, self.shrink(), precision.reciprocal()
-        )
+        return InformationFactor(self.input_basis, self.output_basis, roots, self.shrink(), precision)
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -256,17 +278,19 @@ class InformationBlock(Block):
         if shrink is not None:
             vectors = vectors * shrink.flatten(1).unsqueeze(-1)
         low_rank = (vectors * self.eigenvalues.flatten(1).unsqueeze(1)) @ vectors.transpose(-1, -2)
-        return scale * (low_rank + residual_weight * torch.diag_embed(self.residual().flatten(1)))
+        residual = self.residual().to(low_rank).flatten(1)
+        return scale * (low_rank + residual_weight * torch.diag_embed(residual))
 
     def summary(self) -> dict[str, Any]:
-        excess = (self.low_rank_diagonal() - self.diagonal).clamp(min=0)
-        norm = torch.linalg.vector_norm(self.diagonal).clamp(min=torch.finfo(excess.dtype).tiny)
+        diagonal = as_double(self.diagonal)
+        excess = (self.low_rank_diagonal() - diagonal).clamp(min=0)
+        norm = torch.linalg.vector_norm(diagonal).clamp(min=torch.finfo(excess.dtype).tiny)
         return {
             "a": self.eigenvalues.shape[-1],
             "g": self.eigenvalues.shape[-2],
             "kept": int((self.eigenvalues > 0).sum()),
-            "corrected": float((excess > 0).float().mean()),
-            "change": float(torch.linalg.vector_norm(excess) / norm),
+            "corrected": 0.0 if self.correction == "none" else float((excess > 0).float().mean()),
+            "change": 0.0 if self.correction == "none" else float(torch.linalg.vector_norm(excess) / norm),
         }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+from posthoc_uq.posteriors.numerics import as_double
 
 
 class KroneckerFactor(Factor):
@@ -22,7 +23,8 @@ class KroneckerFactor(Factor):
     def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
         self._input_basis = input_basis
         self._output_basis = output_basis
-        self.precision = precision
+        self.precision = precision.to(input_basis)
+        self._log_determinant = log_sum(precision)
 
     def transform(self, noise: Tensor) -> Tensor:
         return self._output_basis @ (noise * self.precision.rsqrt()) @ self._input_basis.transpose(-1, -2)
@@ -37,7 +39,7 @@ class KroneckerFactor(Factor):
         return rows @ rows.T
 
     def log_determinant(self) -> Tensor:
-        return log_sum(self.precision)
+        return self._log_determinant
 
     def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
         squares = torch.einsum("rgi,gia->rga", mean, self._input_basis).square()
@@ -61,7 +63,7 @@ class _EigenbasisBlock(Block):
         raise AssertionError("each family defines its own eigenvalues")
 
     def factor(self, settings: Settings) -> KroneckerFactor:
-        precision = settings.scale * self.eigenvalues_matrix() + settings.prior_precision
+        precision = settings.scale * as_double(self.eigenvalues_matrix()) + settings.prior_precision
         return KroneckerFactor(self.input_basis, self.output_basis, precision)
 
     def attributes(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "samples": evidence.samples,
                 "squared_residuals": evidence.squared_residuals,
                 "targets": evidence.targets,
+                "noise_power": evidence.noise_power,
                 **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
             },
             "record": {
@@ -148,6 +149,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 None if log_likelihood is None else float(log_likelihood),
                 float(evidence["squared_residuals"]),
                 int(evidence["targets"]),
+                int(evidence["noise_power"]),
             ),
             Record(dict(record["fit"]), dict(record["deterministic"]), dict(record["tuning"])),
         )
