@@ -120,7 +120,6 @@ def fit(
             noise_source = "mean squared residual of the training data"
     posterior = laplace(method, Run(prepared, loader, settings, options, device), model)
     del prepared
-    return_freed_memory()
     if isinstance(law, Gaussian):
         posterior.record.tuning["noise variance"] = noise_source
     posterior.residual_weight = residual_weight
@@ -138,6 +137,7 @@ def fit(
             batch_to_targets=batch_to_targets,
             progress=progress,
         )
+    return_freed_memory()
     return posterior
 
 

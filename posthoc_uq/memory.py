@@ -8,7 +8,7 @@ import ctypes
 def return_freed_memory() -> None:
     """Ask the C library for its free heap pages back.
 
-    glibc keeps them after a fit: some hundred MiB beside a ResNet, which a deployed ensemble would rather have.
+    glibc keeps them: some hundred MiB after a fit or after drawing an ensemble of a ResNet.
     Does nothing where the C library has no such call.
     """
     try:

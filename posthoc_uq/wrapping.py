@@ -7,6 +7,7 @@ from torch import nn
 
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import unwrap
 
@@ -43,7 +44,9 @@ def wrap(
     if head not in HEADS:
         raise PosthocUQError(f"head must be one of {HEADS}, not {head!r}.")
     check_match(model, posterior)
-    return SamplingPredictor(model, posterior, n_samples, seed, generator)
+    predictor = SamplingPredictor(model, posterior, n_samples, seed, generator)
+    return_freed_memory()
+    return predictor
 
 
 def check_match(model: nn.Module, posterior: Posterior) -> None:

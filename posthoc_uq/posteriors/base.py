@@ -21,8 +21,8 @@ from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.randomness import mixed_seed
 
-_DRAW_BYTES = 32 * 2**20  # noise that `sample` holds at once beyond the draws themselves
-_CACHE_BYTES = 64 * 2**20  # factorised blocks that a posterior keeps
+_DRAW_BYTES = 16 * 2**20  # noise that `sample` holds at once beyond the draws themselves
+_CACHE_BYTES = 16 * 2**20  # factorised blocks that a posterior keeps
 
 
 @dataclass
@@ -217,7 +217,8 @@ class Posterior:
                 noise = [
                     _normals(mixed_seed(seed, index), shape, like) for seed in seeds[start : start + chunk]
                 ]
-                out[start : start + len(noise)] = factor.transform(torch.stack(noise))
+                stacked = torch.stack(noise) if len(noise) > 1 else noise[0].unsqueeze(0)
+                out[start : start + len(noise)] = factor.transform(stacked)
             yield from self._split(name, out)
 
     def variance(self) -> dict[str, Tensor]:

@@ -63,7 +63,8 @@ class InformationFactor(Factor):
         """``V y`` of cores ``(q, G, L)``: ``(q, G, m, n)``."""
         inner = cores.reshape(cores.shape[0], *self._roots.shape) * self._roots.to(cores)
         bases = self._output_basis.to(cores), self._input_basis.to(cores).transpose(-1, -2)
-        return self._scaled(bases[0] @ inner @ bases[1])
+        lifted = bases[0] @ inner @ bases[1]
+        return lifted if self._shrink is None else lifted.mul_(self._shrink.to(lifted))
 
     def _identity_plus_m(self) -> Tensor:
         """``I + V^T H V`` in float64, ``(G, L, L)``.
@@ -103,8 +104,9 @@ class InformationFactor(Factor):
         lower = self._root + torch.eye(self._root.shape[-1], dtype=self._root.dtype, device=self._root.device)
         columns = torch.linalg.solve_triangular(lower, columns, upper=False)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
-        correction = self._lift(columns.permute(2, 0, 1).to(own))
-        return (half * (own - half * correction)).to(noise)
+        drawn = self._lift(columns.permute(2, 0, 1).to(own))
+        # half * (own - half * drawn), in place: these are the largest temporaries of a prediction's set-up
+        return drawn.mul_(half).neg_().add_(own).mul_(half).to(noise)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
         # In float64, as M is: two large numbers cancel along stiff directions.
