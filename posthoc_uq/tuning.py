@@ -16,7 +16,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.sampling import SamplingPredictor, predict
+from posthoc_uq.heads.prediction import predict
+from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.evidence import Trials, maximise_evidence, search_decades, warn_edges
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import BatchFunction, BatchReader, batches, check_reusable

@@ -23,10 +23,11 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import sparsify
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.posteriors.base import Evidence, Posterior
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
+from posthoc_uq.posteriors.record import Evidence
 
 CASES = [
     ("diagonal", "", 0, 1.0),

@@ -24,12 +24,13 @@ import posthoc_uq.storage.sandbox as sandbox
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers import Layer, describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from posthoc_uq.posteriors.base import Evidence, Posterior, Record
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
+from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.state import posterior_state
 from posthoc_uq.storage import inspect, load, save, userblock
 

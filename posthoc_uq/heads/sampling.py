@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from posthoc_uq.heads.prediction import Prediction, predict
 from posthoc_uq.loaders import output_tensor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate, unwrap
-
-Prediction = ClassPrediction | RegressionPrediction
 
 
 class SamplingPredictor(nn.Module):
@@ -91,24 +87,3 @@ class SamplingPredictor(nn.Module):
             PosthocUQError: the likelihood is one that no prediction is defined for.
         """
         return predict(self.outputs(*args, **kwargs), self._posterior)
-
-
-def predict(outputs: Tensor, posterior: Posterior) -> Prediction:
-    """The prediction from outputs of several draws, ``(draws, batch, ...)``."""
-    likelihood = posterior.likelihood
-    if isinstance(likelihood, Categorical):
-        return ClassPrediction.from_logits(outputs)
-    if isinstance(likelihood, Bernoulli):
-        return ClassPrediction.from_logits(outputs, binary=True)
-    if isinstance(likelihood, Gaussian):
-        noise = cast(Tensor, posterior.noise_variance).to(outputs.device)
-        return RegressionPrediction.from_samples(outputs, noise.squeeze(0) if noise.numel() == 1 else noise)
-    raise PosthocUQError(_no_prediction(likelihood))
-
-
-def _no_prediction(likelihood: Likelihood) -> str:
-    return (
-        f"There is no prediction for likelihood {likelihood.name!r}; take the draws' outputs with "
-        f"predictor.outputs(...) "
-        f"and summarise them yourself."
-    )

@@ -31,13 +31,14 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import kept_entries, sparsify
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.posteriors.base import Evidence, Posterior, Record
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import Correction, InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom
+from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 
 OVERSAMPLING = 10  # directions beyond those wanted (Halko, Martinsson, Tropp 2011)

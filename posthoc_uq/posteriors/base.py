@@ -7,7 +7,6 @@ What heads, the tuner and the store need, and no more; see `Posterior`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from math import log
 from typing import Any, cast
 
@@ -18,64 +17,12 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
+from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.randomness import mixed_seed
 
 _DRAW_BYTES = 16 * 2**20  # noise that `sample` holds at once beyond the draws themselves
 _CACHE_BYTES = 16 * 2**20  # factorised blocks that a posterior keeps
-
-
-@dataclass
-class Evidence:
-    """What the fit saw of the data, for the log marginal likelihood.
-
-    Attributes:
-        samples: training samples.
-        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise of the fit; None without
-            labels.
-        squared_residuals: sum of squared residuals over their noise variance (regression), else 0.
-        targets: number of target values (regression), else 0.
-        noise_power: the Fisher goes as this power of the noise precision: 1, but 2 for the empirical Fisher,
-            whose residuals are data and do not shrink with the noise.
-    """
-
-    samples: int
-    log_likelihood: float | None = None
-    squared_residuals: float = 0.0
-    targets: int = 0
-    noise_power: int = 1
-
-    def at_noise(self, noise_scale: float | Tensor) -> float | Tensor:
-        """The log likelihood with every noise variance multiplied by `noise_scale`."""
-        if self.log_likelihood is None:
-            raise PosthocUQError(
-                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw "
-                "no labels; "
-                "fit with a loader that yields (inputs, targets)."
-            )
-        if self.targets == 0:
-            return self.log_likelihood
-        logarithm = noise_scale.log() if isinstance(noise_scale, Tensor) else log(noise_scale)
-        return (
-            self.log_likelihood
-            + 0.5 * self.squared_residuals * (1 - 1 / noise_scale)
-            - 0.5 * self.targets * logarithm
-        )
-
-
-@dataclass
-class Record:
-    """What a posterior remembers of how it came to be; `report` prints it.
-
-    Attributes:
-        fit: plain values: method options, seed, timings in seconds.
-        deterministic: parameters without a posterior, each with the reason.
-        tuning: how each hyperparameter was chosen, in words.
-    """
-
-    fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    deterministic: dict[str, str] = field(default_factory=lambda: dict[str, str]())
-    tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
 
 
 class Posterior:

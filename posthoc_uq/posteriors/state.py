@@ -16,12 +16,13 @@ from torch import Tensor
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import likelihood_from_attributes
-from posthoc_uq.posteriors.base import Evidence, Posterior, Record
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
+from posthoc_uq.posteriors.record import Evidence, Record
 
 BLOCK_KINDS: dict[str, type[Block]] = {
     kind.kind: kind

@@ -1,0 +1,250 @@
+"""Class probabilities together with their uncertainty.
+
+A prediction keeps a few tensors per input and never the weight samples it came from, so predictions of many
+batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN that
+the model produced stays a NaN in the rows it belongs to and does not disturb the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.samples import at_least_float32, entropy_of, mean_and_variance, shape_text
+
+
+class TopK(NamedTuple):
+    """The `k` most probable classes per input, most probable first; both tensors are (batch, k)."""
+
+    probabilities: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassPrediction:
+    """Class probabilities of a batch and how far the weights disagree about them.
+
+    Attributes:
+        probs: (batch, classes), the predictive probabilities: the mean over the weights of softmax(logits).
+        logits_mean: (batch, classes), mean of the logits over the weights; (batch, 1) for a binary model,
+            which has a single logit.
+        logits_variance: same shape, the functional variance of the logits.
+        sample_entropy: (batch,), mean over the weights of the entropy in nats, or None from a head that has
+            no access to it.
+        log_probs: (batch, classes), log of `probs` where a head knows it better than float32 probabilities
+            can say (they underflow below 1e-45); None means log(probs).
+
+    Raises:
+        PosthocUQError: the shapes do not fit each other.
+    """
+
+    probs: Tensor
+    logits_mean: Tensor
+    logits_variance: Tensor
+    sample_entropy: Tensor | None = None
+    log_probs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.probs.ndim != 2 or self.probs.shape[1] < 2:
+            raise PosthocUQError(
+                f"probs must be (batch, classes) with at least 2 classes, not {shape_text(self.probs)}; "
+                "a binary model has the columns 1 - p and p."
+            )
+        inputs, classes = self.probs.shape
+        binary = classes == 2 and self.logits_mean.shape == (inputs, 1)
+        logits_shape = (inputs, 1) if binary else (inputs, classes)
+        for name, tensor, expected in (
+            ("logits_mean", self.logits_mean, logits_shape),
+            ("logits_variance", self.logits_variance, logits_shape),
+            ("sample_entropy", self.sample_entropy, (inputs,)),
+            ("log_probs", self.log_probs, (inputs, classes)),
+        ):
+            if tensor is not None and tensor.shape != expected:
+                raise PosthocUQError(
+                    f"{name} has shape {shape_text(tensor)} where {expected} is needed, "
+                    f"because probs has {shape_text(self.probs)}."
+                )
+        for name in ("probs", "logits_mean", "logits_variance", "sample_entropy", "log_probs"):
+            value: Tensor | None = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, at_least_float32(value))
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, *, binary: bool = False) -> ClassPrediction:
+        """Average over weight samples (Monte Carlo estimate of the predictive distribution).
+
+        `probs = 1/S sum_s softmax(logits_s)`. The variance of the logits is the unbiased estimate (divided
+        by S - 1); with a single sample it is 0, for one point says nothing about spread.
+
+        Args:
+            logits: (samples, batch, classes); with `binary` (samples, batch) or (samples, batch, 1), the
+                log odds of class 1. A logit of minus infinity (a masked class) has probability 0 and counts
+                as certain: variance 0.
+            binary: the model has one Bernoulli logit; the prediction then has the two classes 0 and 1.
+
+        Raises:
+            PosthocUQError: wrong number of dimensions, no sample, fewer than two classes, integer logits.
+        """
+        logits = at_least_float32(logits)
+        if binary:
+            if logits.ndim == 2:
+                logits = logits.unsqueeze(-1)
+            if logits.ndim != 3 or logits.shape[-1] != 1:
+                raise PosthocUQError(
+                    f"binary logits must be (samples, batch) or (samples, batch, 1), not {shape_text(logits)}."
+                )
+            log_probs = torch.cat(
+                [torch.nn.functional.logsigmoid(-logits), torch.nn.functional.logsigmoid(logits)], dim=-1
+            )
+        else:
+            if logits.ndim != 3 or logits.shape[-1] < 2:
+                raise PosthocUQError(
+                    "logits must be (samples, batch, classes) with at least 2 classes, not "
+                    f"{shape_text(logits)}; for one Bernoulli logit pass binary=True."
+                )
+            log_probs = torch.log_softmax(logits, dim=-1)
+        mean, variance = mean_and_variance(logits)
+        probs = log_probs.exp()
+        return cls(
+            probs=probs.mean(dim=0),
+            logits_mean=mean,
+            # minus infinity in every sample gives the NaN of inf - inf
+            logits_variance=torch.where(torch.isneginf(mean), torch.zeros_like(variance), variance),
+            sample_entropy=entropy_of(probs).mean(dim=0),
+            log_probs=torch.logsumexp(log_probs, dim=0) - math.log(logits.shape[0]),
+        )
+
+    def __len__(self) -> int:
+        """Number of inputs."""
+        return self.probs.shape[0]
+
+    def __repr__(self) -> str:
+        return f"ClassPrediction(inputs={len(self)}, classes={self.probs.shape[1]})"
+
+    def entropy(self) -> Tensor:
+        """(batch,), in nats: total uncertainty, the entropy of the mean probabilities, -sum_c p_c log p_c."""
+        return entropy_of(self.probs)
+
+    def expected_entropy(self) -> Tensor:
+        """(batch,), in nats: the part that noise in the labels explains, E_w[H(p(y | x, w))].
+
+        Raises:
+            PosthocUQError: the head that made this prediction does not give it.
+        """
+        if self.sample_entropy is None:
+            raise PosthocUQError(
+                "This prediction holds no expected entropy, because its head does not look at single weight "
+                'samples; use head="sampling" for expected entropy and mutual information.'
+            )
+        return self.sample_entropy
+
+    def mutual_information(self) -> Tensor:
+        """(batch,), in nats: what knowing the weights would tell about the label, I[y; w | x].
+
+        The difference of `entropy` and `expected_entropy`, never below 0 (Houlsby et al., "Bayesian Active
+        Learning for Classification and Preference Learning", 2011; there called BALD).
+
+        Raises:
+            PosthocUQError: the head that made this prediction gives no expected entropy.
+        """
+        return (self.entropy() - self.expected_entropy()).clamp(min=0)
+
+    def epistemic(self) -> Tensor:
+        """(batch,): what the weights do not know, the mean over classes of the variance of the logits."""
+        return self.logits_variance.mean(dim=-1)
+
+    def max_probability(self) -> Tensor:
+        """(batch,): the probability of the predicted class, the usual confidence."""
+        return self.probs.amax(dim=-1)
+
+    def predicted(self) -> Tensor:
+        """(batch,), int64: the most probable class."""
+        return self.probs.argmax(dim=-1)
+
+    def top_k(self, k: int) -> TopK:
+        """The `k` most probable classes, most probable first.
+
+        Raises:
+            PosthocUQError: `k` is below 1 or above the number of classes.
+        """
+        classes = self.probs.shape[1]
+        if not 1 <= k <= classes:
+            raise PosthocUQError(f"top_k needs k between 1 and the {classes} classes, not {k}.")
+        probabilities, labels = self.probs.topk(k, dim=-1)
+        return TopK(probabilities, labels)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(batch,), in nats: log of the mean probability of the given classes.
+
+        Args:
+            targets: (batch,), integer labels.
+
+        Raises:
+            PosthocUQError: wrong shape, labels that are not integers or out of range.
+        """
+        inputs, classes = self.probs.shape
+        if targets.shape != (inputs,) or targets.is_floating_point() or targets.is_complex():
+            raise PosthocUQError(
+                f"log_prob needs {inputs} integer labels of shape ({inputs},), not {targets.dtype} of shape "
+                f"{shape_text(targets)}."
+            )
+        # checked here because an index out of range on a GPU ends the process's use of it
+        if inputs and not bool(((targets >= 0) & (targets < classes)).all()):
+            raise PosthocUQError(f"log_prob needs labels between 0 and {classes - 1}.")
+        log_probs = self.probs.log() if self.log_probs is None else self.log_probs
+        index = targets.to(device=log_probs.device, dtype=torch.int64).unsqueeze(-1)
+        return log_probs.gather(-1, index).squeeze(-1)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, with the scores that follow from them; what is unknown is left out."""
+        values = {
+            "probs": self.probs,
+            "logits_mean": self.logits_mean,
+            "logits_variance": self.logits_variance,
+            "predicted": self.predicted(),
+            "entropy": self.entropy(),
+            "epistemic": self.epistemic(),
+        }
+        if self.sample_entropy is not None:
+            values["expected_entropy"] = self.sample_entropy
+            values["mutual_information"] = self.mutual_information()
+        return values
+
+    def to(self, device: torch.device | str) -> ClassPrediction:
+        """The same prediction with its tensors on `device`."""
+        return ClassPrediction(
+            self.probs.to(device),
+            self.logits_mean.to(device),
+            self.logits_variance.to(device),
+            None if self.sample_entropy is None else self.sample_entropy.to(device),
+            None if self.log_probs is None else self.log_probs.to(device),
+        )
+
+    @staticmethod
+    def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:
+        """Predictions of several batches as one, in order; what one of them lacks, the whole lacks.
+
+        Raises:
+            PosthocUQError: nothing to join, or numbers of classes or of logits that differ.
+        """
+        if not predictions:
+            raise PosthocUQError("cat needs at least one prediction.")
+        widths = {(p.probs.shape[1], p.logits_mean.shape[1]) for p in predictions}
+        if len(widths) > 1:
+            raise PosthocUQError(f"cat got predictions of different (classes, logits): {sorted(widths)}.")
+        entropies = [p.sample_entropy for p in predictions if p.sample_entropy is not None]
+        exact = any(p.log_probs is not None for p in predictions)
+        log_probs = [p.probs.log() if p.log_probs is None else p.log_probs for p in predictions]
+        return ClassPrediction(
+            torch.cat([p.probs for p in predictions]),
+            torch.cat([p.logits_mean for p in predictions]),
+            torch.cat([p.logits_variance for p in predictions]),
+            torch.cat(entropies) if len(entropies) == len(predictions) else None,
+            torch.cat(log_probs) if exact else None,
+        )

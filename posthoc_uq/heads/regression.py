@@ -1,0 +1,174 @@
+"""Regression means together with their uncertainty.
+
+A prediction keeps a few tensors per input and never the weight samples it came from, so predictions of many
+batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN that
+the model produced stays a NaN in the rows it belongs to and does not disturb the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.samples import at_least_float32, mean_and_variance, shape_text
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class RegressionPrediction:
+    """A Gaussian over each output, its variance split into what the weights and what the noise contribute.
+
+    Attributes:
+        mean: (batch,) or (batch, outputs), as the model gave it.
+        epistemic_variance: same shape, in squared units of the output: variance over the weights.
+        noise_variance: same shape once stored; a number, a tensor of shape (outputs,) or anything else that
+            broadcasts to `mean` is accepted. Variance of the observation noise.
+
+    Raises:
+        PosthocUQError: the shapes do not fit, or the noise variance is a negative number.
+    """
+
+    mean: Tensor
+    epistemic_variance: Tensor
+    noise_variance: Tensor
+
+    def __init__(self, mean: Tensor, epistemic_variance: Tensor, noise_variance: Tensor | float) -> None:
+        if mean.ndim not in (1, 2):
+            raise PosthocUQError(f"mean must be (batch,) or (batch, outputs), not {shape_text(mean)}.")
+        if epistemic_variance.shape != mean.shape:
+            raise PosthocUQError(
+                f"epistemic_variance has shape {shape_text(epistemic_variance)} but mean has {shape_text(mean)}."
+            )
+        mean, epistemic_variance = at_least_float32(mean), at_least_float32(epistemic_variance)
+        if not isinstance(noise_variance, Tensor) and not noise_variance >= 0:
+            raise PosthocUQError(f"noise_variance must be at least 0, not {noise_variance}.")
+        noise = torch.as_tensor(noise_variance, dtype=mean.dtype, device=mean.device)
+        try:
+            noise = noise.expand(mean.shape)
+        except RuntimeError:
+            raise PosthocUQError(
+                f"noise_variance of shape {shape_text(noise)} does not broadcast to the mean's {shape_text(mean)}."
+            ) from None
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "epistemic_variance", epistemic_variance)
+        object.__setattr__(self, "noise_variance", noise)
+
+    @classmethod
+    def from_samples(cls, outputs: Tensor, noise_variance: Tensor | float) -> RegressionPrediction:
+        """Mean and unbiased variance over weight samples; with a single sample the variance is 0.
+
+        Args:
+            outputs: (samples, batch) or (samples, batch, outputs), of the model under each weight sample.
+            noise_variance: see the class.
+
+        Raises:
+            PosthocUQError: wrong number of dimensions, no sample, or noise that does not fit.
+        """
+        if outputs.ndim not in (2, 3):
+            raise PosthocUQError(
+                f"outputs must be (samples, batch) or (samples, batch, outputs), not {shape_text(outputs)}."
+            )
+        mean, variance = mean_and_variance(at_least_float32(outputs))
+        return cls(mean, variance, noise_variance)
+
+    def __len__(self) -> int:
+        """Number of inputs."""
+        return self.mean.shape[0]
+
+    def __repr__(self) -> str:
+        outputs = "" if self.mean.ndim == 1 else f", outputs={self.mean.shape[1]}"
+        return f"RegressionPrediction(inputs={len(self)}{outputs})"
+
+    @property
+    def variance(self) -> Tensor:
+        """Shape of `mean`: total predictive variance, epistemic plus noise."""
+        return self.epistemic_variance + self.noise_variance
+
+    @property
+    def standard_deviation(self) -> Tensor:
+        """Shape of `mean`, in units of the output: square root of the total variance."""
+        return self.variance.sqrt()
+
+    def epistemic(self) -> Tensor:
+        """(batch,): what the weights do not know, the mean over outputs of the epistemic variance."""
+        return self.epistemic_variance if self.mean.ndim == 1 else self.epistemic_variance.mean(dim=-1)
+
+    def quantile(self, q: float) -> Tensor:
+        """Shape of `mean`: the value below which an observation falls with probability `q`.
+
+        Raises:
+            PosthocUQError: `q` is not strictly between 0 and 1.
+        """
+        if not 0 < q < 1:
+            raise PosthocUQError(f"quantile needs a probability strictly between 0 and 1, not {q}.")
+        return self.mean + NormalDist().inv_cdf(q) * self.standard_deviation
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Bounds, shaped like `mean`, between which an observation falls with probability `level`.
+
+        Raises:
+            PosthocUQError: `level` is not strictly between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise PosthocUQError(f"interval needs a level strictly between 0 and 1, not {level}.")
+        # the lower tail keeps its digits for levels so close to 1 that (1 + level) / 2 rounds to 1
+        half_width = -NormalDist().inv_cdf((1 - level) / 2) * self.standard_deviation
+        return self.mean - half_width, self.mean + half_width
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(batch,), in nats: log density of the Gaussian with the total variance, summed over outputs.
+
+        Args:
+            targets: exactly the shape of `mean`, so that nothing broadcasts by accident.
+
+        Raises:
+            PosthocUQError: the shape differs, or the total variance is not positive somewhere.
+        """
+        if targets.shape != self.mean.shape:
+            raise PosthocUQError(
+                f"log_prob needs targets of shape {shape_text(self.mean)}, not {shape_text(targets)}."
+            )
+        variance = self.variance
+        if bool((variance <= 0).any()):
+            raise PosthocUQError("log_prob needs a positive variance; give a noise_variance above 0.")
+        residual = targets.to(device=self.mean.device, dtype=self.mean.dtype) - self.mean
+        density = -0.5 * (residual.square() / variance + variance.log() + math.log(2 * math.pi))
+        return density if density.ndim == 1 else density.sum(dim=-1)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, with the total variance."""
+        return {
+            "mean": self.mean,
+            "epistemic_variance": self.epistemic_variance,
+            "noise_variance": self.noise_variance,
+            "variance": self.variance,
+        }
+
+    def to(self, device: torch.device | str) -> RegressionPrediction:
+        """The same prediction with its tensors on `device`."""
+        return RegressionPrediction(
+            self.mean.to(device), self.epistemic_variance.to(device), self.noise_variance.to(device)
+        )
+
+    @staticmethod
+    def cat(predictions: Sequence[RegressionPrediction]) -> RegressionPrediction:
+        """Predictions of several batches as one, in order.
+
+        Raises:
+            PosthocUQError: nothing to join, or output shapes that differ.
+        """
+        if not predictions:
+            raise PosthocUQError("cat needs at least one prediction.")
+        shapes = {tuple(p.mean.shape[1:]) for p in predictions}
+        if len(shapes) > 1:
+            raise PosthocUQError(f"cat got predictions of different output shapes: {sorted(shapes)}.")
+        return RegressionPrediction(
+            torch.cat([p.mean for p in predictions]),
+            torch.cat([p.epistemic_variance for p in predictions]),
+            torch.cat([p.noise_variance for p in predictions]),
+        )

@@ -1,0 +1,64 @@
+"""What a posterior remembers besides its blocks: what the fit saw of the data, and how it came to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log
+from typing import Any
+
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+
+
+@dataclass
+class Evidence:
+    """What the fit saw of the data, for the log marginal likelihood.
+
+    Attributes:
+        samples: training samples.
+        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise of the fit; None without
+            labels.
+        squared_residuals: sum of squared residuals over their noise variance (regression), else 0.
+        targets: number of target values (regression), else 0.
+        noise_power: the Fisher goes as this power of the noise precision: 1, but 2 for the empirical Fisher,
+            whose residuals are data and do not shrink with the noise.
+    """
+
+    samples: int
+    log_likelihood: float | None = None
+    squared_residuals: float = 0.0
+    targets: int = 0
+    noise_power: int = 1
+
+    def at_noise(self, noise_scale: float | Tensor) -> float | Tensor:
+        """The log likelihood with every noise variance multiplied by `noise_scale`."""
+        if self.log_likelihood is None:
+            raise PosthocUQError(
+                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw "
+                "no labels; "
+                "fit with a loader that yields (inputs, targets)."
+            )
+        if self.targets == 0:
+            return self.log_likelihood
+        logarithm = noise_scale.log() if isinstance(noise_scale, Tensor) else log(noise_scale)
+        return (
+            self.log_likelihood
+            + 0.5 * self.squared_residuals * (1 - 1 / noise_scale)
+            - 0.5 * self.targets * logarithm
+        )
+
+
+@dataclass
+class Record:
+    """What a posterior remembers of how it came to be; `report` prints it.
+
+    Attributes:
+        fit: plain values: method options, seed, timings in seconds.
+        deterministic: parameters without a posterior, each with the reason.
+        tuning: how each hyperparameter was chosen, in words.
+    """
+
+    fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    deterministic: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
