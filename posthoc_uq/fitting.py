@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
@@ -10,24 +11,26 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.curvature.dryrun import Selection, prepare
+from posthoc_uq.curvature.dryrun import Selection, count_samples, prepare
 from posthoc_uq.curvature.statistics import DEFAULT_BUDGET
 from posthoc_uq.curvature.sweep import SweepSettings, residual_variance
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.laplace import FAMILIES, LaplaceOptions, Run, laplace
 from posthoc_uq.inference.sparsify import kept_entries
-from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood, resolve_likelihood
-from posthoc_uq.loaders import BatchFunction, BatchReader, check_reusable
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Fisher, Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import CORRECTIONS, Correction
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, statistics_dtype, unwrap
+from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.tuning import tune
 
 # Options that only some methods take, with their defaults.
 _OPTIONS: dict[str, dict[str, Any]] = {"inf": {"rank": 100, "basis": "auto", "correction": "rescale"}}
+_AGREEMENT = 0.8  # share of the trained model's own decisions that drawn models should share
 _BASES = ("auto", "exact", "sketch")
 
 
@@ -100,6 +103,7 @@ def fit(
     options = replace(options, memory_budget=_checked_budget(memory_budget))
     law = resolve_likelihood(likelihood, noise_variance)
     _check(fisher, n_samples, prior_precision)
+    check_loader(loader)
     model = unwrap(model)
     device = model_device(model)
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
@@ -125,6 +129,8 @@ def fit(
     posterior.residual_weight = residual_weight
     if isinstance(prior_precision, str):
         maximise_evidence(posterior)
+        if val_loader is None:
+            _warn_of_noise(posterior, batch, seed)
     else:
         posterior.prior_precision = prior_precision
         posterior.record.tuning["prior precision"] = "given"
@@ -139,6 +145,39 @@ def fit(
         )
     return_freed_memory()
     return posterior
+
+
+def _warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
+    """Say so where models drawn at the evidence no longer predict what the trained one does.
+
+    Laplace's evidence trusts a linear approximation; where weights outnumber the data by far, weights drawn at its
+    optimum lie outside of it.
+    """
+    if not isinstance(posterior.likelihood, (Categorical, Bernoulli, Gaussian)):
+        return
+    samples = count_samples(batch)
+    few = batch.narrow(0, min(samples, 64), samples)
+    with torch.no_grad():
+        trained = few.call(replicate(cast(nn.Module, posterior.model)))
+        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, 5, seed).outputs(
+            *few.args, **few.kwargs
+        )
+    if isinstance(posterior.likelihood, Gaussian):
+        noise = posterior.likelihood.noise(trained)
+        lost = bool(((drawn.mean(0) - trained).square().mean(0) > noise).any())
+    elif isinstance(posterior.likelihood, Bernoulli):
+        lost = bool((((drawn.sigmoid().mean(0) > 0.5) == (trained > 0)).float().mean()) < _AGREEMENT)
+    else:
+        same = drawn.softmax(-1).mean(0).argmax(-1) == trained.argmax(-1)
+        lost = bool(same.float().mean() < _AGREEMENT)
+    if lost:
+        warnings.warn(
+            "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
+            "what the trained one does: it has few data for its weights. Pass val_loader=..., restrict it with "
+            "layers='last', or give prior_precision=... (1 / mean squared weight is a start).",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _options(method: str, **given: Any) -> LaplaceOptions:

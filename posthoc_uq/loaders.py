@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from posthoc_uq.errors import PosthocUQError
@@ -163,6 +164,25 @@ def batches(
         yield reader.read(batch)
     if count == 0:
         raise PosthocUQError("The loader yields no batch; it needs at least one sample.")
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse what is data but no loader.
+
+    Raises:
+        PosthocUQError: a tensor, an array, a data set, or one pair of inputs and targets.
+    """
+    pair = isinstance(loader, tuple) and len(cast(tuple[Any, ...], loader)) == 2
+    pair = pair and all(isinstance(part, Tensor) for part in loader) and loader[0].ndim != loader[1].ndim
+    plain = isinstance(loader, (Tensor, Dataset, Mapping, str)) or hasattr(loader, "__array__")
+    if pair or plain:
+        kind = "one pair of inputs and targets" if pair else f"a {type(loader).__name__}"
+        raise PosthocUQError(
+            f"The loader is {kind}, not an iterable of batches; wrap the data in torch.utils.data.DataLoader, "
+            f"or pass a list of batches such as [(x, y)]."
+        )
+    if not isinstance(loader, Iterable):
+        raise PosthocUQError(f"The loader must be an iterable of batches, not a {type(loader).__name__}.")
 
 
 def check_reusable(loader: Iterable[Any], sweeps: int) -> None:

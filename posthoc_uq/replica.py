@@ -17,6 +17,8 @@ from posthoc_uq.errors import PosthocUQError
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or the model itself."""
+    if not isinstance(model, nn.Module):
+        raise PosthocUQError(f"The model must be a torch.nn.Module, not a {type(model).__name__}.")
     original = getattr(model, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else model
 

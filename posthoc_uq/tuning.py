@@ -6,14 +6,16 @@ Changing them re-factors small systems and never needs the training data again.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from math import log10
-from typing import Any
+from math import ceil, floor, log10
+from typing import Any, cast
 
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.prediction import predict
@@ -23,9 +25,10 @@ from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import BatchFunction, BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device
+from posthoc_uq.replica import model_device, replicate
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
+_INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _HYPERPARAMETERS = ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature")
 
 
@@ -93,8 +96,8 @@ def tune(
             n_samples,
             seed,
             BatchReader(_device(posterior), batch_to_inputs, batch_to_targets),
+            progress,
         )
-        search.progress = progress
         if temperature:
             return search.temperature()
         return search.coordinates(_chosen(posterior, parameters, noise), max_evaluations)
@@ -144,20 +147,26 @@ class _Search:
     """Coordinate search on held-out data; every evaluation draws with the same seed."""
 
     def __init__(
-        self, posterior: Posterior, loader: Iterable[Any], n_samples: int, seed: int, reader: BatchReader
+        self,
+        posterior: Posterior,
+        loader: Iterable[Any],
+        n_samples: int,
+        seed: int,
+        reader: BatchReader,
+        progress: bool,
     ) -> None:
         check_reusable(loader, 2)
         self.posterior = posterior
         self.trials = Trials()
-        self.progress = False
+        self._bar = tqdm(disable=not progress, desc="tuning", unit=" evaluations", leave=False)
         self._loader = loader
         self._n_samples = n_samples
         self._seed = seed
         self._reader = reader
 
-    def _batches(self, description: str) -> Iterator[tuple[Any, Tensor]]:
+    def _batches(self) -> Iterator[tuple[Any, Tensor]]:
         with isolated_random_state(self._seed):
-            for batch in batches(self._loader, self._reader, progress=self.progress, description=description):
+            for batch in batches(self._loader, self._reader):
                 if batch.targets is None:
                     raise PosthocUQError(
                         "Tuning on held-out data needs targets; val_loader yields inputs alone."
@@ -171,7 +180,7 @@ class _Search:
         """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters."""
         predictor, total, count = self._predictor(), 0.0, 0
         with torch.no_grad():
-            for batch, targets in self._batches("tuning"):
+            for batch, targets in self._batches():
                 outputs = predictor.outputs(*batch.args, **batch.kwargs)
                 self.posterior.likelihood.check(outputs[0], targets)
                 shaped = (
@@ -191,6 +200,7 @@ class _Search:
         except NonFiniteError:  # a draw of wild weights: a value no search keeps
             value = float("inf")
         value = value if value == value else float("inf")
+        self._bar.update()
         prior = posterior.prior_precision
         self.trials.trials.append(
             {
@@ -237,25 +247,69 @@ class _Search:
                 objective(0.0)
                 objective(1.0)
                 edge = False
+            elif name == "prior_precision":
+                edge = self._search_prior(objective, best, max_evaluations)
             else:
-                interval, limits = self._interval(name, best)
-                _, edge = search_decades(objective, interval, limits, 0.05, max_evaluations)
+                _, edge = search_decades(objective, (-2.0, 2.0), (-5.0, 5.0), 0.05, max_evaluations)
             improved = min(kept, key=lambda pair: pair[0])
-            if improved[0] < best_loss:
+            if improved[0] < best_loss - _INDIFFERENT:
                 best_loss, best = improved
                 if edge:
                     self.trials.at_edge.append(f"{name.replace('_', ' ')} = {_shown(best, name)}")
             self.posterior.record.tuning[name.replace("_", " ")] = "validation NLL"
         self._apply(best)
+        self._bar.close()
         warn_edges(self.trials)
+        self._compare_with_the_model_alone(best_loss)
         return self.trials
 
-    def _interval(self, name: str, base: dict[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
-        if name == "prior_precision":
-            prior = base["prior_precision"]
-            centre = 0.0 if isinstance(prior, dict) else log10(prior)  # per layer: a common factor
-            return (centre - 2.0, centre + 3.0), (centre - 6.0, centre + 7.0)
-        return (-2.0, 2.0), (-5.0, 5.0)
+    def _compare_with_the_model_alone(self, loss: float) -> None:
+        """Warn where even the best hyperparameters predict held-out data worse than the model without a posterior."""
+        twin, total, count = replicate(_model(self.posterior)), 0.0, 0
+        with torch.no_grad():
+            for batch, targets in self._batches():
+                outputs = batch.call(twin) / self.posterior.temperature
+                total -= float(self.posterior.likelihood.log_prob(outputs, targets).sum())
+                count += outputs.shape[0]
+        self.trials.model_alone = total / count
+        if loss > total / count + 0.02:
+            warnings.warn(
+                f"The best validation NLL found, {loss:.4g}, is worse than the model's own, {total / count:.4g}: the "
+                f"drawn weights do not serve this model. Restrict the posterior (layers='last') or give it more data.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _search_prior(
+        self, objective: Callable[[float], float], base: dict[str, Any], max_evaluations: int
+    ) -> bool:
+        """Every decade from below the evidence to well above the weights' own precision, then the best one finely.
+
+        Where drawn weights are noise the loss is flat, so a local search from the evidence would stay there.
+        """
+        prior, means = base["prior_precision"], list(self.posterior.mean.values())
+        squares = sum(float(m.detach().square().sum()) for m in means) / sum(m.numel() for m in means)
+        own = -log10(max(squares, 1e-30))
+        if isinstance(prior, dict):  # per layer: a common factor
+            values = cast(dict[str, float], prior).values()
+            shift = sum(log10(v) for v in values) / len(values)
+        else:
+            shift = 0.0
+        centre = shift if isinstance(prior, dict) else log10(prior)
+        low, high = floor(min(centre - 2, own - 2)), ceil(max(centre + 2, own + 4))
+        grid = [float(decade) for decade in range(low, high + 1)]
+        losses = [objective(10.0 ** (decade - shift)) for decade in grid]
+        while losses[-1] < min(losses[:-1]) - _INDIFFERENT and grid[-1] < high + 4:
+            grid.append(grid[-1] + 1)
+            losses.append(objective(10.0 ** (grid[-1] - shift)))
+        best = grid[losses.index(min(losses))]
+        minimize_scalar(
+            lambda x: objective(10.0 ** (x - shift)),
+            bounds=(best - 1, best + 1),
+            method="bounded",
+            options={"xatol": 0.05, "maxiter": max_evaluations},
+        )
+        return best in (grid[0], grid[-1])
 
     def _set(self, name: str, x: float, base: dict[str, Any]) -> None:
         if name == "prior_precision":
@@ -284,7 +338,7 @@ class _Search:
         logits: list[Tensor] = []
         targets: list[Tensor] = []
         with torch.no_grad():
-            for batch, labels in self._batches("temperature"):
+            for batch, labels in self._batches():
                 outputs = predictor.outputs(*batch.args, **batch.kwargs)
                 posterior.likelihood.check(outputs[0], labels)
                 logits.append(outputs.cpu())

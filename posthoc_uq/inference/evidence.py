@@ -30,15 +30,19 @@ class Trials:
     Attributes:
         trials: one dictionary per evaluation: values and objective.
         at_edge: what was found at the edge of its search interval.
+        model_alone: validation NLL of the model without a posterior, where held-out data were given.
     """
 
     trials: list[dict[str, Any]] = field(default_factory=lambda: list[dict[str, Any]]())
     at_edge: list[str] = field(default_factory=lambda: list[str]())
+    model_alone: float | None = None
 
     def __str__(self) -> str:
         lines = [
             "  ".join(f"{name}={_text(value)}" for name, value in trial.items()) for trial in self.trials
         ]
+        if self.model_alone is not None:
+            lines.append(f"the model alone: validation NLL={self.model_alone:.5g}")
         lines += [f"at the edge of the search: {name}" for name in self.at_edge]
         return "\n".join(lines)
 

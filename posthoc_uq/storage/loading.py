@@ -76,7 +76,9 @@ def load(
     for block in state["blocks"].values():
         block["tensors"] = {own: _placed(tensor, place) for own, tensor in block["tensors"].items()}
     with _translated(path):
-        return posterior_from_state(state, mean)
+        posterior = posterior_from_state(state, mean)
+        posterior.model = model
+        return posterior
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
