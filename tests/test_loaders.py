@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.loaders import Batch, BatchReader, batches, check_reusable, output_tensor
+from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader, check_reusable, output_tensor
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 CPU = torch.device("cpu")
@@ -148,3 +148,19 @@ def test_a_batch_calls_the_model_with_its_arguments() -> None:
     batch = Batch((X,), None, {"factor": 3})
     assert torch.equal(batch.call(Model()), 3 * X)
     assert len(batch.tensors()) == 1
+
+
+def test_data_that_is_no_loader_is_named() -> None:
+    x, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+    for wrong in (x, x.numpy(), (x, y), torch.utils.data.TensorDataset(x, y), {"x": x}):
+        with pytest.raises(PosthocUQError, match="DataLoader"):
+            check_loader(wrong)
+    with pytest.raises(PosthocUQError, match="iterable"):
+        check_loader(3)
+    for right in (
+        [(x, y)],
+        x.split(2),
+        iter([x]),
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y)),
+    ):
+        check_loader(right)

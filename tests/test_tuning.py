@@ -296,3 +296,38 @@ def test_a_layer_without_evidence_is_said_to_be_at_an_edge():
     with pytest.warns(UserWarning, match=r"'2'"):
         trials = uq.tune(posterior, per_layer=True)
     assert any("'2'" in name for name in trials.at_edge)
+
+
+def test_no_search_stays_in_noise(classifier, tmp_path):
+    """From a prior precision at which drawn weights are noise, the search must still find the good region."""
+    model, train, held_out = classifier
+    posterior = uq.fit(model, train, prior_precision=1e-3, progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)  # a loaded posterior can be tuned as well
+    x, y = (torch.cat([batch[i] for batch in held_out]) for i in (0, 1))
+    lost = -uq.wrap(model, loaded, n_samples=10)(x).log_prob(y).mean().item()
+    trials = uq.tune(loaded, held_out, progress=False)
+    found = -uq.wrap(model, loaded, n_samples=10)(x).log_prob(y).mean().item()
+    alone = nn.functional.cross_entropy(model(x), y).item()
+    assert trials.model_alone == pytest.approx(alone, rel=1e-5)
+    assert found < lost
+    assert found < alone + 0.02
+
+
+def test_evidence_that_gives_noise_is_said_aloud():
+    """Thirty inputs for a thousand weights: models drawn at the evidence forget what the network learnt."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(30, 10)
+        y = (x[:, 0] > 0).long()
+        model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(200):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+    with pytest.warns(UserWarning, match="few data for its weights"):
+        uq.fit(model, [(x, y)], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.fit(model, [(x, y)], prior_precision=1e4, progress=False)
