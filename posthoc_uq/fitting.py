@@ -30,7 +30,7 @@ from posthoc_uq.tuning import tune
 
 # Options that only some methods take, with their defaults.
 _OPTIONS: dict[str, dict[str, Any]] = {"inf": {"rank": 100, "basis": "auto", "correction": "rescale"}}
-_AGREEMENT = 0.8  # share of the trained model's own decisions that drawn models should share
+_AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
 _BASES = ("auto", "exact", "sketch")
 
 
@@ -157,9 +157,11 @@ def _warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
         return
     samples = count_samples(batch)
     few = batch.narrow(0, min(samples, 64), samples)
+    # Fewer draws tell less, but those of a large network take memory.
+    draws = 20 if sum(mean.numel() for mean in posterior.mean.values()) <= 2_000_000 else 5
     with torch.no_grad():
         trained = few.call(replicate(cast(nn.Module, posterior.model)))
-        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, 5, seed).outputs(
+        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(
             *few.args, **few.kwargs
         )
     if isinstance(posterior.likelihood, Gaussian):
