@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any, cast, get_args
 
@@ -12,24 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.dryrun import Selection, count_samples, prepare
-from posthoc_uq.curvature.statistics import DEFAULT_BUDGET
-from posthoc_uq.curvature.sweep import SweepSettings, residual_variance
+from posthoc_uq.curvature.sweep import SweepSettings
+from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
-from posthoc_uq.inference.laplace import FAMILIES, LaplaceOptions, Run, laplace
+from posthoc_uq.inference.laplace import FAMILIES, laplace
+from posthoc_uq.inference.noise import find_noise
+from posthoc_uq.inference.run import LaplaceOptions, Run, check_common
 from posthoc_uq.inference.sparsify import kept_entries
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Fisher, Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable
-from posthoc_uq.memory import return_freed_memory
+from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import CORRECTIONS, Correction
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import tune
 
 # Options that only some methods take, with their defaults.
-_OPTIONS: dict[str, dict[str, Any]] = {"inf": {"rank": 100, "basis": "auto", "correction": "rescale"}}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "inf": {"rank": 100, "basis": "auto", "basis_fraction": 1.0, "correction": "rescale"}
+}
 _AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
 _BASES = ("auto", "exact", "sketch")
 
@@ -46,6 +53,7 @@ def fit(
     fisher: Fisher = "mc",
     n_samples: int = 1,
     basis: str | None = None,
+    basis_fraction: float | None = None,
     correction: Correction | None = None,
     prior_precision: float | str = "evidence",
     residual_weight: float = 1.0,
@@ -53,7 +61,9 @@ def fit(
     unsupported: str = "raise",
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
+    memory_budget: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 100,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     progress: bool = True,
@@ -62,6 +72,9 @@ def fit(
 
     The model is not changed, and neither is the global random state. The result does not depend on the batch
     size or the order of the samples beyond rounding.
+
+    In a process group of `torch.distributed` every process calls this with its own part of the data (a `DataLoader`
+    with a `DistributedSampler`, whose padding is not counted), and all get the posterior of the whole.
 
     Args:
         model: trained; run in eval mode on a copy that shares its weights.
@@ -76,6 +89,8 @@ def fit(
         n_samples: labels drawn per sample with ``fisher="mc"``.
         basis: how ``"inf"`` finds its bases: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or
             ``"auto"`` by size.
+        basis_fraction: of ``"inf"``: the share of the samples, in (0, 1], that its bases are found from, picked by a
+            hash of each input; eigenvalues and diagonal always come from all.
         correction: of ``"inf"``: ``"rescale"`` (default), ``"clamp"`` or ``"none"``.
         prior_precision: tau, or ``"evidence"`` for the maximum of the log marginal likelihood.
         residual_weight: omega of ``"inf"``.
@@ -85,11 +100,16 @@ def fit(
             (they stay deterministic).
         seed: of drawn labels and sketches; a seed makes a fit bit-identical on one device.
         dtype: of the statistics: float32 (default) or float64.
-        memory_budget: bytes that one temporary of the statistics may take.
+        memory_budget: bytes that one temporary of the statistics may take; by default a share of what is free, at
+            most 256 MiB.
+        checkpoint: a file for the sums so far, from which the same call goes on after an interruption, with the same
+            result to the last bit on one device if the loader gives the same batches in the same order (a shuffling
+            `DataLoader` without a generator of its own does). Deleted when the fit is done.
+        checkpoint_every: batches between two writes of it.
         batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of
             named ones.
         batch_to_targets: takes a batch to its targets.
-        progress: show a bar per sweep.
+        progress: show a bar per sweep, on rank 0.
 
     Returns:
         The posterior; see its `report`.
@@ -99,13 +119,14 @@ def fit(
         NonFiniteError: outputs, activations or gradients are not finite.
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
-    options = _options(method, rank=rank, basis=basis, correction=correction)
-    options = replace(options, memory_budget=_checked_budget(memory_budget))
+    options = _options(method, rank=rank, basis=basis, basis_fraction=basis_fraction, correction=correction)
     law = resolve_likelihood(likelihood, noise_variance)
     _check(fisher, n_samples, prior_precision)
     check_loader(loader)
     model = unwrap(model)
     device = model_device(model)
+    budget = default_budget(device) if memory_budget is None else _checked_budget(memory_budget)
+    options = replace(options, memory_budget=budget)
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
     finds_noise = isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
     check_reusable(loader, FAMILIES[method][1] + finds_noise)
@@ -115,15 +136,15 @@ def fit(
         batch = reader.read(first)
         autocast = torch.is_autocast_enabled(device.type)
         prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
-    noise_source = "1, since the loader gives no targets" if finds_noise else "given"
-    if finds_noise:
-        with isolated_random_state(seed):
-            noise = residual_variance(prepared.capture, loader, settings)
-        if noise is not None:
-            settings = replace(settings, likelihood=Gaussian(noise))
-            noise_source = "mean squared residual of the training data"
-    posterior = laplace(method, Run(prepared, loader, settings, options, device), model)
-    del prepared
+    check_common(prepared.layers)
+    run = Run(prepared, loader, settings, options, device)
+    if checkpoint is not None:
+        run.checkpoint = Checkpoint(
+            checkpoint, _checked_every(checkpoint_every), _identity(method, run, model)
+        )
+    noise_source = find_noise(run) if finds_noise else "given"
+    posterior = laplace(method, run, model)
+    del prepared, run.prepared
     if isinstance(law, Gaussian):
         posterior.record.tuning["noise variance"] = noise_source
     posterior.residual_weight = residual_weight
@@ -143,8 +164,29 @@ def fit(
             batch_to_targets=batch_to_targets,
             progress=progress,
         )
+    if run.checkpoint is not None:
+        run.checkpoint.remove()
     return_freed_memory()
     return posterior
+
+
+def _identity(method: str, run: Run, model: nn.Module) -> dict[str, Any]:
+    """What two fits must have in common for one to go on where the other stopped."""
+    settings = run.settings
+    options = asdict(run.options)
+    del options["memory_budget"]
+    return {
+        "method": method,
+        "likelihood": settings.likelihood.attributes(),
+        "fisher": settings.fisher,
+        "n_samples": settings.n_samples,
+        "seed": settings.seed,
+        "dtype": str(settings.dtype),
+        "options": options,
+        "layers": {name: list(layer.matrix_shape) for name, layer in run.layers.items()},
+        "model": fingerprint({name: parameter for name, parameter in model.named_parameters()}),
+        "processes": world(),
+    }
 
 
 def _warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
@@ -196,6 +238,8 @@ def _options(method: str, **given: Any) -> LaplaceOptions:
     kept_entries(options.rank, (1, 1, 1))
     if options.basis not in _BASES:
         raise PosthocUQError(f"basis must be one of {_BASES}, not {options.basis!r}.")
+    if not 0 < options.basis_fraction <= 1:
+        raise PosthocUQError(f"basis_fraction must be in (0, 1], not {options.basis_fraction!r}.")
     if options.correction not in CORRECTIONS:
         raise PosthocUQError(f"correction must be one of {CORRECTIONS}, not {options.correction!r}.")
     return options
@@ -205,6 +249,12 @@ def _checked_budget(budget: int) -> int:
     if budget < 2**20:
         raise PosthocUQError(f"memory_budget must be at least {2**20} bytes, not {budget}.")
     return int(budget)
+
+
+def _checked_every(every: int) -> int:
+    if isinstance(every, bool) or every < 1:
+        raise PosthocUQError(f"checkpoint_every is a number of batches, at least 1; not {every!r}.")
+    return int(every)
 
 
 def _check(fisher: str, n_samples: int, prior_precision: float | str) -> None:

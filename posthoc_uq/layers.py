@@ -17,12 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posthoc_uq.errors import UnsupportedLayerError
-
 # Where the samples are in a linear layer's input: in the leading dimension (one sample's rows together), in
-# the second one, or in
-# the leading one with the samples varying fastest, as in the flattened (tokens, samples) rows of multi-head
-# attention.
+# the second one, or in the leading one with the samples varying fastest, as in the flattened (tokens, samples)
+# rows of multi-head attention.
 BATCH_AXES = (0, 1, INTERLEAVED := -1)
 
 WEIGHTED_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -150,72 +147,6 @@ def describe(
     )
 
 
-def as_matrices(
-    calls: list[Call], samples: int, dtype: torch.dtype, batch_axis: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Activations ``(samples, groups, positions, inputs)`` and output gradients ``(samples, groups,
-    positions, outputs)``.
-
-    Several calls of one layer are further positions: their weight gradients add up within a sample.
-
-    Raises:
-        UnsupportedLayerError: the samples cannot be told apart in the layer's input.
-    """
-    pairs = [
-        (_activations(call, samples, dtype, batch_axis), _gradients(call, samples, dtype, batch_axis))
-        for call in calls
-    ]
-    if len(pairs) == 1:
-        return pairs[0]
-    return torch.cat([a for a, _ in pairs], dim=2), torch.cat([g for _, g in pairs], dim=2)
-
-
-def _rows(layer: Layer, tensor: Tensor, samples: int, batch_axis: int) -> Tensor:
-    """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
-    features = tensor.shape[-1]
-    if (
-        tensor.ndim > 1
-        and batch_axis in (0, INTERLEAVED)
-        and tensor.shape[0]
-        and tensor.shape[0] % samples == 0
-    ):
-        if batch_axis == 0:
-            return tensor.reshape(samples, -1, features)
-        return tensor.reshape(-1, samples, *tensor.shape[1:]).movedim(1, 0).reshape(samples, -1, features)
-    if 0 < batch_axis < tensor.ndim - 1 and tensor.shape[batch_axis] == samples:
-        return tensor.movedim(batch_axis, 0).reshape(samples, -1, features)
-    raise UnsupportedLayerError(
-        f"Layer '{layer.name}' got an input of shape {tuple(tensor.shape)}, in which the {samples} samples "
-        f"of the batch "
-        f"cannot be told apart; leave it out with layers=... or unsupported='skip'."
-    )
-
-
-def _activations(call: Call, samples: int, dtype: torch.dtype, batch_axis: int) -> Tensor:
-    layer, x = call.layer, call.input.detach()
-    if layer.kind == "linear":
-        rows = _rows(layer, x, samples, batch_axis).to(dtype)
-        if layer.bias is not None:
-            rows = F.pad(rows, (0, 1), value=1.0)
-        return rows.unsqueeze(1)
-    if x.shape[0] != samples:
-        raise UnsupportedLayerError(
-            f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {samples} samples; "
-            f"leave it out with layers=... or unsupported='skip'."
-        )
-    patches = convolution_patches(x.to(dtype), layer, call.geometry)
-    return patches
-
-
-def _gradients(call: Call, samples: int, dtype: torch.dtype, batch_axis: int) -> Tensor:
-    layer, gradient = call.layer, call.output_gradient
-    assert gradient is not None
-    gradient = gradient.detach().to(dtype)
-    if layer.kind == "linear":
-        return _rows(layer, gradient, samples, batch_axis).unsqueeze(1)
-    return gradient.reshape(samples, layer.groups, layer.outputs, -1).transpose(2, 3)
-
-
 def pad_input(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
     """A convolution's input with its zero padding made explicit."""
     kernel = layer.weight_shape[2:]
@@ -230,29 +161,3 @@ def pad_input(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
     if not any(a or b for a, b in pads):
         return x
     return F.pad(x, [side for pair in reversed(pads) for side in pair])
-
-
-def convolution_patches(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
-    """The input patch under each output position: ``(samples, groups, positions, inputs)``.
-
-    Works for any number of spatial dimensions. The patch runs over channels first, then the kernel, as the
-    weight does.
-    """
-    kernel = layer.weight_shape[2:]
-    windows = pad_input(x, layer, geometry)
-    for axis, (size, stride, dilation) in enumerate(
-        zip(kernel, geometry.stride, geometry.dilation, strict=True)
-    ):
-        windows = windows.unfold(axis + 2, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    # (samples, channels, *positions, *kernel) -> (samples, groups, positions, channels / groups, kernel)
-    samples, dims = x.shape[0], len(kernel)
-    positions = windows.shape[2 : 2 + dims]
-    channels = x.shape[1] // layer.groups
-    windows = windows.reshape(samples, layer.groups, channels, *positions, *kernel)
-    windows = windows.movedim(2, 2 + dims)
-    patches = x.new_empty(samples, layer.groups, prod(positions), layer.inputs)
-    fan_in = channels * prod(kernel)
-    patches[..., :fan_in].view(samples, layer.groups, *positions, channels, *kernel).copy_(windows)
-    if layer.bias is not None:
-        patches[..., fan_in] = 1.0
-    return patches

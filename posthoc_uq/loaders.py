@@ -1,8 +1,7 @@
 """Batches of every accepted form as inputs and targets on the model's device.
 
-A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A
-    batch is a
-tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under a usual name), or whatever
+A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch
+is a tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under a usual name), or whatever
 `batch_to_inputs` and `batch_to_targets` take apart.
 """
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from posthoc_uq.distributed import rank
 from posthoc_uq.errors import PosthocUQError
 
 BatchFunction = Callable[[Any], Any]
@@ -54,6 +54,19 @@ class Batch:
 
         return Batch(
             tuple(cut(v) for v in self.args), cut(self.targets), {k: cut(v) for k, v in self.kwargs.items()}
+        )
+
+    def select(self, picked: Tensor, samples: int) -> Batch:
+        """The samples where `picked` ``(samples,)`` is true."""
+
+        def pick(value: Any) -> Any:
+            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
+            return value[picked.to(value.device)] if counted else value
+
+        return Batch(
+            tuple(pick(v) for v in self.args),
+            pick(self.targets),
+            {k: pick(v) for k, v in self.kwargs.items()},
         )
 
     def doubled(self) -> Batch:
@@ -145,25 +158,75 @@ class BatchReader:
         )
 
     def _move(self, value: Any) -> Any:
-        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        if self.device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned():
+            value = value.pin_memory()  # a transfer from pageable memory makes the host wait
+        return value.to(self.device, non_blocking=True)
 
 
-def batches(
-    loader: Iterable[Any], reader: BatchReader, *, progress: bool = False, description: str = ""
-) -> Iterator[Batch]:
+def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     """Read a loader from its start to its end.
 
     Raises:
         PosthocUQError: the loader yields no batch.
     """
+    read = _read_ahead(loader, reader) if reader.device.type == "cuda" else map(reader.read, loader)
     count = 0
-    # iter() is called here, once: tqdm.auto would call it twice, and start a DataLoader's workers twice.
-    total = length_hint(loader) or None
-    for batch in tqdm(iter(loader), total=total, desc=description, disable=not progress, leave=False):
+    for batch in read:
         count += 1
-        yield reader.read(batch)
+        yield batch
     if count == 0:
         raise PosthocUQError("The loader yields no batch; it needs at least one sample.")
+
+
+def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
+    """Batches whose transfer to the device overlaps with the work on the batch before."""
+    stream = torch.cuda.Stream(reader.device)
+    current: Batch | None = None
+    for raw in loader:
+        with torch.cuda.stream(stream):
+            following = reader.read(raw)
+        if current is not None:
+            yield current
+        main = torch.cuda.current_stream(reader.device)
+        main.wait_stream(stream)
+        for tensor in (*following.tensors(), following.targets):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(main)  # its memory is not to be reused while the work on it lasts
+        current = following
+    if current is not None:
+        yield current
+
+
+class Bar:
+    """A progress bar in samples, with their rate and the time left; silent where it is not wanted, and on all ranks
+    but the first.
+
+    Args:
+        loader: says how many samples there are, or how many batches, or nothing.
+        description: what is being done.
+        visible: whether to show it.
+    """
+
+    def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
+        hidden = not visible or rank() > 0
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        total = length_hint(sampler) if sampler is not None and not hidden else 0
+        self._batches = 0 if hidden or total else length_hint(loader)
+        self._bar = tqdm(total=total or None, desc=description, unit=" samples", disable=hidden, leave=False)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, samples: int) -> None:
+        """Count some samples."""
+        if self._batches:  # all batches are taken to be as large as the first
+            self._bar.total, self._batches = self._batches * samples, 0
+        self._bar.update(samples)
 
 
 def check_loader(loader: Any) -> None:

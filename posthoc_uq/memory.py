@@ -1,8 +1,29 @@
-"""Memory that a fit has freed, given back to the system."""
+"""Memory: how much a fit's temporaries may take, and giving back what it has freed."""
 
 from __future__ import annotations
 
 import ctypes
+
+import psutil
+import torch
+
+SHARE = 1 / 8  # of the free memory that one temporary may take by default
+MOST = 256 * 2**20  # and no more than this: larger temporaries are not faster
+LEAST = 2**20
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes for one temporary of the statistics: a share of what is free on the device, at most 256 MiB.
+
+    A power of two, so that two fits on one machine rarely differ in it: it decides the order of sums, and so their
+    rounding.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = int(psutil.virtual_memory().available)
+    share = max(LEAST, min(MOST, int(SHARE * free)))
+    return 1 << (share.bit_length() - 1)
 
 
 def return_freed_memory() -> None:

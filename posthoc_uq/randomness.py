@@ -84,6 +84,14 @@ def uniforms(keys: Tensor, count: int) -> Tensor:
     return (bits.to(torch.float64) + 0.5) / (1 << 53)
 
 
+def share_of(keys: Tensor, share: float) -> Tensor:
+    """Which samples ``(samples,)`` belong to a share of the data: a function of the keys alone, and of other bits than
+    `uniforms` gives.
+    """
+    bits = _shift_right(mix(mix(keys ^ _MIX1) + _GAMMA), 11)
+    return bits < int(share * (1 << 53))
+
+
 @contextmanager
 def isolated_random_state(seed: int | None = None) -> Generator[None]:
     """Run a block with the global generators seeded (Python, numpy, torch), and give them back as they were."""

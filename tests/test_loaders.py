@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader, check_reusable, output_tensor
+from posthoc_uq.loaders import Bar, Batch, BatchReader, batches, check_loader, check_reusable, output_tensor
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 CPU = torch.device("cpu")
@@ -101,24 +103,56 @@ def test_loaders_of_every_kind() -> None:
         list(batches([], BatchReader(CPU)))
 
 
-def test_a_sweep_starts_its_loader_once_and_shows_its_length(capsys: pytest.CaptureFixture[str]) -> None:
-    class Counted:
-        starts = 0
+class Counted:
+    """A loader of two batches that counts how often it is started."""
 
-        def __len__(self) -> int:
-            return 2
+    def __init__(self) -> None:
+        self.starts = 0
 
-        def __iter__(self) -> Any:
-            self.starts += 1
-            return iter([X, X])
+    def __len__(self) -> int:
+        return 2
 
+    def __iter__(self) -> Any:
+        self.starts += 1
+        return iter([X, X])
+
+
+def test_a_sweep_starts_its_loader_once() -> None:
     loader = Counted()
-    assert len(list(batches(loader, BatchReader(CPU), progress=True, description="bases"))) == 2
+    assert len(list(batches(loader, BatchReader(CPU)))) == 2
     assert loader.starts == 1
-    shown = capsys.readouterr().err
-    assert "bases" in shown and "0/2" in shown
-    list(batches(loader, BatchReader(CPU)))
-    assert loader.starts == 2 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("loader", "total"),
+    [
+        (Counted(), 8),  # so many batches, all as large as the first
+        (DataLoader(TensorDataset(X, Y), batch_size=4), len(X)),  # the last batch is smaller
+        ((x for x in [X]), None),
+    ],
+)
+def test_a_sweep_shows_how_many_samples_are_done(
+    loader: Any, total: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for visible in (True, False):
+        with Bar(loader, "bases, 3 layers", visible) as bar:
+            time.sleep(0.15)  # tqdm draws ten times a second at most
+            bar.advance(4)
+        shown = capsys.readouterr().err
+        if not visible:
+            assert shown == ""
+            continue
+        assert "bases, 3 layers" in shown and "samples/s" in shown
+        assert (f"4/{total} [" in shown and "<" in shown) if total else "4 samples [" in shown
+
+
+def test_a_fit_shows_one_bar_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6))
+    for progress in (True, False):
+        uq.fit(model, [(X.float(), Y)], prior_precision=1.0, progress=progress)
+        shown = capsys.readouterr().err
+        for expected in ("bases, 2 layers", "eigenvalues and diagonal, 2 layers"):
+            assert (expected in shown) == progress
 
 
 def test_an_iterator_can_be_read_once() -> None:

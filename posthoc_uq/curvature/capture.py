@@ -15,29 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature import backpack
+from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.hooks import CallInterceptor, Use
 from posthoc_uq.errors import UnsupportedLayerError
-from posthoc_uq.layers import WEIGHTED_MODULES, Call, Geometry, Layer, as_matrices, describe
+from posthoc_uq.layers import WEIGHTED_MODULES, Call, Geometry, Layer, describe
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import parameter_names, replicate
 
 Engine = Literal["backpack", "hooks"]
-
-
-@dataclass
-class Caught:
-    """All uses of one layer in one backward pass."""
-
-    layer: Layer
-    calls: list[Call]
-    samples: int
-    batch_axis: int
-
-    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Activations ``(samples, groups, positions, inputs)`` and output gradients ``(..., positions,
-        outputs)``.
-        """
-        return as_matrices(self.calls, self.samples, dtype, self.batch_axis)
 
 
 Sink = Callable[[Caught], None]
@@ -176,11 +161,13 @@ class Recording:
         if not self.outputs.requires_grad:
             return
         self._sink = sink
-        backpack.backward(
-            self.outputs, gradient.to(self.outputs.dtype), self._from_backpack, retain_graph=not last
-        )
-        for calls in self._calls.values():
-            self._emit([call for call in calls if call.output_gradient is not None])
+        # The user's autocast is for the forward pass; statistics are products in their own precision.
+        with torch.autocast(self.outputs.device.type, enabled=False):
+            backpack.backward(
+                self.outputs, gradient.to(self.outputs.dtype), self._from_backpack, retain_graph=not last
+            )
+            for calls in self._calls.values():
+                self._emit([call for call in calls if call.output_gradient is not None])
         self._sink = None
 
     def _note(self, use: Use, output: Tensor) -> None:

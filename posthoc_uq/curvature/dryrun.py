@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.curvature.capture import Capture, Caught, Tracked, owners
+from posthoc_uq.curvature.capture import Capture, Tracked, owners
+from posthoc_uq.curvature.caught import Caught
+from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
 from posthoc_uq.layers import BATCH_AXES, WEIGHTED_MODULES, Layer
 from posthoc_uq.loaders import Batch
@@ -310,13 +312,13 @@ def _failing(capture: Capture, probe: Batch, reference: _Reference, tolerance: f
         layer = caught.layer
         dtype = torch.promote_types(torch.float32, recording.outputs.dtype)
         try:
-            activations, gradients = caught.matrices(dtype)
+            activations, gradients = caught.operands(dtype)
         except UnsupportedLayerError:
             return
-        whole = torch.einsum("sgto,sgti->goi", gradients, activations)
-        single = torch.einsum("gto,gti->goi", gradients[-1], activations[-1])
+        per_sample = activations.gradients(gradients, CPU_TEMPORARY)
+        whole, single = per_sample.sum(0), per_sample[-1]
         # Terms may cancel in the sum; rounding is relative to what was summed.
-        summed = float(torch.linalg.vector_norm(gradients) * torch.linalg.vector_norm(activations))
+        summed = float(torch.linalg.vector_norm(gradients)) * caught.norm_bound()
         if _agrees(layer, whole, reference.total, summed, tolerance) and _agrees(
             layer, single, reference.last, summed, tolerance
         ):

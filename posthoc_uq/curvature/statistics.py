@@ -1,9 +1,8 @@
 """Accumulators of the Fisher's statistics (Lee et al. 2020, section 2; George et al. 2018).
 
-Each takes activations ``(samples, groups, positions, inputs)`` and output gradients ``(samples, groups,
-positions, outputs)`` of one layer, batch by batch, and keeps sums; `mean` divides by what was counted. Sums
-of two accumulators over two parts of the data `merge` into that over both. Squares are those of exact
-per-sample gradients ``G_s = sum_t g_st a_st^T``.
+Each takes the activations and the output gradients ``(samples, groups, positions, outputs)`` of one layer, batch
+by batch, and keeps sums; `mean` divides by what was counted. Sums of two accumulators over two parts of the data
+`merge` into that over both. Squares are those of exact per-sample gradients ``G_s = sum_t g_st a_st^T``.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-DEFAULT_BUDGET = 256 * 2**20  # bytes that a temporary of an accumulator may take
-
-# Writing, squaring and summing one number costs about as much as this many multiply-adds of a matrix product.
-_TOUCH_COST = 8
+from posthoc_uq.curvature.operands import Operand, Rows, temporary_limit
+from posthoc_uq.curvature.squares import add_squares
 
 
 class Accumulator(Protocol):
     """What a sweep feeds."""
 
-    def add(self, activations: Tensor, gradients: Tensor, first_pass: bool) -> None:
+    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
         """Take one backward pass; several passes over one batch share their activations, and only one is the
         first.
         """
@@ -40,8 +37,9 @@ class Accumulator(Protocol):
 class _Sums:
     """Sums kept as named tensors."""
 
-    def __init__(self, sums: dict[str, Tensor]) -> None:
+    def __init__(self, sums: dict[str, Tensor], budget: int = 0) -> None:
         self._sums = sums
+        self._budget = budget
 
     def state(self) -> dict[str, Tensor]:
         return self._sums
@@ -50,16 +48,21 @@ class _Sums:
         for name, value in state.items():
             self._sums[name] += value.to(self._sums[name])
 
+    def _limit(self, tensor: Tensor) -> int:
+        return temporary_limit(self._budget, tensor.device)
+
 
 class InputGram(_Sums):
     """``A = 1/N sum_{s,t} a a^T``, ``(groups, inputs, inputs)``."""
 
-    def __init__(self, groups: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__({"gram": torch.zeros(groups, inputs, inputs, dtype=dtype, device=device)})
+    def __init__(
+        self, groups: int, inputs: int, dtype: torch.dtype, device: torch.device, budget: int
+    ) -> None:
+        super().__init__({"gram": torch.zeros(groups, inputs, inputs, dtype=dtype, device=device)}, budget)
 
-    def add(self, activations: Tensor, gradients: Tensor, first_pass: bool) -> None:
+    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
         if first_pass:
-            _add_gram(self._sums["gram"], activations)
+            activations.add_gram(self._sums["gram"], self._limit(gradients))
 
     def mean(self, samples: int) -> Tensor:
         """The Gram over `samples`."""
@@ -69,20 +72,18 @@ class InputGram(_Sums):
 class GradientGram(_Sums):
     """``G = 1/(N T) sum_{s,t} g g^T``, ``(groups, outputs, outputs)``, with T positions a sample."""
 
-    def __init__(self, groups: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(
-            {
-                "gram": torch.zeros(groups, outputs, outputs, dtype=dtype, device=device),
-                "positions": torch.zeros((), dtype=torch.float64),
-            }
-        )
+    def __init__(
+        self, groups: int, outputs: int, dtype: torch.dtype, device: torch.device, budget: int
+    ) -> None:
+        gram = torch.zeros(groups, outputs, outputs, dtype=dtype, device=device)
+        super().__init__({"gram": gram, "positions": torch.zeros((), dtype=torch.float64)}, budget)
 
-    def add(self, activations: Tensor, gradients: Tensor, first_pass: bool) -> None:
-        _add_gram(self._sums["gram"], gradients)
+    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
+        Rows(gradients).add_gram(self._sums["gram"], self._limit(gradients))
         if first_pass:
             self._sums["positions"] += gradients.shape[0] * gradients.shape[2]
 
-    def mean(self) -> Tensor:
+    def mean(self, samples: int) -> Tensor:
         """The Gram over all positions."""
         return self._sums["gram"] / self._sums["positions"].clamp(min=1).item()
 
@@ -90,23 +91,23 @@ class GradientGram(_Sums):
 class RangeSketch(_Sums):
     """``Y = sum a (a^T Omega)``, ``(groups, size, width)``: the range of a Gram that is never formed.
 
-    `side` tells whether activations or output gradients are sketched. See Halko, Martinsson, Tropp 2011.
+    `side` tells whether ``"inputs"`` or ``"outputs"`` (output gradients) are sketched. See Halko, Martinsson, Tropp
+    2011.
     """
 
-    def __init__(self, side: str, test_matrix: Tensor) -> None:
-        super().__init__(
-            {"sketch": torch.zeros_like(test_matrix), "positions": torch.zeros((), dtype=torch.float64)}
-        )
+    def __init__(self, side: str, test_matrix: Tensor, budget: int) -> None:
+        sums = {"sketch": torch.zeros_like(test_matrix), "positions": torch.zeros((), dtype=torch.float64)}
+        super().__init__(sums, budget)
         self.test_matrix = test_matrix
         self._side = side
 
-    def add(self, activations: Tensor, gradients: Tensor, first_pass: bool) -> None:
+    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
         if self._side == "inputs" and not first_pass:
             return
-        rows = _by_group(activations if self._side == "inputs" else gradients)
-        self._sums["sketch"] += rows.transpose(1, 2) @ (rows @ self.test_matrix)
+        operand = activations if self._side == "inputs" else Rows(gradients)
+        operand.add_sketch(self._sums["sketch"], self.test_matrix, self._limit(gradients))
         if first_pass:
-            self._sums["positions"] += rows.shape[1]
+            self._sums["positions"] += gradients.shape[0] * gradients.shape[2]
 
     def mean(self, samples: int) -> Tensor:
         """The sketch of ``A`` (over samples) or of ``G`` (over positions)."""
@@ -115,11 +116,10 @@ class RangeSketch(_Sums):
 
 
 class SquaredGradients(_Sums):
-    """``d_ij = 1/N sum_s (G_s)_ij^2``, ``(groups, outputs, inputs)``: the exact diagonal of the Fisher.
+    """The exact diagonal of the Fisher, the eigenvalues in a Kronecker-factored basis, or both.
 
-    With bases ``(groups, inputs, a)`` and ``(groups, outputs, g)`` the gradients are first rotated, ``U_G^T
-    G_s U_A``, and the result ``(groups, g, a)`` is the eigenvalue matrix of the Kronecker-factored eigenbasis
-    (Lambda).
+    ``d_ij = 1/N sum_s (G_s)_ij^2``, ``(groups, outputs, inputs)``; with bases ``(groups, inputs, a)`` and
+    ``(groups, outputs, g)``, ``Lambda = 1/N sum_s (U_g^T G_s U_a)^2``, ``(groups, g, a)``.
     """
 
     def __init__(
@@ -127,47 +127,36 @@ class SquaredGradients(_Sums):
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        budget: int,
+        *,
+        diagonal: bool = True,
         bases: tuple[Tensor, Tensor] | None = None,
-        budget: int = DEFAULT_BUDGET,
     ) -> None:
+        sums: dict[str, Tensor] = {}
+        if diagonal:
+            sums["diagonal"] = torch.zeros(shape, dtype=dtype, device=device)
         if bases is not None:
-            shape = (shape[0], bases[1].shape[-1], bases[0].shape[-1])
-        super().__init__({"squares": torch.zeros(shape, dtype=dtype, device=device)})
+            widths = bases[1].shape[-1], bases[0].shape[-1]
+            sums["eigenvalues"] = torch.zeros(shape[0], *widths, dtype=dtype, device=device)
+        super().__init__(sums, budget)
         self._bases = bases
-        self._budget = budget
 
-    def add(self, activations: Tensor, gradients: Tensor, first_pass: bool) -> None:
-        if self._bases is not None:
-            activations, gradients = activations @ self._bases[0], gradients @ self._bases[1]
-        add_squares(self._sums["squares"], activations, gradients, self._budget)
+    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
+        sums = self._sums.get("diagonal"), self._sums.get("eigenvalues")
+        add_squares(activations, gradients, self._budget, *sums, self._bases)
 
-    def mean(self, samples: int) -> Tensor:
-        """The mean square over `samples`."""
-        # Cancellation between pairs of positions can leave a rounding error below zero.
-        return (self._sums["squares"] / samples).clamp(min=0)
+    def diagonal(self, samples: int) -> Tensor:
+        """The mean over `samples`; hands its memory over, so it can be asked for once."""
+        return _mean_squares(self._sums.pop("diagonal"), samples)
+
+    def eigenvalues(self, samples: int) -> Tensor:
+        """The mean over `samples`; hands its memory over, so it can be asked for once."""
+        return _mean_squares(self._sums.pop("eigenvalues"), samples)
 
 
-def add_squares(total: Tensor, activations: Tensor, gradients: Tensor, budget: int) -> None:
-    """Add ``sum_s (sum_t g_st a_st^T)^2`` to `total` ``(groups, outputs, inputs)`` by the cheapest route.
-
-    With few positions the square is itself a matrix product, over pairs of positions ``t <= t'``; with many,
-    the per-sample gradients are formed in chunks of at most `budget` bytes.
-    """
-    samples, _, positions, _ = activations.shape
-    pairs = positions * (positions + 1) // 2
-    if pairs <= positions + _TOUCH_COST:
-        first, second = torch.triu_indices(positions, positions, device=activations.device)
-        # Off-diagonal pairs occur twice.
-        twice = torch.where(first == second, 1.0, 2.0).to(gradients).unsqueeze(1)
-        pairs_a = activations[:, :, first] * activations[:, :, second]
-        pairs_g = gradients[:, :, first] * gradients[:, :, second] * twice
-        total += _by_group(pairs_g).transpose(1, 2) @ _by_group(pairs_a)
-        return
-    chunk = max(1, min(samples, budget // (2 * total.numel() * total.element_size())))
-    for start in range(0, samples, chunk):
-        part = slice(start, start + chunk)
-        per_sample = gradients[part].transpose(2, 3) @ activations[part]
-        total += per_sample.square_().sum(0)
+def _mean_squares(total: Tensor, samples: int) -> Tensor:
+    # Cancellation between pairs of positions can leave a rounding error below zero.
+    return total.div_(samples).clamp_(min=0)
 
 
 class JointFisher(_Sums):
@@ -186,15 +175,3 @@ class JointFisher(_Sums):
     def mean(self, samples: int) -> Tensor:
         """The Fisher over `samples`."""
         return self._sums["fisher"] / samples
-
-
-def _by_group(rows: Tensor) -> Tensor:
-    """``(samples, groups, positions, size)`` as ``(groups, samples * positions, size)``."""
-    if rows.shape[1] == 1:
-        return rows.reshape(1, -1, rows.shape[-1])
-    return rows.transpose(0, 1).reshape(rows.shape[1], -1, rows.shape[-1])
-
-
-def _add_gram(gram: Tensor, rows: Tensor) -> None:
-    grouped = _by_group(rows)
-    gram.baddbmm_(grouped.transpose(1, 2), grouped)

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posthoc_uq.curvature.capture import Capture, Caught
+from posthoc_uq.curvature.capture import Capture
+from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
+from posthoc_uq.distributed import own_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
-from posthoc_uq.loaders import Batch, BatchReader, batches
+from posthoc_uq.likelihoods import Fisher, Likelihood
+from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.posteriors.numerics import as_double
-from posthoc_uq.randomness import sample_keys
+from posthoc_uq.randomness import mixed_seed, sample_keys, share_of
 
 KEYS_KEPT = 65536  # inputs whose hashes are remembered, to tell a data set of copies
 
@@ -36,25 +39,44 @@ class SweepSettings:
 
 @dataclass
 class Summary:
-    """What a sweep saw besides the statistics.
+    """What a sweep saw besides the statistics, and where in the loader it stands.
 
     Attributes:
-        samples: samples swept over.
+        batches: batches read.
+        seen: samples read.
+        samples: samples swept over, fewer than seen where the sweep takes a share of them.
         log_likelihood: sum of ``log p(y | x)`` at the trained weights, or None where labels were missing.
         outputs: outputs of one sample.
         keys: hashes of the first inputs.
+        digest: hash of all inputs in their order.
+        content: hash of all inputs in any order.
     """
 
+    batches: int = 0
+    seen: int = 0
     samples: int = 0
     log_likelihood: float | None = 0.0
     outputs: int = 0
     keys: set[int] = field(default_factory=lambda: set[int]())
+    digest: int = 0
+    content: int = 0
 
     @property
     def repetitive(self) -> bool:
         """Whether most of the first inputs are copies of others, as far as they were looked at."""
-        looked_at = min(self.samples, KEYS_KEPT)
+        looked_at = min(self.seen, KEYS_KEPT)
         return looked_at >= 100 and 2 * len(self.keys) < looked_at
+
+    def note(self, keys: Tensor) -> None:
+        """Count a batch by the hashes of its inputs."""
+        found: list[int] = keys.tolist()
+        if self.seen < KEYS_KEPT:
+            self.keys.update(found[: KEYS_KEPT - self.seen])
+        total = sum(found) % (1 << 64)
+        self.digest = mixed_seed(self.digest, total, len(found))
+        self.content = (self.content + total) % (1 << 64)
+        self.batches += 1
+        self.seen += len(found)
 
 
 def sweep(
@@ -64,55 +86,96 @@ def sweep(
     accumulators: Mapping[str, Sequence[Accumulator]],
     *,
     joint: JointFisher | None = None,
+    share: float = 1.0,
     description: str = "",
+    done: Summary | None = None,
+    after_batch: Callable[[Summary], None] | None = None,
 ) -> Summary:
-    """Feed every accumulator of every layer with the whole loader.
+    """Feed every accumulator of every layer with the whole loader, or a share of its samples.
 
     Args:
         accumulators: by layer name.
         joint: takes the per-sample gradients of all layers together.
+        share: of the samples that are swept over, picked by a hash of their inputs.
+        done: where an interrupted sweep stood, whose sums the accumulators hold; its batches are read, but not
+            swept over again.
+        after_batch: called after every batch that was swept over.
 
     Raises:
         NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
-        PosthocUQError: labels do not fit the likelihood, or the loader is empty.
+        PosthocUQError: labels do not fit the likelihood, the loader is empty or does not begin with the batches
+            that were done.
     """
-    summary = Summary()
-    for index, batch in enumerate(
-        batches(loader, settings.reader, progress=settings.progress, description=description)
-    ):
-        _sweep_batch(capture, batch, index, settings, accumulators, joint, summary)
+    summary, own = Summary(), own_samples(loader)
+    with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
+        for index, batch in enumerate(batches(loader, settings.reader)):
+            samples = count_samples(batch)
+            if own is not None and summary.seen + samples > own:  # the sampler's padding belongs to others
+                batch, samples = batch.narrow(0, own - summary.seen, samples), own - summary.seen
+                if samples == 0:
+                    continue
+            keys = sample_keys(batch.tensors(), samples, settings.seed)
+            summary.note(keys)
+            bar.advance(samples)
+            if done is not None and index < done.batches:
+                if index == done.batches - 1:
+                    summary = _taken_up(summary, done)
+                continue
+            if share < 1:
+                picked = share_of(keys, share)
+                batch, keys = batch.select(picked, samples), keys[picked]
+            if keys.shape[0]:
+                _sweep_batch(capture, batch, keys, index, settings, accumulators, joint, summary)
+            if after_batch is not None:
+                after_batch(summary)
+    if done is not None and summary.batches < done.batches:
+        raise _other_data()
     return summary
+
+
+def _taken_up(found: Summary, done: Summary) -> Summary:
+    if found.digest != done.digest:
+        raise _other_data()
+    return done
+
+
+def _other_data() -> PosthocUQError:
+    return PosthocUQError(
+        "The loader does not begin with the batches that the checkpoint was made from, so the fit cannot go on from "
+        "it; pass the same data in the same order, or delete the checkpoint."
+    )
 
 
 def _sweep_batch(
     capture: Capture,
     batch: Batch,
+    keys: Tensor,
     index: int,
     settings: SweepSettings,
     accumulators: Mapping[str, Sequence[Accumulator]],
     joint: JointFisher | None,
     summary: Summary,
 ) -> None:
-    likelihood, samples = settings.likelihood, count_samples(batch)
+    likelihood, samples = settings.likelihood, keys.shape[0]
     recording = capture.run(batch, samples)
     outputs = recording.outputs.detach()
-    _require_finite(outputs, f"Batch {index}: the model's outputs are not finite.")
+    if not bool(torch.isfinite(outputs).all()):
+        raise _not_finite(f"Batch {index}: the model's outputs are not finite.")
     if outputs.shape[0] != samples:
         raise PosthocUQError(f"Batch {index}: {samples} inputs gave {outputs.shape[0]} outputs.")
     try:
         likelihood.check(outputs, batch.targets)
     except PosthocUQError as error:
         raise PosthocUQError(f"Batch {index}: {error}") from None
-    keys = sample_keys(batch.tensors(), samples, settings.seed)
-    if summary.samples < KEYS_KEPT:
-        summary.keys.update(keys[: KEYS_KEPT - summary.samples].tolist())
     gradients = list(likelihood.gradients(outputs, batch.targets, keys, settings.fisher, settings.n_samples))
+    checks: dict[str, Tensor] = {}
     for number, gradient in enumerate(gradients):
         rows: dict[str, Tensor] = {}
-        sink = _feed(accumulators, settings.dtype, index, number == 0, rows if joint is not None else None)
+        sink = _feed(accumulators, settings.dtype, checks, number == 0, rows if joint is not None else None)
         recording.pull_back(gradient, sink, last=number == len(gradients) - 1)
         if joint is not None:
             joint.add_rows(_side_by_side(capture, rows, samples))
+    _require_finite(checks, index)
     summary.samples += samples
     summary.outputs = outputs[0].numel()
     if batch.targets is None or summary.log_likelihood is None:
@@ -124,23 +187,32 @@ def _sweep_batch(
 def _feed(
     accumulators: Mapping[str, Sequence[Accumulator]],
     dtype: torch.dtype,
-    index: int,
+    checks: dict[str, Tensor],
     first_pass: bool,
     rows: dict[str, Tensor] | None,
 ) -> Callable[[Caught], None]:
     def sink(caught: Caught) -> None:
         name = caught.layer.name
-        activations, gradients = caught.matrices(dtype)
-        _require_finite(
-            activations.sum() + gradients.sum(),
-            f"Batch {index}: layer '{name}' has non-finite activations or gradients.",
-        )
+        activations, gradients = caught.operands(dtype)
+        # Looked at after the batch, so that the device need not wait for the host at every layer.
+        check = gradients.sum()
+        if first_pass:
+            check = check + sum(call.input.detach().sum(dtype=dtype) for call in caught.calls)
+        checks[name] = check if name not in checks else checks[name] + check
         for accumulator in accumulators.get(name, ()):
             accumulator.add(activations, gradients, first_pass)
         if rows is not None:
-            rows[name] = torch.einsum("sgto,sgti->sgoi", gradients, activations).flatten(1)
+            rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
 
     return sink
+
+
+def _require_finite(checks: Mapping[str, Tensor], index: int) -> None:
+    if not checks or bool(torch.isfinite(torch.stack(list(checks.values()))).all()):
+        return
+    # A backward pass goes from the last layer to the first, so the first one found is where it began.
+    name = next(name for name, check in checks.items() if not bool(torch.isfinite(check)))
+    raise _not_finite(f"Batch {index}: layer '{name}' has non-finite activations or gradients.")
 
 
 def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Tensor:
@@ -151,40 +223,5 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
     return torch.cat(columns, dim=1)
 
 
-def _require_finite(values: Tensor, message: str) -> None:
-    if not bool(torch.isfinite(values).all()):
-        raise NonFiniteError(message + " Check the input data and the model's weights for NaN or infinity.")
-
-
-def residual_variance(capture: Capture, loader: Iterable[Any], settings: SweepSettings) -> Tensor | None:
-    """Mean squared residual of each output, ``(outputs,)``, from a forward pass over the data; None without
-    labels.
-
-    Raises:
-        PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
-    """
-    total: Tensor | None = None
-    samples = 0
-    unit = Gaussian(1.0)
-    reader = settings.reader
-    with torch.no_grad():
-        for batch in batches(loader, reader, progress=settings.progress, description="noise"):
-            if batch.targets is None:
-                return None
-            outputs = batch.call(capture.twin)
-            unit.check(outputs, batch.targets)
-            residuals = as_double(unit.residuals(outputs, batch.targets))
-            squares = residuals.square().reshape(outputs.shape[0], -1).sum(0).cpu()
-            total = squares if total is None else total + squares
-            samples += outputs.shape[0]
-    if total is None:
-        return None
-    if not bool(torch.isfinite(total).all()):
-        raise NonFiniteError(
-            "The residuals of the training data are not finite; check the data and the model's weights."
-        )
-    if not bool((total > 0).all()):
-        raise PosthocUQError(
-            "The model reproduces its training targets without error; give noise_variance=... yourself."
-        )
-    return total / samples
+def _not_finite(message: str) -> NonFiniteError:
+    return NonFiniteError(message + " Check the input data and the model's weights for NaN or infinity.")

@@ -67,8 +67,9 @@ def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Leading eigenpairs of a positive semidefinite ``A`` known by ``Y = A Omega`` alone.
 
     The stabilised single-pass Nystrom approximation of Tropp, Yurtsever, Udell, Cevher 2017 (algorithm 3):
-    ``Y_nu = Y + nu Omega``, ``Omega^T Y_nu = C^T C``, and the singular value decomposition of ``Y_nu
-    C^{-1}``.
+    ``Y_nu = Y + nu Omega``, ``Omega^T Y_nu = C^T C``, and the left singular vectors of ``B = Y_nu C^{-1}``. These
+    come from the eigenvectors of the small ``B^T B`` and one QR decomposition, in float64, where squaring ``B`` loses
+    less than the sketch's own rounding; it is several times as fast as a singular value decomposition.
 
     Args:
         sketch: ``(groups, n, width)``.
@@ -76,23 +77,34 @@ def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Eigenvalues ``(groups, width)``, largest first, and orthonormal eigenvectors ``(groups, n, width)``.
+
+    Raises:
+        NonFiniteError: the sketch is not finite.
     """
+    if not bool(torch.isfinite(sketch).all()):
+        raise NonFiniteError(
+            "The sketch of a Gram matrix is not finite, so it has no eigenbasis; check the data and the weights."
+        )
     y, omega = as_double(sketch), as_double(test_matrix)
     epsilon = float(torch.finfo(sketch.dtype).eps)
     norm = torch.linalg.matrix_norm(y, dim=(-2, -1), keepdim=True)
     shift = epsilon * norm + torch.finfo(torch.float64).tiny ** 0.5
-    for _ in range(8):
-        shifted = y + shift * omega
-        core = omega.transpose(-1, -2) @ shifted
-        factor, info = torch.linalg.cholesky_ex((core + core.transpose(-1, -2)) / 2)
-        if not bool(info.any()):
-            break
-        shift = 10 * shift
-    else:
-        raise NonFiniteError("The sketch of a Gram matrix could not be factorised; use basis='exact'.")
-    root = torch.linalg.solve_triangular(factor.transpose(-1, -2), shifted, upper=True, left=False)
-    vectors, singular, _ = torch.linalg.svd(root, full_matrices=False)
-    values = (singular.square() - shift.squeeze(-1)).clamp(min=0)
+    shifted = y + shift * omega
+    core = omega.transpose(-1, -2) @ shifted
+    core = (core + core.transpose(-1, -2)) / 2
+    factor, info = torch.linalg.cholesky_ex(core)
+    if not bool(info.any()):
+        root = torch.linalg.solve_triangular(factor.transpose(-1, -2), shifted, upper=True, left=False)
+    else:  # rounding of the sketch outweighs the shift: leave out what is not positive
+        inner, turn = torch.linalg.eigh(core)
+        floor = epsilon * inner[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
+        scales = torch.where(inner > floor, inner.clamp(min=floor).rsqrt(), torch.zeros_like(inner))
+        root = shifted @ (turn * scales.unsqueeze(-2))
+    squares, turn = torch.linalg.eigh(root.transpose(-1, -2) @ root)
+    # The columns of root @ turn are orthogonal but for rounding, and QR makes them orthonormal, also where some are
+    # nothing but rounding.
+    vectors = torch.linalg.qr(root @ turn.flip(-1)).Q
+    values = (squares.flip(-1) - shift.squeeze(-1)).clamp(min=0)
     return values.to(sketch), vectors.to(sketch)
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from posthoc_uq.distributed import rank
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.state import posterior_state
-from posthoc_uq.storage import hdf5, schema, userblock
+from posthoc_uq.storage import atomic, hdf5, schema, userblock
 
 _WIDER = "save with dtype=torch.bfloat16 or torch.float32"
 _LOST = 0.01  # share of a tensor's absolute sum that a narrower number format may lose
@@ -35,7 +34,8 @@ def save(
     """Write a posterior to one HDF5 file (``docs/format.md``), without the model.
 
     The file appears under its name only when it is complete; a file that stood there before stays if anything
-    fails. The same posterior gives the same bytes.
+    fails. The same posterior gives the same bytes. In a process group of `torch.distributed` only rank 0 writes, and
+    the others return at once.
 
     Args:
         posterior: what `fit` or `load` gave.
@@ -54,12 +54,8 @@ def save(
         )
     if compression not in (None, "gzip"):
         raise PosthocUQError(f"compression must be 'gzip' or None, not {compression!r}.")
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise PosthocUQError(f"'{path}' is a folder; give the name of a file in it.")
-    if not target.parent.is_dir():
-        raise PosthocUQError(f"The folder '{target.parent}' does not exist; make it first.")
-    _write(target, _image(posterior, dtype, compression))
+    if rank() == 0:
+        atomic.write(atomic.checked_target(path), _image(posterior, dtype, compression))
 
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
@@ -72,7 +68,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         for tensor_name, tensor in block["tensors"].items():
             _check(name, tensor_name, tensor, dtype)
             formats[tensor_name] = schema.dtype_name(dtype or tensor.dtype)
-            arrays[schema.tensor_path(name, tensor_name)] = partial(_array, tensor, dtype or tensor.dtype)
+            arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, dtype or tensor.dtype)
         blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
     described = {
         "library_version": _library_version(),
@@ -88,9 +84,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         raise PosthocUQError(str(error)) from None
     except (PosthocUQError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}") from error
-    with image.getbuffer() as view:
-        view[: userblock.SIZE] = userblock.header(view[userblock.SIZE :])
-    return image
+    return atomic.seal(image)
 
 
 def _attributes(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -151,7 +145,8 @@ def _check(block: str, name: str, tensor: Tensor, dtype: torch.dtype | None) -> 
         )
 
 
-def _array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+def as_array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """A tensor's numbers as the file holds them."""
     tensor = tensor.detach().to(dtype).cpu().contiguous()
     stored = schema.DTYPES[schema.dtype_name(dtype)][1]
     if dtype == torch.bfloat16:
@@ -164,26 +159,3 @@ def _library_version() -> str:
         return version("posthoc-uq")
     except PackageNotFoundError:  # used from a checkout
         return "unknown"
-
-
-def _write(target: Path, image: BytesIO) -> None:
-    """Put a file in place: temporary file in the same folder, flush, fsync, rename, fsync of the folder."""
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
-    try:
-        try:
-            with temporary.open("xb") as file, image.getbuffer() as view:
-                file.write(view)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        if os.name == "posix":
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-    except OSError as error:
-        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error

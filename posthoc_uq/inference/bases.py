@@ -1,0 +1,64 @@
+"""The bases of INF: eigenvectors of the Grams, or of what a sketch shows of them.
+
+A side of a layer (its inputs, its outputs) of size ``n`` is known by its Gram, ``n x n``, or by a sketch of width
+``l`` = directions wanted + oversampling, ``n x l``. Accumulating costs ``n^2`` and ``2 n l`` multiply-adds a position,
+and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods.md has the measured crossover.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch
+from posthoc_uq.inference.run import Run
+from posthoc_uq.inference.sparsify import kept_entries
+from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.numerics import eigh_descending, nystrom
+from posthoc_uq.randomness import mixed_seed
+
+OVERSAMPLING = 10  # directions beyond those wanted (Halko, Martinsson, Tropp 2011)
+SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many times the sketch's width on
+
+
+@dataclass
+class Side:
+    """One side of a layer: how its basis is found."""
+
+    accumulator: InputGram | GradientGram | RangeSketch
+
+    def basis(self, samples: int) -> Tensor:
+        """Orthonormal leading directions ``(groups, size, width)``."""
+        mean = self.accumulator.mean(samples)
+        if isinstance(self.accumulator, RangeSketch):
+            return nystrom(mean, self.accumulator.test_matrix)[1]
+        return eigh_descending(mean)[1]
+
+
+def sides(index: int, layer: Layer, run: Run) -> tuple[Side, Side]:
+    """The input side and the output side of a layer; each exact or sketched by its own size."""
+    groups, outputs, inputs = layer.matrix_shape
+    wanted = kept_entries(run.options.rank, layer.matrix_shape) + OVERSAMPLING
+    dtype, device, budget = run.settings.dtype, run.device, run.options.memory_budget
+
+    def sketch(side: str, size: int, word: int) -> Side | None:
+        width = min(size, wanted)
+        if not sketched(size, width, run.options.basis):
+            return None
+        generator = torch.Generator().manual_seed(mixed_seed(run.settings.seed, index, word))
+        test_matrix = torch.randn(groups, size, width, generator=generator, dtype=dtype).to(device)
+        return Side(RangeSketch(side, test_matrix, budget))
+
+    return (
+        sketch("inputs", inputs, 0) or Side(InputGram(groups, inputs, dtype, device, budget)),
+        sketch("outputs", outputs, 1) or Side(GradientGram(groups, outputs, dtype, device, budget)),
+    )
+
+
+def sketched(size: int, width: int, basis: str) -> bool:
+    """Whether a side of this size is sketched at this width; never where the whole Gram is no wider."""
+    if basis == "auto":
+        return size >= SKETCH_FACTOR * width
+    return basis == "sketch" and width < size

@@ -1,0 +1,123 @@
+"""Resuming a fit: its sums so far, and the results of the parts that are done, in one file.
+
+A fit is a sequence of *stages* (the noise, a sweep and what is computed from it). The file holds the tensors of
+every finished stage and the accumulators of the sweep under way, exactly; the batches that it covers are read again
+and compared by their hashes, but not swept over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from posthoc_uq.curvature.sweep import Summary
+from posthoc_uq.distributed import rank, world
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.storage import atomic
+from posthoc_uq.storage.snapshot import read_snapshot, write_snapshot
+
+Tensors = dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class Stage:
+    """A finished part of a fit: its tensors by layer and name, and what its sweep saw."""
+
+    tensors: Tensors
+    summary: Summary
+
+
+class Checkpoint:
+    """The file of one fit, or of one process's part of it.
+
+    Args:
+        path: the file; in a process group each rank has one of its own beside it (``fit.rank0of2.h5``).
+        every: batches between two writes.
+        identity: plain values that a fit must have in common with the one that wrote the file.
+
+    Attributes:
+        stages: finished stages by name.
+
+    Raises:
+        PosthocUQError: the file is that of another fit.
+        CorruptPosteriorError: it is damaged, or no checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int, identity: Mapping[str, Any]) -> None:
+        target = atomic.checked_target(path)
+        if world() > 1:
+            target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
+        self._target = target
+        self._every = every
+        self._identity = dict(identity)
+        self._partial: tuple[str, Summary, Tensors] | None = None
+        self.stages: dict[str, Stage] = {}
+        atomic.remove_leftovers(target)
+        if target.exists():
+            self._read()
+
+    def _read(self) -> None:
+        description, groups = read_snapshot(self._target)
+        found: dict[str, Any] = description["identity"]
+        for name, value in self._identity.items():
+            if found.get(name) != value:
+                raise PosthocUQError(
+                    f"'{self._target}' is the checkpoint of another fit: its {name} was {found.get(name)!r:.200}, and "
+                    f"is {value!r:.200} now. Delete it to begin anew, or give another path."
+                )
+        for name, summary in description["stages"].items():
+            self.stages[name] = Stage(_group(groups, f"{name}/"), _summary(summary))
+        if description["sweep"] is not None:
+            sums = _group(groups, "/")
+            self._partial = description["sweep"], _summary(description["summary"]), sums
+
+    def interrupted(self, sweep: str) -> tuple[Summary, Tensors] | None:
+        """Where a sweep was left, if it was."""
+        if self._partial is None or self._partial[0] != sweep:
+            return None
+        return self._partial[1:]
+
+    def after_batch(self, sweep: str, summary: Summary, sums: Tensors) -> None:
+        """Write the sums so far, where it is time to."""
+        if summary.batches % self._every == 0:
+            self._write(sweep, summary, sums)
+
+    def finish(self, name: str, stage: Stage) -> None:
+        """Note a stage's result."""
+        self.stages[name] = stage
+        self._partial = None
+        self._write(None, None, {})
+
+    def remove(self) -> None:
+        """Delete the file: the fit is done."""
+        self._target.unlink(missing_ok=True)
+
+    def _write(self, sweep: str | None, summary: Summary | None, sums: Tensors) -> None:
+        groups = {f"/{layer}": tensors for layer, tensors in sums.items()}
+        for name, stage in self.stages.items():
+            groups |= {f"{name}/{layer}": tensors for layer, tensors in stage.tensors.items()}
+        description = {
+            "identity": self._identity,
+            "stages": {name: _plain(stage.summary) for name, stage in self.stages.items()},
+            "sweep": sweep,
+            "summary": None if summary is None else _plain(summary),
+        }
+        write_snapshot(self._target, description, groups)
+
+
+def _group(groups: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): own for name, own in groups.items() if name.startswith(prefix)}
+
+
+def _plain(summary: Summary) -> dict[str, Any]:
+    return asdict(summary) | {"keys": sorted(summary.keys)}
+
+
+def _summary(plain: Mapping[str, Any]) -> Summary:
+    values: dict[str, Any] = {field.name: plain[field.name] for field in fields(Summary)}
+    values["keys"] = set(values["keys"])
+    return Summary(**values)

@@ -1,0 +1,55 @@
+"""A regression's noise: the mean squared residual of the training data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from posthoc_uq.curvature.residuals import squared_residuals
+from posthoc_uq.distributed import add_up, agree, gather
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.run import Run
+from posthoc_uq.likelihoods import Gaussian
+from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.randomness import isolated_random_state
+
+
+def find_noise(run: Run) -> str:
+    """Set the noise variance of each output of a run, by a forward pass over the data; says where it came from.
+
+    Raises:
+        PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
+        NonFiniteError: the residuals are not finite.
+    """
+
+    def work() -> Tensors:
+        found, error = None, None
+        try:
+            with isolated_random_state(run.settings.seed):
+                found = squared_residuals(run.prepared.capture, run.loader, run.settings)
+        except Exception as caught:
+            error = caught
+        agree(error, "the sweep for the noise")
+        if not all(gather(found is not None)):
+            return {}
+        assert found is not None
+        count = torch.tensor(float(found[1]), dtype=torch.float64)
+        add_up({"total": found[0], "count": count})
+        return {"noise": {"variance": found[0] / count}}
+
+    found = run.stage("noise", work)
+    if not found:
+        return "1, since the loader gives no targets"
+    noise = as_double(found["noise"]["variance"]).cpu()
+    if not bool(torch.isfinite(noise).all()):
+        raise NonFiniteError(
+            "The residuals of the training data are not finite; check the data and the model's weights."
+        )
+    if not bool((noise > 0).all()):
+        raise PosthocUQError(
+            "The model reproduces its training targets without error; give noise_variance=... yourself."
+        )
+    run.settings = replace(run.settings, likelihood=Gaussian(noise))
+    return "mean squared residual of the training data"

@@ -1,0 +1,219 @@
+"""One fit under way: its sweeps and the stages that follow from them, over several processes and interruptions."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.curvature.dryrun import Prepared
+from posthoc_uq.curvature.statistics import Accumulator, JointFisher
+from posthoc_uq.curvature.sweep import Summary, SweepSettings, sweep
+from posthoc_uq.distributed import add_up, agree, gather, hand_out, rank, world
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
+from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.information import Correction
+from posthoc_uq.randomness import isolated_random_state
+
+
+@dataclass
+class LaplaceOptions:
+    """Options of the Laplace family; see `posthoc_uq.fit`."""
+
+    rank: int | float = 100
+    basis: str = "auto"
+    basis_fraction: float = 1.0
+    correction: Correction = "rescale"
+    memory_budget: int = 256 * 2**20
+
+
+@dataclass
+class Run:
+    """One fit under way: how to sweep, and what the sweeps gave besides the statistics."""
+
+    prepared: Prepared
+    loader: Iterable[Any]
+    settings: SweepSettings
+    options: LaplaceOptions
+    device: torch.device
+    checkpoint: Checkpoint | None = None
+    summary: Summary = field(default_factory=Summary)
+    seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The layers to fit."""
+        return self.prepared.layers
+
+    def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:
+        """Do a part of the fit, or take its result from where it was done already: the checkpoint, or that of another
+        rank which came further.
+        """
+        own = self.checkpoint.stages.get(name) if self.checkpoint is not None else None
+        done = gather(None if own is None else own.summary)
+        ahead = [number for number, summary in enumerate(done) if summary is not None]
+        if ahead:
+            tensors = hand_out(None if own is None else own.tensors, ahead[0], torch.device("cpu"))
+            tensors = {a: {b: t.to(self.device) for b, t in group.items()} for a, group in tensors.items()}
+            self.summary = done[ahead[0]]
+        else:
+            tensors = work()
+        if self.checkpoint is not None and own is None:
+            self.checkpoint.finish(name, Stage(tensors, self.summary))
+        return tensors
+
+    def sweep(
+        self,
+        accumulators: Mapping[str, Sequence[Accumulator]],
+        description: str,
+        *,
+        joint: JointFisher | None = None,
+        share: float = 1.0,
+    ) -> int:
+        """Sweep once; returns the number of samples swept over, in all processes.
+
+        Raises:
+            PosthocUQError: the loader gave another number of samples than in the sweep before, or none of the share.
+        """
+        start = time.perf_counter()
+        sums = {
+            f"{name}/{index}": accumulator.state()
+            for name, own in accumulators.items()
+            for index, accumulator in enumerate(own)
+        }
+        if joint is not None:
+            sums["joint/0"] = joint.state()
+        summary, error = Summary(), None
+        try:
+            summary = self._sweep(accumulators, joint, share, description, sums)
+        except Exception as found:
+            error = found
+        agree(error, f"the sweep for {description}")
+        add_up({(a, b): tensor for a, group in sums.items() for b, tensor in group.items()})
+        summary = _together(summary)
+        if self.summary.seen and summary.seen != self.summary.seen:
+            raise PosthocUQError(
+                f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
+                f"it must give the same data every time."
+            )
+        if summary.samples == 0:
+            raise PosthocUQError(
+                f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
+            )
+        if self.settings.fisher == "mc" and summary.repetitive and not self.summary.seen:
+            warnings.warn(
+                "Most inputs are copies of others. A label drawn with fisher='mc' belongs to its input, so that copies "
+                "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.summary = summary
+        self.seconds[description] = time.perf_counter() - start
+        return summary.samples
+
+    def _sweep(
+        self,
+        accumulators: Mapping[str, Sequence[Accumulator]],
+        joint: JointFisher | None,
+        share: float,
+        description: str,
+        sums: Tensors,
+    ) -> Summary:
+        checkpoint, done = self.checkpoint, None
+        left = checkpoint.interrupted(description) if checkpoint is not None else None
+        if left is not None:
+            done = left[0]
+            for name, group in sums.items():
+                for inner, tensor in group.items():
+                    tensor.copy_(left[1][name][inner])
+
+        def after_batch(summary: Summary) -> None:
+            if checkpoint is not None:
+                checkpoint.after_batch(description, summary, sums)
+
+        with isolated_random_state(self.settings.seed):
+            return sweep(
+                self.prepared.capture,
+                self.loader,
+                self.settings,
+                accumulators,
+                joint=joint,
+                share=share,
+                description=description,
+                done=done,
+                after_batch=after_batch,
+            )
+
+    def timed(self, description: str, work: Callable[[], Any]) -> Any:
+        """Do the work and note how long it took."""
+        start = time.perf_counter()
+        result = work()
+        self.seconds[description] = time.perf_counter() - start
+        return result
+
+    def divided(self, work: Mapping[str, Callable[[], dict[str, Tensor]]], description: str) -> Tensors:
+        """Results by name, each computed by one of the processes and handed to the others."""
+
+        def compute() -> Tensors:
+            found: Tensors = {}
+            error = None
+            try:
+                for index, (name, compute_one) in enumerate(work.items()):
+                    if index % world() == rank():
+                        found[name] = compute_one()
+            except Exception as caught:
+                error = caught
+            agree(error, description)
+            for index, name in enumerate(work):
+                source = index % world()
+                own = {name: found[name]} if name in found else None
+                found[name] = hand_out(own, source, self.device)[name]
+            return {name: found[name] for name in work}
+
+        return self.timed(description, compute)
+
+
+def check_common(layers: Iterable[str]) -> None:
+    """Make sure that all processes fit the same layers.
+
+    Raises:
+        PosthocUQError: they do not.
+    """
+    found = gather(list(layers))
+    for number, other in enumerate(found):
+        if other != found[0]:
+            raise PosthocUQError(
+                f"Rank {number} fits the layers {other[:5]}..., and rank 0 {found[0][:5]}...; all processes must hold "
+                f"the same model and ask for the same layers."
+            )
+
+
+def _together(summary: Summary) -> Summary:
+    """What the sweeps of all processes saw.
+
+    Raises:
+        PosthocUQError: two of them saw the same data.
+    """
+    found: list[Summary] = gather(summary)
+    contents = [(one.content, one.seen) for one in found]
+    if len(set(contents)) < len(contents):
+        raise PosthocUQError(
+            "Several processes were given the same data, which would count them several times; give each a part of "
+            "its own, for instance with torch.utils.data.DistributedSampler."
+        )
+    likelihoods = [one.log_likelihood for one in found]
+    return Summary(
+        batches=sum(one.batches for one in found),
+        seen=sum(one.seen for one in found),
+        samples=sum(one.samples for one in found),
+        log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
+        outputs=max(one.outputs for one in found),
+        keys=set[int]().union(*(one.keys for one in found)),
+        content=sum(one.content for one in found) % (1 << 64),
+    )

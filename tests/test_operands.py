@@ -1,0 +1,233 @@
+"""Products with a layer's activations against patches cut out one by one."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from posthoc_uq.curvature import operands, squares
+from posthoc_uq.curvature.operands import Operand, Patches, Rows, Several, chunks
+from posthoc_uq.curvature.squares import Plan, Shape, add_squares, plan
+from posthoc_uq.layers import Geometry, Layer, describe
+
+TIGHT = {"rtol": 1e-11, "atol": 1e-11}
+SAMPLES = 3
+
+# channels, outputs, kernel, stride, padding, dilation, groups, bias, spatial
+CASES: dict[str, tuple] = {
+    "1d": (2, 3, (3,), (1,), (1,), (1,), 1, True, (7,)),
+    "1d strided, dilated, groups": (4, 6, (2,), (2,), (1,), (2,), 2, False, (9,)),
+    "2d": (2, 3, (3, 3), (1, 1), (1, 1), (1, 1), 1, False, (5, 6)),
+    "2d bias": (2, 3, (3, 2), (1, 2), (1, 0), (1, 1), 1, True, (6, 5)),
+    "2d dilated": (3, 2, (2, 3), (1, 1), (2, 1), (2, 1), 1, True, (5, 5)),
+    "2d same": (2, 2, (2, 4), (1, 1), "same", (1, 1), 1, True, (4, 5)),
+    "2d groups": (4, 6, (3, 3), (2, 1), (1, 1), (1, 1), 2, True, (5, 4)),
+    "depthwise": (4, 4, (3, 3), (1, 1), (1, 1), (1, 1), 4, False, (5, 5)),
+    "depthwise multiplied, bias": (3, 6, (3, 3), (2, 2), (1, 1), (1, 1), 3, True, (6, 5)),
+    "3d": (2, 3, (2, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 1, True, (3, 4, 4)),
+}
+
+
+def _case(name: str) -> tuple[Layer, Geometry, Tensor, Tensor]:
+    """A layer, how it is called, its activations cut out one by one, and its input."""
+    channels, outputs, kernel, stride, padding, dilation, groups, bias, spatial = CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    weight = torch.randn(outputs, channels // groups, *kernel, generator=generator, dtype=torch.float64)
+    own_bias = ("b", torch.randn(outputs, generator=generator, dtype=torch.float64)) if bias else None
+    layer = describe("layer", f"conv{len(kernel)}d", ("w", weight), own_bias, groups)
+    x = torch.randn(SAMPLES, channels, *spatial, generator=generator, dtype=torch.float64)
+    if padding == "same":  # torch puts the odd one behind
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(p, p) for p in padding]
+    padded = F.pad(x, [side for pair in reversed(sides) for side in pair])
+    return layer, Geometry(stride, padding, dilation), _cut(padded, layer, kernel, stride, dilation), x
+
+
+def _cut(padded: Tensor, layer: Layer, kernel: tuple, stride: tuple, dilation: tuple) -> Tensor:
+    """``(samples, groups, positions, inputs)``, by the definition."""
+    sizes = padded.shape[2:]
+    counts = [
+        (n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(sizes, dilation, kernel, stride, strict=True)
+    ]
+    rows = []
+    for position in product(*map(range, counts)):
+        values = []
+        for offset in product(*map(range, kernel)):
+            place = [p * s + o * d for p, s, o, d in zip(position, stride, offset, dilation, strict=True)]
+            values.append(padded[(slice(None), slice(None), *place)])
+        patch = torch.stack(values, dim=2).reshape(padded.shape[0], layer.groups, -1)
+        if layer.bias is not None:
+            patch = torch.cat([patch, torch.ones_like(patch[..., :1])], dim=2)
+        rows.append(patch)
+    return torch.stack(rows, dim=2)
+
+
+def _gradients(rows: Tensor, outputs: int) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    samples, groups, positions, _ = rows.shape
+    # As a convolution's are: the positions are the last dimension in memory.
+    found = torch.randn(samples, groups, outputs, positions, generator=generator, dtype=torch.float64)
+    return found.transpose(2, 3)
+
+
+def _per_sample(rows: Tensor, gradients: Tensor) -> Tensor:
+    found = torch.zeros(*rows.shape[:2], gradients.shape[3], rows.shape[3], dtype=torch.float64)
+    for s, g, t in product(*map(range, rows.shape[:3])):
+        found[s, g] += torch.outer(gradients[s, g, t], rows[s, g, t])
+    return found
+
+
+def _operands(name: str) -> list[tuple[Operand, Tensor, int]]:
+    """Every kind of operand with these activations, and the layer's outputs."""
+    layer, geometry, rows, x = _case(name)
+    columns = rows.transpose(2, 3).contiguous().transpose(2, 3)
+    found: list[tuple[Operand, Tensor, int]] = [
+        (Patches(x, layer, geometry), rows, layer.outputs),
+        (Rows(rows), rows, layer.outputs),
+        (Rows(columns), rows, layer.outputs),
+    ]
+    twice = Several([Patches(x, layer, geometry), Rows(0.5 * rows[:, :, :2])])
+    return [*found, (twice, torch.cat([rows, 0.5 * rows[:, :, :2]], dim=2), layer.outputs)]
+
+
+@pytest.mark.parametrize("limit", [1, 4000, 2**24])
+@pytest.mark.parametrize("case", CASES)
+def test_sums_over_activations(case: str, limit: int) -> None:
+    for operand, rows, _ in _operands(case):
+        torch.testing.assert_close(operand.rows(), rows, **TIGHT)
+        torch.testing.assert_close(operand.part(slice(1, 3)).rows(), rows[1:3], **TIGHT)
+        assert (operand.samples, operand.positions) == (rows.shape[0], rows.shape[2])
+        _, groups, _, inputs = rows.shape
+        test_matrix = torch.randn(
+            groups, inputs, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+        )
+        gram = torch.einsum("sgti,sgtj->gij", rows, rows)
+        torch.testing.assert_close(operand.project(test_matrix), rows @ test_matrix, **TIGHT)
+        total = torch.ones_like(gram)  # adds to what is there
+        operand.add_gram(total, limit)
+        torch.testing.assert_close(total - 1, gram, **TIGHT)
+        sketch = torch.ones_like(test_matrix)
+        operand.add_sketch(sketch, test_matrix, limit)
+        torch.testing.assert_close(sketch - 1, gram @ test_matrix, **TIGHT)
+
+
+@pytest.mark.parametrize("price", [0, 10**12])  # by one convolution a sample, and by unfolding
+@pytest.mark.parametrize("case", CASES)
+def test_per_sample_gradients(case: str, price: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "_CALL_PRICE", price)
+    monkeypatch.setattr(operands, "_WEIGHT_PRICE", 0)
+    for operand, rows, outputs in _operands(case):
+        gradients = _gradients(rows, outputs)
+        torch.testing.assert_close(operand.gradients(gradients, 2**12), _per_sample(rows, gradients), **TIGHT)
+        some = gradients[..., :1]  # a part of the outputs
+        torch.testing.assert_close(operand.gradients(some, 2**24), _per_sample(rows, some), **TIGHT)
+
+
+@pytest.mark.parametrize("by_pairs", [False, True])
+@pytest.mark.parametrize("rotate_gradients", [False, True])
+@pytest.mark.parametrize("budget", [1, 2000, 2**24])
+@pytest.mark.parametrize("case", CASES)
+def test_every_route_to_the_squares(
+    case: str, by_pairs: bool, rotate_gradients: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forced(shape: Shape, diagonal: bool, rotated: bool, whole: bool = True) -> Plan:
+        return Plan(by_pairs, rotate_gradients and rotated and whole, 0.0)
+
+    monkeypatch.setattr(squares, "plan", forced)
+    for operand, rows, outputs in _operands(case):
+        gradients, (_, groups, _, inputs) = _gradients(rows, outputs), rows.shape
+        generator = torch.Generator().manual_seed(3)
+        bases = (
+            torch.randn(groups, inputs, 3, generator=generator, dtype=torch.float64),
+            torch.randn(groups, outputs, 2, generator=generator, dtype=torch.float64),
+        )
+        per_sample = _per_sample(rows, gradients)
+        turned = torch.einsum("gop,sgoi,giq->sgpq", bases[1], per_sample, bases[0])
+        diagonal = torch.ones(groups, outputs, inputs, dtype=torch.float64)
+        rotated = torch.ones(groups, 2, 3, dtype=torch.float64)
+        add_squares(operand, gradients, budget, diagonal, rotated, bases)
+        torch.testing.assert_close(diagonal - 1, per_sample.square().sum(0), **TIGHT)
+        torch.testing.assert_close(rotated - 1, turned.square().sum(0), **TIGHT)
+        alone = torch.zeros_like(rotated)
+        add_squares(operand, gradients, budget, None, alone, bases)
+        torch.testing.assert_close(alone, turned.square().sum(0), **TIGHT)
+
+
+def test_the_plan_follows_the_cost() -> None:
+    one = Shape(1, 512, 512, 1, 100, 100)
+    assert plan(one, True, True)[:2] == (True, False)  # one position: a product of squares, and rotated rows
+    many = Shape(1, 64, 576, 3136, 64, 100)
+    assert plan(many, True, True)[:2] == (
+        False,
+        True,
+    )  # a large map: form the gradients once, and rotate them
+    wide = Shape(1, 512, 4608, 49, 100, 100)
+    assert plan(wide, True, True)[:2] == (False, False)  # wide and few positions: rotate the rows
+    assert not plan(many, True, True, whole=False).rotate_gradients
+    costs = [plan(Shape(1, 64, 64, t, 30, 30), True, True).cost for t in (1, 2, 4, 9, 30, 100)]
+    assert costs == sorted(costs)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        known = {
+            value.untyped_storage().data_ptr() for value in given
+        }  # views and results in place are not new
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.bytes = max(self.bytes, tensor.numel() * tensor.element_size())
+        return found
+
+
+@pytest.mark.parametrize("kind", ["many positions", "wide", "few positions", "large map"])
+def test_no_temporary_is_larger_than_the_budget(kind: str) -> None:
+    budget = 2**18
+    torch.manual_seed(0)
+    if kind == "large map":  # one sample unfolded takes 1 MiB
+        weight = torch.randn(8, 8, 3, 3)
+        layer = describe("layer", "conv2d", ("w", weight), None, 1)
+        operand: Operand = Patches(torch.randn(2, 8, 60, 60), layer, Geometry((1, 1), (1, 1), (1, 1)))
+        groups, positions, inputs, outputs = 1, 3600, 72, 8
+    else:
+        positions, inputs, outputs = {"many positions": (40, 300, 200), "wide": (15, 900, 300)}.get(
+            kind, (3, 200, 900)
+        )
+        groups = 1
+        operand = Rows(torch.randn(9, 1, positions, inputs))
+    gradients = torch.randn(operand.samples, groups, outputs, positions).transpose(2, 3)
+    bases = torch.randn(groups, inputs, 10), torch.randn(groups, outputs, 8)
+    diagonal, rotated = torch.zeros(groups, outputs, inputs), torch.zeros(groups, 8, 10)
+    gram, sketch = torch.zeros(groups, inputs, inputs), torch.zeros(groups, inputs, 5)
+    with _Largest() as largest:
+        add_squares(operand, gradients, budget, diagonal, rotated, bases)
+        operand.add_gram(gram, budget)
+        operand.add_sketch(sketch, torch.randn(groups, inputs, 5), budget)
+    # The results themselves and the caller's data do not count; what is made on the way does.
+    assert 0 < largest.bytes <= budget
+
+
+def test_chunks_cover_all_samples_within_the_limit() -> None:
+    for samples, numbers, limit in [(1, 10, 1), (7, 3, 24), (100, 5, 10**6)]:
+        parts = list(chunks(samples, numbers, 4, limit))
+        assert [s for part in parts for s in range(samples)[part]] == list(range(samples))
+        assert all(
+            len(range(samples)[part]) == 1 or 4 * numbers * len(range(samples)[part]) <= limit
+            for part in parts
+        )
