@@ -139,9 +139,9 @@ def fit(
     check_common(prepared.layers)
     run = Run(prepared, loader, settings, options, device)
     if checkpoint is not None:
-        run.checkpoint = Checkpoint(
-            checkpoint, _checked_every(checkpoint_every), _identity(method, run, model)
-        )
+        every = _checked_every(checkpoint_every)
+        run.checkpoint = Checkpoint(checkpoint, every, _identity(method, run, model), budget)
+        run.options = replace(options, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"
     posterior = laplace(method, run, model)
     del prepared, run.prepared

@@ -106,7 +106,7 @@ def sweep(
         PosthocUQError: labels do not fit the likelihood, the loader is empty or does not begin with the batches
             that were done.
     """
-    summary, own = Summary(), own_samples(loader)
+    summary, own, skipped = Summary(), own_samples(loader), 0 if done is None else done.batches
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, batch in enumerate(batches(loader, settings.reader)):
             samples = count_samples(batch)
@@ -117,8 +117,8 @@ def sweep(
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             summary.note(keys)
             bar.advance(samples)
-            if done is not None and index < done.batches:
-                if index == done.batches - 1:
+            if done is not None and index < skipped:
+                if index == skipped - 1:
                     summary = _taken_up(summary, done)
                 continue
             if share < 1:
@@ -128,7 +128,7 @@ def sweep(
                 _sweep_batch(capture, batch, keys, index, settings, accumulators, joint, summary)
             if after_batch is not None:
                 after_batch(summary)
-    if done is not None and summary.batches < done.batches:
+    if done is not None and summary.batches < skipped:
         raise _other_data()
     return summary
 

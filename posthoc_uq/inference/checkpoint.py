@@ -38,16 +38,20 @@ class Checkpoint:
         path: the file; in a process group each rank has one of its own beside it (``fit.rank0of2.h5``).
         every: batches between two writes.
         identity: plain values that a fit must have in common with the one that wrote the file.
+        budget: the memory budget of a fit that begins here.
 
     Attributes:
         stages: finished stages by name.
+        budget: the memory budget of the fit that wrote the file: it decides the order of sums, and so their rounding.
 
     Raises:
         PosthocUQError: the file is that of another fit.
         CorruptPosteriorError: it is damaged, or no checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str], every: int, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], every: int, identity: Mapping[str, Any], budget: int
+    ) -> None:
         target = atomic.checked_target(path)
         if world() > 1:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
@@ -56,6 +60,7 @@ class Checkpoint:
         self._identity = dict(identity)
         self._partial: tuple[str, Summary, Tensors] | None = None
         self.stages: dict[str, Stage] = {}
+        self.budget = budget
         atomic.remove_leftovers(target)
         if target.exists():
             self._read()
@@ -69,6 +74,7 @@ class Checkpoint:
                     f"'{self._target}' is the checkpoint of another fit: its {name} was {found.get(name)!r:.200}, and "
                     f"is {value!r:.200} now. Delete it to begin anew, or give another path."
                 )
+        self.budget = int(description["memory_budget"])
         for name, summary in description["stages"].items():
             self.stages[name] = Stage(_group(groups, f"{name}/"), _summary(summary))
         if description["sweep"] is not None:
@@ -103,6 +109,7 @@ class Checkpoint:
         description = {
             "identity": self._identity,
             "stages": {name: _plain(stage.summary) for name, stage in self.stages.items()},
+            "memory_budget": self.budget,
             "sweep": sweep,
             "summary": None if summary is None else _plain(summary),
         }

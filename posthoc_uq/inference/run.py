@@ -63,7 +63,8 @@ class Run:
             tensors = {a: {b: t.to(self.device) for b, t in group.items()} for a, group in tensors.items()}
             self.summary = done[ahead[0]]
         else:
-            tensors = work()
+            # The order in memory decides how products are rounded, so it must be as it comes out of a file.
+            tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in work().items()}
         if self.checkpoint is not None and own is None:
             self.checkpoint.finish(name, Stage(tensors, self.summary))
         return tensors

@@ -152,6 +152,10 @@ def _parse(text: bytes) -> dict[str, Any]:
         state = json.loads(text)
     except (ValueError, RecursionError):
         raise CorruptPosteriorError("its description is not valid JSON") from None
+    if isinstance(state, dict) and state.get("kind") == schema.CHECKPOINT:  # pyright: ignore[reportUnknownMemberType]
+        raise CorruptPosteriorError(
+            "it is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
+        )
     keys = ("attributes", "layers", "blocks", "library_version", "fingerprint")
     if not isinstance(state, dict) or any(key not in state for key in keys):
         raise CorruptPosteriorError("its description is incomplete")

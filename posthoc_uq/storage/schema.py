@@ -10,6 +10,8 @@ from torch import Tensor
 
 from posthoc_uq.storage.hdf5 import link_name
 
+CHECKPOINT = "checkpoint"  # the kind of a file that is no posterior yet
+
 # Number formats by name: how torch holds them, and how the file does (bfloat16 as its bits).
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "<f8"),

@@ -14,8 +14,7 @@ from torch import Tensor
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.storage import atomic, hdf5, userblock
 from posthoc_uq.storage.saving import as_array
-
-KIND = "checkpoint"
+from posthoc_uq.storage.schema import CHECKPOINT
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 
@@ -31,10 +30,12 @@ def write_snapshot(target: Path, description: Mapping[str, Any], groups: Groups)
     for number, (group, tensors) in enumerate(groups.items()):
         for name, tensor in tensors.items():
             index.append([group, name])
-            arrays[f"{KIND}/{number}/{hdf5.link_name(name)}"] = partial(as_array, tensor, tensor.dtype)
-    state = {"kind": KIND, "description": description, "index": index}
+            arrays[f"{CHECKPOINT}/{number}/{hdf5.link_name(name)}"] = partial(as_array, tensor, tensor.dtype)
+    state = {"kind": CHECKPOINT, "description": description, "index": index}
     try:
-        image = hdf5.build_image(state, {"/": {"format": f"posthoc_uq {KIND}"}}, arrays, userblock.SIZE, None)
+        image = hdf5.build_image(
+            state, {"/": {"format": f"posthoc_uq {CHECKPOINT}"}}, arrays, userblock.SIZE, None
+        )
     except hdf5.FormatError as error:
         raise PosthocUQError(str(error)) from None
     atomic.write(target, atomic.seal(image))
@@ -51,12 +52,12 @@ def read_snapshot(target: Path) -> tuple[dict[str, Any], dict[str, dict[str, Ten
         with hdf5.ImageReader(data) as reader:
             structure = reader.structure()
             state = json.loads(structure.state)
-            if not isinstance(state, dict) or state.get("kind") != KIND:  # pyright: ignore[reportUnknownMemberType]
+            if not isinstance(state, dict) or state.get("kind") != CHECKPOINT:  # pyright: ignore[reportUnknownMemberType]
                 raise CorruptPosteriorError(f"'{target}' is no checkpoint of a fit; give another path.")
             groups: dict[str, dict[str, Tensor]] = {}
             order: dict[str, int] = {}
             for group, name in state["index"]:
-                path = f"{KIND}/{order.setdefault(group, len(order))}/{hdf5.link_name(name)}"
+                path = f"{CHECKPOINT}/{order.setdefault(group, len(order))}/{hdf5.link_name(name)}"
                 groups.setdefault(group, {})[name] = torch.from_numpy(
                     reader.array(path, structure.datasets[path])
                 )

@@ -1,0 +1,128 @@
+"""One process of a distributed fit; ``test_distributed.py`` starts several with torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import posthoc_uq as uq
+from posthoc_uq.errors import PosthocUQError
+
+SAMPLES, BATCH = 34, 5
+CASES: dict[str, dict[str, Any]] = {
+    "inf": {"rank": 15},
+    "inf, sketch": {"rank": 4, "basis": "sketch", "basis_fraction": 0.7},
+    "efb": {"method": "efb", "fisher": "exact"},
+    "kfac": {"method": "kfac"},
+    "diag": {"method": "diag", "n_samples": 3},
+    "full": {"method": "full", "layers": "last"},
+    "regression": {"method": "diag", "likelihood": "regression"},
+}
+
+
+def model() -> nn.Module:
+    """A small convolutional net with fixed weights."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 6, 3, stride=2), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(54, 3)).eval()
+
+
+def data(regression: bool) -> TensorDataset:
+    """Images with labels or targets."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 1, 7, 7, generator=generator)
+    labels = torch.randint(0, 3, (SAMPLES,), generator=generator)
+    return TensorDataset(x, nn.functional.one_hot(labels, 3).float() if regression else labels)
+
+
+def fit(loader: Any, case: str, **options: Any) -> uq.Posterior:
+    """A fit of one case, tuned by its evidence."""
+    return uq.fit(model(), loader, progress=True, **CASES[case], **options)
+
+
+def sampled(case: str, shuffle: bool = False) -> DataLoader:
+    """This process's part, padded by the sampler so that all parts are equally long."""
+    dataset = data(CASES[case].get("likelihood") == "regression")
+    return DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset, shuffle=shuffle))
+
+
+def uneven(case: str) -> list[tuple[Tensor, ...]]:
+    """This process's part, of another size in every process."""
+    x, y = data(CASES[case].get("likelihood") == "regression").tensors
+    ends = [0, 4, 21, SAMPLES] if dist.get_world_size() == 3 else [0, 9, SAMPLES]
+    part = slice(ends[dist.get_rank()], ends[dist.get_rank() + 1])
+    return list(zip(x[part].split(BATCH), y[part].split(BATCH), strict=True))
+
+
+class Broken:
+    """A loader that fails in one process, with the batch of a given number in all its passes."""
+
+    def __init__(self, loader: Any, rank: int, after: int) -> None:
+        self._loader, self._rank, self._left = loader, rank, after
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._left -= 1
+            if dist.get_rank() == self._rank and self._left < 0:
+                raise RuntimeError("the disk is gone")
+            yield batch
+
+
+def message(loader: Any, case: str, **options: Any) -> str:
+    """What a fit that fails says."""
+    try:
+        fit(loader, case, **options)
+    except (PosthocUQError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def interrupted(folder: Path) -> str:
+    """A fit that breaks off in its second sweep, and goes on although one process has lost its checkpoint."""
+    path = folder / "checkpoint.h5"
+    batches = len(sampled("inf"))
+    said = message(Broken(sampled("inf"), 1, batches + 2), "inf", checkpoint=path, checkpoint_every=1)
+    own = folder / f"checkpoint.rank{dist.get_rank()}of{dist.get_world_size()}.h5"
+    assert own.exists()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        own.unlink()
+    uq.save(fit(sampled("inf"), "inf", checkpoint=path, checkpoint_every=1), folder / "resumed.h5")
+    assert not own.exists()
+    return said
+
+
+def main() -> None:
+    """All cases; rank 0 saves the posteriors, and every rank writes what it was told."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    said: dict[str, Any] = {}
+    for case in CASES:
+        posterior = fit(sampled(case), case)
+        uq.save(posterior, folder / f"{case}.h5")
+        said[case] = [posterior.scale, float(posterior.prior_precision)]
+        uq.save(fit(uneven(case), case, prior_precision=1.0), folder / f"{case}, uneven.h5")
+    uq.save(fit(sampled("inf", shuffle=True), "inf", prior_precision=1.0), folder / "shuffled.h5")
+    everything = DataLoader(data(False), batch_size=BATCH)
+    said["same data"] = message(everything, "inf")
+    said["broken"] = message(Broken(sampled("inf"), 1, 1), "inf")
+    last = "all" if dist.get_rank() == 0 else "last"
+    said["other layers"] = message(sampled("inf"), "inf", layers=last)
+    said["interrupted"] = interrupted(folder)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,99 @@
+"""A fit shared by several processes equals that of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_worker import BATCH, CASES, SAMPLES, data, fit, model
+from torch.utils.data import DataLoader, DistributedSampler
+
+import posthoc_uq as uq
+from posthoc_uq.distributed import own_samples
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
+    """How many processes, what they left, and what they printed."""
+    folder = tmp_path_factory.mktemp(f"world{request.param}")
+    script = str(Path(__file__).with_name("distributed_worker.py"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", str(request.param), script, str(folder)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, folder, done.stderr
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+
+
+def _assert_same(path: Path, expected: uq.Posterior) -> None:
+    found = uq.load(path, model())
+    assert found.scale == expected.scale == SAMPLES
+    assert found.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
+    for name, block in expected.blocks.items():
+        assert _relative(found.blocks[name].dense().double(), block.dense().double()) < 1e-5
+    likelihood = expected.evidence.log_likelihood
+    assert found.evidence.log_likelihood == pytest.approx(likelihood, rel=1e-6)
+    if expected.noise_variance is not None:
+        torch.testing.assert_close(found.noise_variance, expected.noise_variance, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_posterior_is_that_of_one_process(case: str, run: tuple[int, Path, str]) -> None:
+    _, folder, _ = run
+    dataset = data(CASES[case].get("likelihood") == "regression")
+    loader = DataLoader(dataset, batch_size=BATCH)
+    _assert_same(folder / f"{case}.h5", fit(loader, case))
+    _assert_same(folder / f"{case}, uneven.h5", fit(loader, case, prior_precision=1.0))
+
+
+def test_shuffled_parts_and_an_interruption_change_nothing(run: tuple[int, Path, str]) -> None:
+    _, folder, _ = run
+    loader = DataLoader(data(False), batch_size=BATCH)
+    _assert_same(folder / "shuffled.h5", fit(loader, "inf", prior_precision=1.0))
+    _assert_same(folder / "resumed.h5", fit(loader, "inf"))
+
+
+def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:
+    world, folder, shown = run
+    said: list[dict[str, Any]] = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+    for case in CASES:
+        assert all(own[case] == said[0][case] for own in said)
+    for rank, own in enumerate(said):
+        assert "Several processes were given the same data" in own["same data"]
+        assert "all processes must hold the same model" in own["other layers"]
+        for name in ("broken", "interrupted"):
+            expected = "RuntimeError: the disk is gone" if rank == 1 else "Rank 1 failed in the sweep for"
+            assert expected in own[name]
+    # The two fits with a loader of known length that take this sweep, on rank 0 alone.
+    assert shown.count("Kronecker factors, 3 layers:   0%") == 2
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 4, 10, 11])
+def test_padding_belongs_to_nobody(replicas: int, size: int) -> None:
+    dataset = list(range(size))
+    for drop_last in (False, True):
+        seen: list[int] = []
+        for rank in range(replicas):
+            sampler = DistributedSampler(dataset, replicas, rank, shuffle=True, seed=3, drop_last=drop_last)
+            loader = DataLoader(dataset, batch_size=2, sampler=sampler)
+            own = own_samples(loader)
+            indices = list(sampler)
+            assert (own is None) == drop_last
+            seen += indices[:own]
+        assert len(seen) == len(set(seen)) == (size // replicas * replicas if drop_last else size)
+    assert own_samples(DataLoader(dataset)) is None and own_samples([dataset]) is None

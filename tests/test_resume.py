@@ -1,0 +1,188 @@
+"""A fit that is killed and started again gives what an uninterrupted one gives, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resume_worker import BATCH, SAMPLES, data, fit, model
+from torch.utils.data import DataLoader
+
+import posthoc_uq as uq
+from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+
+BATCHES = -(-SAMPLES // BATCH)
+
+# Where the process is killed, attempt by attempt: with a batch of that number, or in a checkpoint's write.
+SCENARIOS: list[dict[str, Any]] = [
+    {"name": "inf", "options": {"rank": 20}, "kills": [0, 3, BATCHES + 4, BATCHES - 1]},
+    {"name": "inf-writing", "options": {"rank": 20}, "kills": ["write 1", "write 4", "write 9", "write 12"]},
+    {"name": "inf-seldom", "options": {"rank": 20}, "kills": [8, BATCHES + 8], "every": 5},
+    {"name": "inf-share", "options": {"basis_fraction": 0.5, "basis": "sketch", "rank": 5}, "kills": [6, 17]},
+    {"name": "kfac", "options": {"method": "kfac", "fisher": "exact"}, "kills": [2, 5]},
+    {"name": "efb", "options": {"method": "efb"}, "kills": [5, BATCHES + 5]},
+    {"name": "diag", "options": {"method": "diag", "n_samples": 2}, "kills": [7]},
+    {"name": "full", "options": {"method": "full", "layers": "last"}, "kills": [4]},
+    {
+        "name": "regression",
+        "options": {"method": "diag", "likelihood": "regression", "dtype": None},
+        "kills": [3, BATCHES + 3, "write 2"],
+    },
+    {"name": "inf-any-moment", "options": {"rank": 20}, "random": 1},
+    {"name": "kfac-any-moment", "options": {"method": "kfac"}, "random": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What the worker's processes left, scenario by scenario."""
+    folder = tmp_path_factory.mktemp("killed")
+    script = Path(__file__).with_name("resume_worker.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), json.dumps(SCENARIOS)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return folder, {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
+def test_a_killed_fit_goes_on_to_the_same_bits(
+    scenario: dict[str, Any], killed: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, lines = killed
+    line, name = lines[scenario["name"]], scenario["name"]
+    assert line["finished"][-1]
+    if "kills" in scenario:
+        assert not any(line["finished"][:-1])  # every kill hit
+        assert f"{name}.checkpoint.h5" in line["left"]
+    assert line["after"] == [f"{name}.h5"]  # neither the checkpoint nor what a killed write left
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        whole = fit(scenario, None, None)
+    finally:
+        torch.set_num_threads(threads)
+    resumed = uq.load(folder / f"{name}.h5", model())
+    assert resumed.scale == whole.scale == SAMPLES
+    assert resumed.record.fit["samples"] == SAMPLES
+    assert resumed.evidence.log_likelihood == whole.evidence.log_likelihood
+    for block, expected in whole.blocks.items():
+        for tensor, value in expected.tensors().items():
+            assert torch.equal(resumed.blocks[block].tensors()[tensor], value), (block, tensor)
+
+
+def _loader(**options: Any) -> DataLoader:
+    return DataLoader(data(), batch_size=BATCH, **options)
+
+
+class Broken:
+    """A loader that fails after some batches."""
+
+    def __init__(self, loader: Any, after: int, value: float | None = None) -> None:
+        self.loader, self.after, self.value = loader, after, value
+
+    def __iter__(self) -> Any:
+        for index, (x, y) in enumerate(self.loader):
+            if index == self.after:
+                if self.value is None:
+                    raise RuntimeError("the disk is gone")
+                x = torch.full_like(x, self.value)
+            yield x, y
+
+
+def _interrupted(path: Path, **options: Any) -> None:
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        uq.fit(model(), Broken(_loader(), 4), checkpoint=path, checkpoint_every=2, progress=False, **options)
+    assert path.exists()
+
+
+def test_a_checkpoint_is_of_one_fit_alone(tmp_path: Path) -> None:
+    path = tmp_path / "fit.h5"
+    _interrupted(path, method="diag")
+    before = path.read_bytes()
+    other = model()
+    with torch.no_grad():
+        other[0].weight[0, 0, 0, 0] += 1
+    for changed, options, word in [
+        (model(), {"method": "kfac"}, "method was 'diag', and is 'kfac'"),
+        (model(), {"method": "diag", "seed": 1}, "seed"),
+        (model(), {"method": "diag", "fisher": "exact"}, "fisher"),
+        (model(), {"method": "diag", "layers": "last"}, "layers"),
+        (model(), {"method": "diag", "dtype": torch.float64}, "dtype"),
+        (other, {"method": "diag"}, "model"),
+    ]:
+        with pytest.raises(PosthocUQError, match=word):
+            uq.fit(changed, _loader(), checkpoint=path, progress=False, **options)
+    for loader in (_loader(shuffle=True), [(torch.randn(8, 1, 9, 9), torch.zeros(8, dtype=torch.long))]):
+        with pytest.raises(PosthocUQError, match="does not begin with the batches"):
+            uq.fit(model(), loader, method="diag", checkpoint=path, progress=False)
+    assert path.read_bytes() == before  # nothing that was computed is lost
+    uq.fit(model(), _loader(), method="diag", checkpoint=path, progress=False)
+    assert not path.exists()
+
+
+def test_what_was_swept_over_before_a_bad_batch_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "fit.h5"
+    options: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False}
+    with pytest.raises(NonFiniteError, match="Batch 5"):
+        bad = Broken(_loader(), 5, float("nan"))
+        uq.fit(model(), bad, checkpoint=path, checkpoint_every=1, **options)
+    mended = uq.fit(model(), _loader(), checkpoint=path, **options)
+    whole = uq.fit(model(), _loader(), **options)
+    for name, block in whole.blocks.items():
+        assert torch.equal(block.tensors()["diagonal"], mended.blocks[name].tensors()["diagonal"])
+
+
+def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+    path, posterior = tmp_path / "fit.h5", tmp_path / "posterior.h5"
+    _interrupted(path)
+    with pytest.raises(CorruptPosteriorError, match="unfinished fit"):
+        uq.load(path, model())
+    with pytest.raises(CorruptPosteriorError, match="unfinished fit"):
+        uq.inspect(path)
+    uq.save(uq.fit(model(), _loader(), prior_precision=1.0, progress=False), posterior)
+    before = posterior.read_bytes()
+    with pytest.raises(CorruptPosteriorError, match="no checkpoint"):
+        uq.fit(model(), _loader(), checkpoint=posterior, progress=False)
+    assert posterior.read_bytes() == before
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CorruptPosteriorError, match="damaged"):
+        uq.fit(model(), _loader(), checkpoint=path, progress=False)
+    with pytest.raises(PosthocUQError, match="does not exist"):
+        uq.fit(model(), _loader(), checkpoint=tmp_path / "nowhere" / "fit.h5", progress=False)
+    with pytest.raises(PosthocUQError, match="checkpoint_every"):
+        uq.fit(model(), _loader(), checkpoint=path, checkpoint_every=0, progress=False)
+
+
+def test_a_share_of_the_data_for_the_bases() -> None:
+    options: dict[str, Any] = {"rank": 20, "prior_precision": 1.0, "progress": False}
+    whole = uq.fit(model(), _loader(), **options)
+    half = uq.fit(model(), _loader(), basis_fraction=0.5, **options)
+    shuffled = uq.fit(model(), _loader(shuffle=True), basis_fraction=0.5, **options)
+    for name, block in whole.blocks.items():
+        # The exact diagonal comes from all samples; the bases do not, but from the same ones in any order.
+        torch.testing.assert_close(half.blocks[name].diagonal, block.diagonal)
+        assert not torch.equal(half.blocks[name].input_basis, block.input_basis)
+        torch.testing.assert_close(
+            half.blocks[name].dense(), shuffled.blocks[name].dense(), rtol=1e-3, atol=1e-6
+        )
+        error = torch.linalg.matrix_norm(half.blocks[name].dense() - block.dense())
+        assert bool((error < 0.5 * torch.linalg.matrix_norm(block.dense())).all())
+    assert half.scale == SAMPLES and half.record.fit["basis fraction"] == 0.5
+    with pytest.raises(PosthocUQError, match="picks none of the 90 samples"):
+        uq.fit(model(), _loader(), basis_fraction=1e-9, **options)
+    for wrong in (0.0, 1.5, -1.0):
+        with pytest.raises(PosthocUQError, match="basis_fraction must be in"):
+            uq.fit(model(), _loader(), basis_fraction=wrong, **options)
+    with pytest.raises(PosthocUQError, match="does not take"):
+        uq.fit(model(), _loader(), method="diag", basis_fraction=0.5, progress=False)
