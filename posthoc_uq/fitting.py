@@ -74,7 +74,8 @@ def fit(
     size or the order of the samples beyond rounding.
 
     In a process group of `torch.distributed` every process calls this with its own part of the data (a `DataLoader`
-    with a `DistributedSampler`, whose padding is not counted), and all get the posterior of the whole.
+    with a `DistributedSampler`, whose padding is not counted; an iterable around one should have its ``sampler``), and
+    all get the posterior of the whole.
 
     Args:
         model: trained; run in eval mode on a copy that shares its weights.

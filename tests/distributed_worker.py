@@ -68,6 +68,7 @@ class Broken:
 
     def __init__(self, loader: Any, rank: int, after: int) -> None:
         self._loader, self._rank, self._left = loader, rank, after
+        self.sampler = loader.sampler  # tells what is padding
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
