@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from posthoc_uq.curvature import operands, squares
-from posthoc_uq.curvature.operands import Operand, Patches, Rows, Several, chunks
+from posthoc_uq.curvature import patches, squares
+from posthoc_uq.curvature.correlation import add_patch_gram
+from posthoc_uq.curvature.operands import Operand, Rows, Several, chunks
+from posthoc_uq.curvature.patches import Patches
 from posthoc_uq.curvature.squares import Plan, Shape, add_squares, plan
 from posthoc_uq.layers import Geometry, Layer, describe
 
@@ -120,11 +122,37 @@ def test_sums_over_activations(case: str, limit: int) -> None:
         torch.testing.assert_close(sketch - 1, gram @ test_matrix, **TIGHT)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_large_map_is_correlated_and_a_small_one_unfolded(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def noted(total: Tensor, x: Tensor, *rest: Any) -> None:
+        calls.append(tuple(x.shape))
+        add_patch_gram(total, x, *rest)
+
+    monkeypatch.setattr(patches, "add_patch_gram", noted)
+    generator = torch.Generator().manual_seed(0)
+    for size, correlated in ((5, False), (40, True)):
+        weight = torch.randn(4, 24, 3, 3, generator=generator, dtype=torch.float64)
+        layer = describe("layer", "conv2d", ("w", weight), ("b", weight[:, 0, 0, 0]) if bias else None, 1)
+        x = torch.randn(3, 24, size, size, generator=generator, dtype=torch.float64)
+        operand = Patches(x, layer, Geometry((1, 1), (1, 1), (1, 1)))
+        total = torch.zeros(1, layer.inputs, layer.inputs, dtype=torch.float64)
+        operand.add_gram(total, 2**24)
+        torch.testing.assert_close(
+            total[0], torch.einsum("sgti,sgtj->ij", operand.rows(), operand.rows()), **TIGHT
+        )
+        assert bool(calls) == correlated
+    assert calls == [(3, 24, 42, 42)]
+
+
 @pytest.mark.parametrize("price", [0, 10**12])  # by one convolution a sample, and by unfolding
 @pytest.mark.parametrize("case", CASES)
 def test_per_sample_gradients(case: str, price: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "_CALL_PRICE", price)
-    monkeypatch.setattr(operands, "_WEIGHT_PRICE", 0)
+    monkeypatch.setattr(patches, "_CALL_PRICE", price)
+    monkeypatch.setattr(patches, "_WEIGHT_PRICE", 0)
     for operand, rows, outputs in _operands(case):
         gradients = _gradients(rows, outputs)
         torch.testing.assert_close(operand.gradients(gradients, 2**12), _per_sample(rows, gradients), **TIGHT)

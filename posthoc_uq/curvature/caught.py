@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.curvature.operands import Operand, Patches, Rows, Several
+from posthoc_uq.curvature.operands import Operand, Rows, Several
+from posthoc_uq.curvature.patches import Patches
 from posthoc_uq.errors import UnsupportedLayerError
 from posthoc_uq.layers import INTERLEAVED, Call, Layer
 
