@@ -17,8 +17,7 @@ from torch import Tensor
 # a CPU costs more than the arithmetic that fills it.
 CPU_TEMPORARY = 16 * 2**20
 
-# Numbers up to which a product for every sample is made at once and summed, rather than added up one by one.
-SMALL = 2**19
+COPIED = 4 * 2**20  # bytes that are copied without a second thought
 
 
 class Operand(Protocol):
@@ -73,21 +72,29 @@ def temporary_limit(budget: int, device: torch.device) -> int:
     return min(budget, CPU_TEMPORARY) if device.type == "cpu" else budget
 
 
-def add_products(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None:
+def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += sum_{s,t} l r^T`` for rows ``(samples, groups, positions, size)``; total ``(groups, p, q)``."""
     groups, p, q = total.shape
-    positions = left.shape[2]
-    numbers = total.numel() * left.shape[0]
-    if groups > 1 or (positions > 1 and numbers <= min(SMALL, limit // total.element_size())):
+    if groups > 1:
         total += torch.matmul(left.transpose(2, 3), right).sum(0)
-        return
-    # One product over all rows reads and writes the total once; a product per sample needs no copy of rows whose
-    # positions are the last dimension in memory.
-    flat = left.stride(3) == 1 and right.stride(3) == 1
-    if flat or positions * (p + q) < p * q:
+    elif left.stride(3) == 1 and right.stride(3) == 1:
         total[0].addmm_(left.reshape(-1, p).T, right.reshape(-1, q))
+    elif _joins(left, p, q):
+        total[0].addmm_(
+            left[:, 0].permute(2, 0, 1).reshape(p, -1), right[:, 0].permute(2, 0, 1).reshape(q, -1).T
+        )
     else:
         total[0].addbmm_(left[:, 0].transpose(1, 2), right[:, 0])
+
+
+def _joins(rows: Tensor, p: int, q: int) -> bool:
+    """Whether to copy rows whose positions are the last dimension in memory, for one product over all samples.
+
+    Worth it where the copy stays in the cache, or where a product a sample would touch a large total too often.
+    """
+    samples, _, positions, _ = rows.shape
+    copied = positions * (p + q)
+    return samples * copied * rows.element_size() <= COPIED or 8 * copied < p * q
 
 
 class Rows:
@@ -121,14 +128,14 @@ class Rows:
 
     def add_gram(self, total: Tensor, limit: int) -> None:
         for part in chunks(self.samples, self._numbers(total), self._rows.element_size(), limit):
-            add_products(total, self._rows[part], self._rows[part], limit)
+            add_products(total, self._rows[part], self._rows[part])
 
     def add_sketch(self, total: Tensor, test_matrix: Tensor, limit: int) -> None:
         width = test_matrix.shape[-1] * self.positions * test_matrix.shape[0]
         numbers = max(width, self._numbers(total))
         for part in chunks(self.samples, numbers, self._rows.element_size(), limit):
             own = self.part(part)
-            add_products(total, own.rows(), own.project(test_matrix), limit)
+            add_products(total, own.rows(), own.project(test_matrix))
 
     def _numbers(self, total: Tensor) -> int:
         """Most numbers a sample that `add_products` makes."""
