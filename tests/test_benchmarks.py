@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
@@ -95,12 +97,63 @@ def test_fit_cost_gives_multiples_of_the_plain_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cost.json"
-    _script("fit_cost").main(["--smoke", "--json", str(path)])
+    _script("fit_cost").main(["--smoke", "--json", str(path), "--plot", str(tmp_path / "cost.png")])
     assert "load average" in capsys.readouterr().out
+    assert (tmp_path / "cost.png").stat().st_size > 10_000
     diagonal, inf = json.loads(path.read_text())["rows"]
     for row, method in ((diagonal, "diag"), (inf, "inf")):
-        assert row["method"] == method and row["samples"] == 128
-        assert row["fit"] >= row["sweeps"] > 0
+        assert row["method"] == method and row["samples"] == 128 and row["note"] is None
+        assert row["fit"] >= row["sweeps + sparsify"] >= row["sweeps"] > 0
+        assert len(row["fits"]) == 2
         assert isfinite(row["evidence"])
     assert inf["plain, MiB"] > 50
     assert inf["with evidence + MiB"] >= inf["fit + MiB"]
+    assert 0.1 < inf["saved, MiB"] < 1
+    assert inf["allowed, MiB"] == round(3 * inf["saved, MiB"] + 256) and inf["within"]
+
+
+@pytest.mark.skipif(find_spec("laplace") is not None, reason="a peer is installed here")
+def test_fit_cost_reports_a_peer_that_fails_or_takes_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "lenet.npz"
+    _script("_cases").write_data("lenet", path, 1)
+    worker = _script("_peer_client").PeerWorker(Path(sys.executable))
+    worker.prepare("lenet", path)
+    try:
+        assert worker.fit("laplace kron AsdlEF", limit=0, plain=0) == {"error": "over 0 s"}
+        error = worker.fit("laplace kron AsdlEF", limit=60, plain=0)["error"]  # in a new process
+    finally:
+        worker.close()
+    assert error.startswith("ModuleNotFoundError") and "laplace" in error
+    fit_cost = _script("fit_cost")
+    row = {
+        "case": "lenet",
+        "method": "laplace kron AsdlEF",
+        "samples": 64,
+        **fit_cost.peer_columns([], error),
+    }
+    assert row["fit"] is None and "ModuleNotFoundError" in fit_cost.printed([row])
+    fit_cost.cost_bars([row]).savefig(tmp_path / "bars.png")
+
+
+def test_fit_cost_compares_draws_with_forward_passes() -> None:
+    row = _script("_draws").measure_draws("lenet", repeats=1, batches=1, draws=2)
+    assert row["draws"] == 2 and row["forward batch"] == 64
+    assert row["largest system"] >= row["mean system"] > 1
+    assert row["factorise & draw"] > 0 and row["draw again"] > 0
+
+
+def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script("scaling")
+    assert script.slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
+    path = tmp_path / "scaling.json"
+    script.main(["--smoke", "--json", str(path), "--plot", str(tmp_path / "scaling.png")])
+    assert "Slopes" in capsys.readouterr().out
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    found = json.loads(path.read_text())
+    assert {row["study"] for row in found["rows"]} == {"samples", "width", "rank"}
+    assert all(row["fit, s"] >= row["sweeps, s"] > 0 for row in found["rows"])
+    assert len(found["slopes"]) == len(found["rows"]) // 2
+    assert all(isfinite(line[cost]) for line in found["slopes"] for cost in ("plain", "sweeps", "fit"))
+    measured = [row for row in found["rows"] if "peak + MiB" in row]
+    assert [row["value"] for row in measured] == [64, 128]
+    assert all(row["peak + MiB"] > 0 for row in measured)

@@ -18,6 +18,7 @@ from posthoc_uq.distributed import add_up, agree, gather, hand_out, rank, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
 from posthoc_uq.layers import Layer
+from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.information import Correction
 from posthoc_uq.randomness import isolated_random_state
 
@@ -91,6 +92,7 @@ class Run:
         if joint is not None:
             sums["joint/0"] = joint.state()
         summary, error = Summary(), None
+        return_freed_memory()  # of the dry run, of the sweep before
         try:
             summary = self._sweep(accumulators, joint, share, description, sums)
         except Exception as found:
