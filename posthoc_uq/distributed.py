@@ -5,8 +5,8 @@ Without a process group of `torch.distributed` all of this does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from posthoc_uq.errors import PosthocUQError
+
+Result = TypeVar("Result")
 
 
 def world() -> int:
@@ -37,7 +39,45 @@ def own_samples(loader: Iterable[Any]) -> int | None:
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
     size = len(cast(Any, sampler.dataset))
+    if size % sampler.num_replicas == 0:
+        return None
     return len(range(sampler.rank, size, sampler.num_replicas))
+
+
+def check_items(loader: Iterable[Any], own: int | None, samples: int) -> None:
+    """Refuse a padded loader that makes several samples of an item: its padding cannot be told from data.
+
+    Raises:
+        PosthocUQError: the batch has more samples than the loader puts items in one.
+    """
+    items = getattr(loader, "batch_size", None)
+    if own is not None and items is not None and samples > items:
+        raise PosthocUQError(
+            f"The loader makes {samples} samples of a batch of {items} items, so the padding of its DistributedSampler "
+            f"cannot be told apart; give the sampler drop_last=True, or a number of items that the processes divide."
+        )
+
+
+def is_divided(loader: Iterable[Any]) -> bool:
+    """Whether a loader gives each process a part of its own."""
+    holder = getattr(loader, "batch_sampler", None)
+    sampler = getattr(holder, "sampler", None) or getattr(loader, "sampler", None)
+    return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
+
+
+def together(work: Callable[[], Result], doing: str) -> Result:
+    """Do something in every process; where one fails, all raise.
+
+    Raises:
+        PosthocUQError: another process failed; names it.
+    """
+    found, error = None, None
+    try:
+        found = work()
+    except Exception as caught:
+        error = caught
+    agree(error, doing)
+    return cast(Result, found)
 
 
 def agree(error: Exception | None, doing: str) -> None:

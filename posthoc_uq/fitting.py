@@ -12,9 +12,9 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.curvature.dryrun import Selection, count_samples, prepare
+from posthoc_uq.curvature.dryrun import Prepared, Selection, count_samples, prepare
 from posthoc_uq.curvature.sweep import SweepSettings
-from posthoc_uq.distributed import world
+from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, 
 from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import CORRECTIONS, Correction
-from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.randomness import isolated_random_state, sample_keys
 from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import tune
@@ -132,17 +132,31 @@ def fit(
     finds_noise = isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
     check_reusable(loader, FAMILIES[method][1] + finds_noise)
     settings = SweepSettings(reader, law, fisher, n_samples, seed, statistics_dtype(model, dtype), progress)
-    with isolated_random_state(seed):
-        first, loader = _peek(loader)
-        batch = reader.read(first)
-        autocast = torch.is_autocast_enabled(device.type)
-        prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
-    check_common(prepared.layers)
+    if val_loader is not None and is_divided(val_loader):
+        raise PosthocUQError(
+            "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
+        )
+    data = loader
+
+    def begin() -> tuple[Iterable[Any], Batch, Prepared]:
+        with isolated_random_state(seed):
+            first, whole = _peek(data)
+            batch = reader.read(first)
+            autocast = torch.is_autocast_enabled(device.type)
+            return whole, batch, prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
+
+    loader, batch, prepared = together(begin, "the dry run")
     run = Run(prepared, loader, settings, options, device)
-    if checkpoint is not None:
-        every = _checked_every(checkpoint_every)
-        run.checkpoint = Checkpoint(checkpoint, every, _identity(method, run, model), budget)
-        run.options = replace(options, memory_budget=run.checkpoint.budget)
+    if checkpoint is not None or world() > 1:
+        identity = _identity(method, run, model) | {"noise": "estimated" if finds_noise else "given"}
+        check_common(identity)
+        identity["first batch"] = _hash(batch)
+        if checkpoint is not None:
+            file, every = checkpoint, _checked_every(checkpoint_every)
+            run.checkpoint = together(
+                lambda: Checkpoint(file, every, identity, budget), "opening the checkpoint"
+            )
+            run.options = replace(options, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"
     posterior = laplace(method, run, model)
     del prepared, run.prepared
@@ -171,9 +185,15 @@ def fit(
     return posterior
 
 
+def _hash(batch: Batch) -> int:
+    """Of the inputs and targets of a batch."""
+    tensors = [*batch.tensors(), *([] if batch.targets is None else [batch.targets])]
+    return int(sample_keys(tensors, count_samples(batch), 0).sum())
+
+
 def _identity(method: str, run: Run, model: nn.Module) -> dict[str, Any]:
     """What two fits must have in common for one to go on where the other stopped."""
-    settings = run.settings
+    settings, kind = run.settings, run.device.type
     options = asdict(run.options)
     del options["memory_budget"]
     return {
@@ -185,7 +205,8 @@ def _identity(method: str, run: Run, model: nn.Module) -> dict[str, Any]:
         "dtype": str(settings.dtype),
         "options": options,
         "layers": {name: list(layer.matrix_shape) for name, layer in run.layers.items()},
-        "model": fingerprint({name: parameter for name, parameter in model.named_parameters()}),
+        "model": fingerprint({name: p for name, p in chain(model.named_parameters(), model.named_buffers())}),
+        "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off",
         "processes": world(),
     }
 

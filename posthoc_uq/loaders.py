@@ -185,6 +185,8 @@ def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     stream = torch.cuda.Stream(reader.device)
     current: Batch | None = None
     for raw in loader:
+        # What the loader did on the device itself must be done before it is read.
+        stream.wait_stream(torch.cuda.current_stream(reader.device))
         with torch.cuda.stream(stream):
             following = reader.read(raw)
         if current is not None:
@@ -197,6 +199,14 @@ def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         current = following
     if current is not None:
         yield current
+
+
+def _length(sized: Any) -> int:
+    """How many items there are, or 0 where nobody says."""
+    try:
+        return length_hint(sized)
+    except Exception:  # a length that is asked for but not there, in whatever way its author refuses
+        return 0
 
 
 class Bar:
@@ -212,8 +222,8 @@ class Bar:
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
         hidden = not visible or rank() > 0
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-        total = length_hint(sampler) if sampler is not None and not hidden else 0
-        self._batches = 0 if hidden or total else length_hint(loader)
+        total = _length(sampler) if sampler is not None and not hidden else 0
+        self._batches = 0 if hidden or total else _length(loader)
         self._bar = tqdm(total=total or None, desc=description, unit=" samples", disable=hidden, leave=False)
 
     def __enter__(self) -> Bar:

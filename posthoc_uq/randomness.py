@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
+_WORDS_AT_ONCE = 2**20  # of 8 bytes, in a temporary of the hashes
 # 64-bit numbers go as two words: the low bits of a float64 such as 1.0 are all zero, and a product modulo
 # 2^64 would keep them so.
 _BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -66,9 +67,11 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
             rows = rows.to(torch.uint8)
         if rows.is_complex():
             rows = torch.view_as_real(rows).reshape(samples, -1)
-        words = rows.view(_BYTES_AS_INTEGER[rows.element_size()]).to(torch.int64)
+        words = rows.view(_BYTES_AS_INTEGER[rows.element_size()])
         weights = mix(torch.arange(1, words.shape[1] + 1, device=words.device) * _GAMMA) | 1
-        part = mix((words * weights).sum(dim=1))
+        step = max(1, _WORDS_AT_ONCE // max(1, words.shape[1]))
+        sums = [(few.to(torch.int64) * weights).sum(dim=1) for few in words.split(step)]
+        part = mix(torch.cat(sums))
         keys = part if keys is None else mix(keys * _GAMMA + part)
     if keys is None:
         keys = torch.arange(samples)
@@ -106,7 +109,10 @@ def isolated_random_state(seed: int | None = None) -> Generator[None]:
             if seed is not None:
                 random.seed(seed)
                 np.random.seed(seed % (1 << 32))
-                torch.manual_seed(seed)
+                # Not torch.manual_seed, which also seeds devices that are not in use yet, for good.
+                torch.default_generator.manual_seed(seed)
+                if devices:
+                    torch.cuda.manual_seed_all(seed)
             yield
         finally:
             random.setstate(python_state)

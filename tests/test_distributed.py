@@ -93,7 +93,7 @@ def test_padding_belongs_to_nobody(replicas: int, size: int) -> None:
             loader = DataLoader(dataset, batch_size=2, sampler=sampler)
             own = own_samples(loader)
             indices = list(sampler)
-            assert (own is None) == drop_last
+            assert (own is None) == (drop_last or size % replicas == 0)
             seen += indices[:own]
         assert len(seen) == len(set(seen)) == (size // replicas * replicas if drop_last else size)
     assert own_samples(DataLoader(dataset)) is None and own_samples([dataset]) is None

@@ -122,7 +122,7 @@ def test_a_checkpoint_is_of_one_fit_alone(tmp_path: Path) -> None:
         with pytest.raises(PosthocUQError, match=word):
             uq.fit(changed, _loader(), checkpoint=path, progress=False, **options)
     for loader in (_loader(shuffle=True), [(torch.randn(8, 1, 9, 9), torch.zeros(8, dtype=torch.long))]):
-        with pytest.raises(PosthocUQError, match="does not begin with the batches"):
+        with pytest.raises(PosthocUQError, match=r"does not begin with the batches|its first batch was"):
             uq.fit(model(), loader, method="diag", checkpoint=path, progress=False)
     assert path.read_bytes() == before  # nothing that was computed is lost
     uq.fit(model(), _loader(), method="diag", checkpoint=path, progress=False)

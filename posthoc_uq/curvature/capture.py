@@ -1,7 +1,7 @@
 """Which weights are used where, and the activations and output gradients of each, batch by batch.
 
 `Capture` owns a replica of the model. `prepare` finds the weighted layers on the first batch and settles
-which engine serves each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.verify` then proves
+which engine serves each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.prepare` then proves
 that nothing was missed.
 """
 

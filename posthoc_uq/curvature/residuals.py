@@ -11,7 +11,7 @@ from torch import Tensor
 from posthoc_uq.curvature.capture import Capture
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.sweep import SweepSettings
-from posthoc_uq.distributed import own_samples
+from posthoc_uq.distributed import check_items, own_samples
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Bar, batches
 from posthoc_uq.posteriors.numerics import as_double
@@ -34,6 +34,7 @@ def squared_residuals(
             if batch.targets is None:
                 return None
             samples = count_samples(batch)
+            check_items(loader, own, samples)
             if own is not None and seen + samples > own:
                 batch, samples = batch.narrow(0, own - seen, samples), own - seen
                 if samples == 0:

@@ -76,7 +76,9 @@ class GradientGram(_Sums):
         self, groups: int, outputs: int, dtype: torch.dtype, device: torch.device, budget: int
     ) -> None:
         gram = torch.zeros(groups, outputs, outputs, dtype=dtype, device=device)
-        super().__init__({"gram": gram, "positions": torch.zeros((), dtype=torch.float64)}, budget)
+        super().__init__(
+            {"gram": gram, "positions": torch.zeros((), dtype=torch.float64, device="cpu")}, budget
+        )
 
     def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
         Rows(gradients).add_gram(self._sums["gram"], self._limit(gradients))
@@ -96,7 +98,10 @@ class RangeSketch(_Sums):
     """
 
     def __init__(self, side: str, test_matrix: Tensor, budget: int) -> None:
-        sums = {"sketch": torch.zeros_like(test_matrix), "positions": torch.zeros((), dtype=torch.float64)}
+        sums = {
+            "sketch": torch.zeros_like(test_matrix),
+            "positions": torch.zeros((), dtype=torch.float64, device="cpu"),
+        }
         super().__init__(sums, budget)
         self.test_matrix = test_matrix
         self._side = side

@@ -14,7 +14,7 @@ from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.distributed import own_samples
+from posthoc_uq.distributed import check_items, own_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
@@ -67,13 +67,13 @@ class Summary:
         looked_at = min(self.seen, KEYS_KEPT)
         return looked_at >= 100 and 2 * len(self.keys) < looked_at
 
-    def note(self, keys: Tensor) -> None:
-        """Count a batch by the hashes of its inputs."""
+    def note(self, keys: Tensor, targets: Tensor) -> None:
+        """Count a batch by the hashes of its inputs and of its targets."""
         found: list[int] = keys.tolist()
         if self.seen < KEYS_KEPT:
             self.keys.update(found[: KEYS_KEPT - self.seen])
         total = sum(found) % (1 << 64)
-        self.digest = mixed_seed(self.digest, total, len(found))
+        self.digest = mixed_seed(self.digest, total, len(found), int(targets.sum()) % (1 << 64))
         self.content = (self.content + total) % (1 << 64)
         self.batches += 1
         self.seen += len(found)
@@ -99,7 +99,7 @@ def sweep(
         share: of the samples that are swept over, picked by a hash of their inputs.
         done: where an interrupted sweep stood, whose sums the accumulators hold; its batches are read, but not
             swept over again.
-        after_batch: called after every batch that was swept over.
+        after_batch: called after every batch that was not done already.
 
     Raises:
         NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
@@ -110,12 +110,13 @@ def sweep(
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, batch in enumerate(batches(loader, settings.reader)):
             samples = count_samples(batch)
+            check_items(loader, own, samples)
             if own is not None and summary.seen + samples > own:  # the sampler's padding belongs to others
                 batch, samples = batch.narrow(0, own - summary.seen, samples), own - summary.seen
                 if samples == 0:
                     continue
             keys = sample_keys(batch.tensors(), samples, settings.seed)
-            summary.note(keys)
+            summary.note(keys, sample_keys([] if batch.targets is None else [batch.targets], samples, 0))
             bar.advance(samples)
             if done is not None and index < skipped:
                 if index == skipped - 1:
@@ -161,20 +162,29 @@ def _sweep_batch(
     outputs = recording.outputs.detach()
     if not bool(torch.isfinite(outputs).all()):
         raise _not_finite(f"Batch {index}: the model's outputs are not finite.")
-    if outputs.shape[0] != samples:
-        raise PosthocUQError(f"Batch {index}: {samples} inputs gave {outputs.shape[0]} outputs.")
+    if outputs.ndim == 0 or outputs.shape[0] != samples:
+        raise PosthocUQError(
+            f"Batch {index}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
+            f"count the samples."
+        )
     try:
         likelihood.check(outputs, batch.targets)
     except PosthocUQError as error:
         raise PosthocUQError(f"Batch {index}: {error}") from None
-    gradients = list(likelihood.gradients(outputs, batch.targets, keys, settings.fisher, settings.n_samples))
+    gradients = likelihood.gradients(outputs, batch.targets, keys, settings.fisher, settings.n_samples)
     checks: dict[str, Tensor] = {}
-    for number, gradient in enumerate(gradients):
+    first, gradient = True, next(gradients, None)
+    while gradient is not None:
+        following = next(
+            gradients, None
+        )  # one ahead, to know the last, and no more: there may be one a class
         rows: dict[str, Tensor] = {}
-        sink = _feed(accumulators, settings.dtype, checks, number == 0, rows if joint is not None else None)
-        recording.pull_back(gradient, sink, last=number == len(gradients) - 1)
+        sink = _feed(accumulators, settings.dtype, checks, first, rows if joint is not None else None)
+        recording.pull_back(gradient, sink, last=following is None)
         if joint is not None:
-            joint.add_rows(_side_by_side(capture, rows, samples))
+            with torch.autocast(outputs.device.type, enabled=False):
+                joint.add_rows(_side_by_side(capture, rows, samples))
+        first, gradient = False, following
     _require_finite(checks, index)
     summary.samples += samples
     summary.outputs = outputs[0].numel()

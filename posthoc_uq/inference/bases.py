@@ -48,7 +48,9 @@ def sides(index: int, layer: Layer, run: Run) -> tuple[Side, Side]:
         if not sketched(size, width, run.options.basis):
             return None
         generator = torch.Generator().manual_seed(mixed_seed(run.settings.seed, index, word))
-        test_matrix = torch.randn(groups, size, width, generator=generator, dtype=dtype).to(device)
+        test_matrix = torch.randn(groups, size, width, generator=generator, dtype=dtype, device="cpu").to(
+            device
+        )
         return Side(RangeSketch(side, test_matrix, budget))
 
     return (

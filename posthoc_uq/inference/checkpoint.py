@@ -7,6 +7,7 @@ and compared by their hashes, but not swept over.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -57,7 +58,9 @@ class Checkpoint:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
         self._target = target
         self._every = every
-        self._identity = dict(identity)
+        self._identity: dict[str, Any] = json.loads(
+            json.dumps(identity, default=str)
+        )  # as it comes out of a file
         self._partial: tuple[str, Summary, Tensors] | None = None
         self.stages: dict[str, Stage] = {}
         self.budget = budget
@@ -85,7 +88,9 @@ class Checkpoint:
         """Where a sweep was left, if it was."""
         if self._partial is None or self._partial[0] != sweep:
             return None
-        return self._partial[1:]
+        found = self._partial[1:]
+        self._partial = None  # handed over: nothing is to hold the sums twice
+        return found
 
     def after_batch(self, sweep: str, summary: Summary, sums: Tensors) -> None:
         """Write the sums so far, where it is time to."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import Summary, SweepSettings, sweep
-from posthoc_uq.distributed import add_up, agree, gather, hand_out, rank, world
+from posthoc_uq.distributed import add_up, agree, gather, hand_out, rank, together, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
 from posthoc_uq.layers import Layer
@@ -65,9 +65,11 @@ class Run:
             self.summary = done[ahead[0]]
         else:
             # The order in memory decides how products are rounded, so it must be as it comes out of a file.
-            tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in work().items()}
+            found = together(work, name)
+            tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in found.items()}
         if self.checkpoint is not None and own is None:
-            self.checkpoint.finish(name, Stage(tensors, self.summary))
+            checkpoint, stage = self.checkpoint, Stage(tensors, self.summary)
+            together(lambda: checkpoint.finish(name, stage), f"writing the checkpoint after {name}")
         return tensors
 
     def sweep(
@@ -99,6 +101,7 @@ class Run:
             error = found
         agree(error, f"the sweep for {description}")
         add_up({(a, b): tensor for a, group in sums.items() for b, tensor in group.items()})
+        repetitive = all(gather(summary.repetitive))
         summary = _together(summary)
         if self.summary.seen and summary.seen != self.summary.seen:
             raise PosthocUQError(
@@ -109,7 +112,7 @@ class Run:
             raise PosthocUQError(
                 f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
             )
-        if self.settings.fisher == "mc" and summary.repetitive and not self.summary.seen:
+        if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
             warnings.warn(
                 "Most inputs are copies of others. A label drawn with fisher='mc' belongs to its input, so that copies "
                 "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'.",
@@ -182,19 +185,20 @@ class Run:
         return self.timed(description, compute)
 
 
-def check_common(layers: Iterable[str]) -> None:
-    """Make sure that all processes fit the same layers.
+def check_common(identity: Mapping[str, Any]) -> None:
+    """Make sure that all processes do the same fit.
 
     Raises:
-        PosthocUQError: they do not.
+        PosthocUQError: they do not; names what differs.
     """
-    found = gather(list(layers))
+    found = gather(dict(identity))
     for number, other in enumerate(found):
-        if other != found[0]:
-            raise PosthocUQError(
-                f"Rank {number} fits the layers {other[:5]}..., and rank 0 {found[0][:5]}...; all processes must hold "
-                f"the same model and ask for the same layers."
-            )
+        for name, value in found[0].items():
+            if other[name] != value:
+                raise PosthocUQError(
+                    f"Rank {number} has another {name} than rank 0 ({other[name]!r:.200}, and {value!r:.200}); all "
+                    f"processes must hold the same model and ask for the same fit."
+                )
 
 
 def _together(summary: Summary) -> Summary:
@@ -204,7 +208,7 @@ def _together(summary: Summary) -> Summary:
         PosthocUQError: two of them saw the same data.
     """
     found: list[Summary] = gather(summary)
-    contents = [(one.content, one.seen) for one in found]
+    contents = [(one.content, one.seen) for one in found if one.seen]
     if len(set(contents)) < len(contents):
         raise PosthocUQError(
             "Several processes were given the same data, which would count them several times; give each a part of "
@@ -217,6 +221,5 @@ def _together(summary: Summary) -> Summary:
         samples=sum(one.samples for one in found),
         log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
         outputs=max(one.outputs for one in found),
-        keys=set[int]().union(*(one.keys for one in found)),
         content=sum(one.content for one in found) % (1 << 64),
     )

@@ -52,10 +52,10 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
 def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenpairs by the first solver that converges; on finite, rank-deficient Grams of a ResNet not all of them do."""
     if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
-        with suppress(RuntimeError):
+        with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
             return torch.linalg.eigh(symmetric)
     wide = as_double(symmetric)
-    with suppress(RuntimeError):
+    with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return torch.linalg.eigh(wide)
     # Divide and conquer, torch's algorithm, has failed; relatively robust representations are another one.
     pairs = [scipy.linalg.eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
@@ -96,11 +96,11 @@ def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(info.any()):
         root = torch.linalg.solve_triangular(factor.transpose(-1, -2), shifted, upper=True, left=False)
     else:  # rounding of the sketch outweighs the shift: leave out what is not positive
-        inner, turn = torch.linalg.eigh(core)
+        inner, turn = _eigh(core)
         floor = epsilon * inner[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
         scales = torch.where(inner > floor, inner.clamp(min=floor).rsqrt(), torch.zeros_like(inner))
         root = shifted @ (turn * scales.unsqueeze(-2))
-    squares, turn = torch.linalg.eigh(root.transpose(-1, -2) @ root)
+    squares, turn = _eigh(root.transpose(-1, -2) @ root)
     # The columns of root @ turn are orthogonal but for rounding, and QR makes them orthonormal, also where some are
     # nothing but rounding.
     vectors = torch.linalg.qr(root @ turn.flip(-1)).Q
