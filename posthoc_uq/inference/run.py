@@ -67,9 +67,12 @@ class Run:
             # The order in memory decides how products are rounded, so it must be as it comes out of a file.
             found = together(work, name)
             tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in found.items()}
-        if self.checkpoint is not None and own is None:
+        if (
+            self.checkpoint is not None and None in done
+        ):  # every rank takes part, whether it has something to write
             checkpoint, stage = self.checkpoint, Stage(tensors, self.summary)
-            together(lambda: checkpoint.finish(name, stage), f"writing the checkpoint after {name}")
+            write = (lambda: checkpoint.finish(name, stage)) if own is None else (lambda: None)
+            together(write, f"writing the checkpoint after {name}")
         return tensors
 
     def sweep(
