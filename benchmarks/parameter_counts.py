@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _cases import settle_batchnorm
 from _common import machine, table, write_csv, write_json
 from torch import Tensor, nn
 
@@ -68,19 +69,6 @@ def crops(count: int, seed: int = 0) -> Tensor:
 def noise(count: int, seed: int = 0) -> Tensor:
     """White noise of the same shape, to show how INF's count depends on the data."""
     return torch.randn(count, 3, 224, 224, generator=torch.Generator().manual_seed(seed))
-
-
-def settle_batchnorm(model: nn.Module, images: Tensor) -> None:
-    """Give a network with random weights the BatchNorm statistics of its data, or activations may grow."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.reset_running_stats()
-            module.momentum = None  # a plain mean over the batches
-    model.train()
-    with torch.no_grad():
-        for part in images.split(8):
-            model(part)
-    model.eval()
 
 
 def matrix_shapes(model: nn.Module) -> list[tuple[int, int, int]]:

@@ -28,14 +28,19 @@ def rank() -> int:
     return dist.get_rank() if world() > 1 else 0
 
 
+def sampler_of(loader: Iterable[Any]) -> Any:
+    """What gives a loader its indices, or None."""
+    holder = getattr(loader, "batch_sampler", None)
+    return getattr(holder, "sampler", None) or getattr(loader, "sampler", None)
+
+
 def own_samples(loader: Iterable[Any]) -> int | None:
     """How many samples of a loader are this process's own.
 
     `DistributedSampler` gives every rank the same number by repeating some of the first samples at the end; these
     copies are another rank's, and not counted. None where the loader says nothing of that kind.
     """
-    holder = getattr(loader, "batch_sampler", None)
-    sampler = getattr(holder, "sampler", None) or getattr(loader, "sampler", None)
+    sampler = sampler_of(loader)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
     size = len(cast(Any, sampler.dataset))
@@ -60,8 +65,7 @@ def check_items(loader: Iterable[Any], own: int | None, samples: int) -> None:
 
 def is_divided(loader: Iterable[Any]) -> bool:
     """Whether a loader gives each process a part of its own."""
-    holder = getattr(loader, "batch_sampler", None)
-    sampler = getattr(holder, "sampler", None) or getattr(loader, "sampler", None)
+    sampler = sampler_of(loader)
     return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 

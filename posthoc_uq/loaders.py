@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from posthoc_uq.distributed import rank
+from posthoc_uq.distributed import rank, sampler_of
 from posthoc_uq.errors import PosthocUQError
 
 BatchFunction = Callable[[Any], Any]
@@ -221,7 +221,7 @@ class Bar:
 
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
         hidden = not visible or rank() > 0
-        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        sampler = sampler_of(loader)
         total = _length(sampler) if sampler is not None and not hidden else 0
         self._batches = 0 if hidden or total else _length(loader)
         self._bar = tqdm(total=total or None, desc=description, unit=" samples", disable=hidden, leave=False)

@@ -119,6 +119,8 @@ def main() -> None:
     said["broken"] = message(Broken(sampled("inf"), 1, 1), "inf")
     last = "all" if dist.get_rank() == 0 else "last"
     said["other layers"] = message(sampled("inf"), "inf", layers=last)
+    said["other seed"] = message(sampled("inf"), "inf", seed=dist.get_rank())
+    said["divided validation"] = message(sampled("inf"), "inf", val_loader=sampled("inf"))
     said["interrupted"] = interrupted(folder)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(said))
     dist.destroy_process_group()

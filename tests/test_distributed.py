@@ -75,6 +75,8 @@ def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:
     for rank, own in enumerate(said):
         assert "Several processes were given the same data" in own["same data"]
         assert "all processes must hold the same model" in own["other layers"]
+        assert "has another seed than rank 0" in own["other seed"]
+        assert "the whole val_loader" in own["divided validation"]
         for name in ("broken", "interrupted"):
             expected = "RuntimeError: the disk is gone" if rank == 1 else "Rank 1 failed in the sweep for"
             assert expected in own[name]

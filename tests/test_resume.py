@@ -129,6 +129,36 @@ def test_a_checkpoint_is_of_one_fit_alone(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_noise_buffers_and_labels_belong_to_a_fit(tmp_path: Path) -> None:
+    path = tmp_path / "fit.h5"
+    x, y = data().tensors
+    batches = list(zip(x.split(BATCH), torch.nn.functional.one_hot(y, 3).float().split(BATCH), strict=True))
+
+    def norm() -> torch.nn.Module:
+        return torch.nn.Sequential(*model(), torch.nn.BatchNorm1d(3)).eval()
+
+    options: dict[str, Any] = {
+        "method": "diag",
+        "likelihood": "regression",
+        "progress": False,
+        "checkpoint": path,
+    }
+    with pytest.raises(NonFiniteError):
+        bad = [*batches[:4], (torch.full_like(x[:BATCH], float("nan")), batches[4][1])]
+        uq.fit(norm(), bad, checkpoint_every=1, noise_variance=1.0, **options)
+    other = norm()
+    other[-1].running_var *= 100
+    changed = [(x, 1 - y) for x, y in batches]
+    for net, loader, extra, word in [
+        (norm(), batches, {}, "noise"),
+        (other, batches, {"noise_variance": 1.0}, "model"),
+        (norm(), changed, {"noise_variance": 1.0}, "first batch"),
+        (norm(), [batches[0], *changed[1:]], {"noise_variance": 1.0}, "does not begin with"),
+    ]:
+        with pytest.raises(PosthocUQError, match=word):
+            uq.fit(net, loader, **extra, **options)
+
+
 def test_what_was_swept_over_before_a_bad_batch_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "fit.h5"
     options: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False}

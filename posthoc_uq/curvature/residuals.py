@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.curvature.capture import Capture
-from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.curvature.sweep import SweepSettings
-from posthoc_uq.distributed import check_items, own_samples
+from posthoc_uq.curvature.sweep import SweepSettings, own_batches
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.loaders import Bar, batches
+from posthoc_uq.loaders import Bar
 from posthoc_uq.posteriors.numerics import as_double
 
 
@@ -27,20 +25,13 @@ def squared_residuals(
         PosthocUQError: the targets do not fit the outputs.
     """
     total: Tensor | None = None
-    seen, own = 0, own_samples(loader)
+    seen = 0
     unit = Gaussian(1.0)
     with torch.no_grad(), Bar(loader, "noise", settings.progress) as bar:
-        for batch in batches(loader, settings.reader):
+        for batch, samples in own_batches(loader, settings.reader):
             if batch.targets is None:
                 return None
-            samples = count_samples(batch)
-            check_items(loader, own, samples)
-            if own is not None and seen + samples > own:
-                batch, samples = batch.narrow(0, own - seen, samples), own - seen
-                if samples == 0:
-                    continue
             outputs = batch.call(capture.twin)
-            assert batch.targets is not None
             unit.check(outputs, batch.targets)
             residuals = as_double(unit.residuals(outputs, batch.targets))
             squares = residuals.square().reshape(outputs.shape[0], -1).sum(0).cpu()

@@ -121,7 +121,8 @@ def add_squares(
             _add_rows(rotated, *rows, limit)
     if by_gradients or chosen.rotate_gradients:
         turned = (rotated, bases) if chosen.rotate_gradients else (None, None)
-        _add_gradients(activations, gradients, limit, whole, diagonal if by_gradients else None, *turned)
+        own = diagonal if by_gradients else None
+        _add_gradients(activations, gradients, limit, inputs, whole, own, *turned)
 
 
 def _add_rows(total: Tensor, activations: Tensor, gradients: Tensor, limit: int) -> None:
@@ -139,17 +140,17 @@ def _add_gradients(
     activations: Operand,
     gradients: Tensor,
     limit: int,
+    inputs: int,
     whole: bool,
     diagonal: Tensor | None,
     rotated: Tensor | None,
     bases: tuple[Tensor, Tensor] | None,
 ) -> None:
     groups, outputs = gradients.shape[1], gradients.shape[3]
-    size = (diagonal if diagonal is not None else bases[0]).shape[2 if diagonal is not None else 1]  # type: ignore[index]
     item = gradients.element_size()
     # Where one sample's gradient is over the budget, some of its rows at a time are not.
-    rows = outputs if whole else max(1, limit // (groups * size * item))
-    for part in chunks(activations.samples, groups * rows * size, item, limit):
+    rows = outputs if whole else max(1, limit // (groups * inputs * item))
+    for part in chunks(activations.samples, groups * rows * inputs, item, limit):
         own = activations.part(part)
         for start in range(0, outputs, rows):
             here = slice(start, start + rows)

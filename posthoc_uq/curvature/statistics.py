@@ -1,8 +1,8 @@
 """Accumulators of the Fisher's statistics (Lee et al. 2020, section 2; George et al. 2018).
 
 Each takes the activations and the output gradients ``(samples, groups, positions, outputs)`` of one layer, batch
-by batch, and keeps sums; `mean` divides by what was counted. Sums of two accumulators over two parts of the data
-`merge` into that over both. Squares are those of exact per-sample gradients ``G_s = sum_t g_st a_st^T``.
+by batch, and keeps sums; `mean` divides by what was counted. Squares are those of exact per-sample gradients
+``G_s = sum_t g_st a_st^T``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ class Accumulator(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """The sums, by name."""
-        ...
-
-    def merge(self, state: dict[str, Tensor]) -> None:
-        """Add the sums of another accumulator of the same kind."""
+        """The sums themselves, by name: those over two parts of the data add up to those over both."""
         ...
 
 
@@ -43,10 +39,6 @@ class _Sums:
 
     def state(self) -> dict[str, Tensor]:
         return self._sums
-
-    def merge(self, state: dict[str, Tensor]) -> None:
-        for name, value in state.items():
-            self._sums[name] += value.to(self._sums[name])
 
     def _limit(self, tensor: Tensor) -> int:
         return temporary_limit(self._budget, tensor.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,15 +106,9 @@ def sweep(
         PosthocUQError: labels do not fit the likelihood, the loader is empty or does not begin with the batches
             that were done.
     """
-    summary, own, skipped = Summary(), own_samples(loader), 0 if done is None else done.batches
+    summary, skipped = Summary(), 0 if done is None else done.batches
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
-        for index, batch in enumerate(batches(loader, settings.reader)):
-            samples = count_samples(batch)
-            check_items(loader, own, samples)
-            if own is not None and summary.seen + samples > own:  # the sampler's padding belongs to others
-                batch, samples = batch.narrow(0, own - summary.seen, samples), own - summary.seen
-                if samples == 0:
-                    continue
+        for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             summary.note(keys, sample_keys([] if batch.targets is None else [batch.targets], samples, 0))
             bar.advance(samples)
@@ -132,6 +126,19 @@ def sweep(
     if done is not None and summary.batches < skipped:
         raise _other_data()
     return summary
+
+
+def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Batch, int]]:
+    """Batches and their numbers of samples, without the padding of a `DistributedSampler`, which belongs to others."""
+    own, seen = own_samples(loader), 0
+    for batch in batches(loader, reader):
+        samples = count_samples(batch)
+        check_items(loader, own, samples)
+        if own is not None and seen + samples > own:
+            batch, samples = batch.narrow(0, own - seen, samples), own - seen
+        if samples:
+            seen += samples
+            yield batch, samples
 
 
 def _taken_up(found: Summary, done: Summary) -> Summary:

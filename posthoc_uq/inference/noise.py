@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from posthoc_uq.curvature.residuals import squared_residuals
-from posthoc_uq.distributed import add_up, agree, gather
+from posthoc_uq.distributed import add_up, gather, together
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.run import Run
@@ -24,14 +25,12 @@ def find_noise(run: Run) -> str:
         NonFiniteError: the residuals are not finite.
     """
 
+    def sweep() -> tuple[Tensor, int] | None:
+        with isolated_random_state(run.settings.seed):
+            return squared_residuals(run.prepared.capture, run.loader, run.settings)
+
     def work() -> Tensors:
-        found, error = None, None
-        try:
-            with isolated_random_state(run.settings.seed):
-                found = squared_residuals(run.prepared.capture, run.loader, run.settings)
-        except Exception as caught:
-            error = caught
-        agree(error, "the sweep for the noise")
+        found = together(sweep, "the sweep for the noise")
         if not all(gather(found is not None)):
             return {}
         assert found is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import Summary, SweepSettings, sweep
-from posthoc_uq.distributed import add_up, agree, gather, hand_out, rank, together, world
+from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
 from posthoc_uq.layers import Layer
@@ -96,13 +96,10 @@ class Run:
         }
         if joint is not None:
             sums["joint/0"] = joint.state()
-        summary, error = Summary(), None
         return_freed_memory()  # of the dry run, of the sweep before
-        try:
-            summary = self._sweep(accumulators, joint, share, description, sums)
-        except Exception as found:
-            error = found
-        agree(error, f"the sweep for {description}")
+        summary = together(
+            lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
+        )
         add_up({(a, b): tensor for a, group in sums.items() for b, tensor in group.items()})
         repetitive = all(gather(summary.repetitive))
         summary = _together(summary)
@@ -170,15 +167,8 @@ class Run:
         """Results by name, each computed by one of the processes and handed to the others."""
 
         def compute() -> Tensors:
-            found: Tensors = {}
-            error = None
-            try:
-                for index, (name, compute_one) in enumerate(work.items()):
-                    if index % world() == rank():
-                        found[name] = compute_one()
-            except Exception as caught:
-                error = caught
-            agree(error, description)
+            mine = [name for index, name in enumerate(work) if index % world() == rank()]
+            found = together(lambda: {name: work[name]() for name in mine}, description)
             for index, name in enumerate(work):
                 source = index % world()
                 own = {name: found[name]} if name in found else None
