@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -446,3 +448,20 @@ def test_the_layer_view_goes_there_and_back() -> None:
     back = layer.to_parameters(torch.stack([view, 2 * view]))
     assert torch.equal(back["0.weight"], torch.stack([conv.weight, 2 * conv.weight]))
     assert torch.equal(back["0.bias"][1], 2 * conv.bias)
+
+
+def test_a_fit_forgets_each_batch_when_it_is_done() -> None:
+    # The graph of a batch, its hooks and what they hold form a circle that the garbage collector cannot see.
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(48, 4))
+    alive: list[int] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            for index in range(6):
+                gc.collect()
+                alive.append(sum(isinstance(found, Tensor) and found.ndim == 4 for found in gc.get_objects()))
+                yield torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(index))
+
+    uq.fit(net, Loader(), method="diag", prior_precision=1.0, progress=False)
+    sweep = alive[-6:]
+    assert sweep[5] <= sweep[2]

@@ -7,6 +7,7 @@ that nothing was missed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -105,6 +106,13 @@ class Capture:
         """A forward pass, ready to be pulled back through."""
         return Recording(self, batch, samples)
 
+    @property
+    def uses_backpack(self) -> bool:
+        """Whether BackPACK serves any layer. Where it serves none, runs in several threads do not meet: the
+        interceptor keeps all it sees in the `Recording`.
+        """
+        return bool(self._by_module)
+
     def served_by_backpack(self, module: nn.Module) -> Tracked | None:
         """The layer that BackPACK serves through this module, if it does."""
         return self._by_module.get(id(module))
@@ -140,13 +148,16 @@ class Recording:
 
     Attributes:
         outputs: the model's outputs.
+        calls: uses of the layers that the interceptor serves, by name.
+        numbers: outputs of these layers in this pass: what one backward pass hands over of them.
     """
 
     def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
         self._capture = capture
         self._samples = samples
         self._hooked = capture.weight_ids()
-        self._calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[Call]] = {}
+        self.numbers = 0
         self._sink: Sink | None = None
         with torch.enable_grad(), CallInterceptor(set(self._hooked), self._note):
             self.outputs = batch.call(capture.twin)
@@ -163,10 +174,12 @@ class Recording:
         self._sink = sink
         # The user's autocast is for the forward pass; statistics are products in their own precision.
         with torch.autocast(self.outputs.device.type, enabled=False):
-            backpack.backward(
-                self.outputs, gradient.to(self.outputs.dtype), self._from_backpack, retain_graph=not last
-            )
-            for calls in self._calls.values():
+            gradient = gradient.to(self.outputs.dtype)
+            if self._capture.uses_backpack:
+                backpack.backward(self.outputs, gradient, self._from_backpack, retain_graph=not last)
+            else:
+                self.outputs.backward(gradient, retain_graph=not last)
+            for calls in self.calls.values():
                 self._emit([call for call in calls if call.output_gradient is not None])
         self._sink = None
 
@@ -174,8 +187,13 @@ class Recording:
         tracked = self._hooked[id(use.weight)]
         x = use.input.detach()
         call = Call(tracked.layer, x.clone() if tracked.keep_input else x, use.geometry)
-        self._calls.setdefault(tracked.layer.name, []).append(call)
+        calls = self.calls.setdefault(tracked.layer.name, [])
+        calls.append(call)
+        self.numbers += output.numel()
         version = call.input._version
+        # The graph holds the hook and this recording holds the graph: a circle through autograd's own memory, which
+        # the garbage collector cannot see, unless one of the links is weak.
+        recording = weakref.ref(self)
 
         def receive(gradient: Tensor) -> None:
             if call.input._version != version:
@@ -185,9 +203,9 @@ class Recording:
                     f"first batch; make that operation out of place, or leave the layer out with layers=...."
                 )
             call.output_gradient = gradient
-            calls = self._calls[tracked.layer.name]
-            if len(calls) == 1:
-                self._emit(calls)
+            alive = recording()
+            if alive is not None and len(calls) == 1:
+                alive._emit(calls)
 
         output.register_hook(receive)
 
