@@ -22,7 +22,7 @@ STARTING = 300.0
 
 
 class PeerWorker:
-    """Peers' fits in a process of another environment.
+    """Peers' fits and predictions in a process of another environment.
 
     Started when first asked and again whenever it is gone; a request that takes too long ends it.
 
@@ -45,6 +45,18 @@ class PeerWorker:
     def prepare(self, case: str, data: Path) -> None:
         """Name the case that the next fits are of."""
         self._case, self._prepared = {"case": case, "data": str(data)}, False
+
+    def prepare_trained(self, network: str, data: Path) -> None:
+        """Name the trained network that the next predictions are of."""
+        self._case, self._prepared = {"network": network, "trained": str(data)}, False
+
+    def predict(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+        """What a peer answers to a request for a prediction; ``error`` where it does not, or not within `limit`."""
+        problem = self._ready()
+        if problem is not None:
+            return {"error": problem}
+        found = self._ask(request, limit)
+        return found if found is not None else {"error": f"over {limit:g} s"}
 
     def fit(self, peer: str, limit: float, plain: float) -> dict[str, Any]:
         """Fit one peer between two plain passes.

@@ -1,6 +1,7 @@
-"""Other libraries' fits, in an environment of their own: laplace-torch and curvlinops.
+"""Other libraries' fits and predictions, in an environment of their own: laplace-torch, curvlinops and fastbnns.
 
-They are no dependencies. The environment is made once, and `fit_cost.py` then runs this script in it:
+They are no dependencies. The environment is made once, and `fit_cost.py` and `predict_peers.py` then run this
+script in it:
 
     python benchmarks/peers.py --install .venv-peers               borrows torch from this environment; 30 MB
     python benchmarks/peers.py --install .venv-peers --standalone  borrows nothing; 6 GB
@@ -10,6 +11,9 @@ the network of a case and reads its images from a file; ``{"peer": ...}`` then f
 passes and answers ``{"seconds": ..., "plain": ..., "note": ..., "error": ...}``, times in seconds. A peer that
 refuses the network as it is (BatchNorm, say) gets a second chance with every parameter outside of linear and
 convolution layers frozen, which is what the library's own posterior covers.
+
+``{"network": ..., "trained": ...}`` reads a trained network and its data from a file, ``{"predict": ...}`` then times
+that peer's prediction between plain forwards, and ``{"moments": ...}`` gives its mean and variance of the outputs.
 """
 
 from __future__ import annotations
@@ -21,21 +25,23 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from _cases import Batches, plain_pass, prepare, seconds
+from _cases import Batches, lenet, plain_pass, prepare, seconds
 from _memory import forget_peak, limit_memory, peak_memory, release
 from torch import Tensor, nn
 
-PACKAGES = ("laplace-torch==0.3", "curvlinops-for-pytorch==3.0.1")
+PACKAGES = ("laplace-torch==0.3", "curvlinops-for-pytorch==3.0.1", "fastbnns==0.4.3")
 BORROWED = ("torch", "torchvision", "timm", "numpy", "scipy")
-SHOWN = ("laplace-torch", "curvlinops-for-pytorch", "asdfghjkl", "backpack-for-pytorch", "torch")
+SHOWN = ("laplace-torch", "curvlinops-for-pytorch", "asdfghjkl", "backpack-for-pytorch", "fastbnns", "torch")
 FROZEN = "other parameters frozen"
 """Note on a fit that was given linear and convolution layers alone."""
 OUT_OF_MEMORY = "out of memory"
@@ -64,13 +70,14 @@ def samples(batches: Batches) -> int:
     return sum(len(labels) for _, labels in batches)
 
 
-def laplace_torch(structure: str, backend: str, mc: bool = False) -> Fit:
-    """laplace-torch's posterior over all weights, by one of its back ends.
+def laplace_torch(structure: str, backend: str, mc: bool = False, subset: str = "all") -> Fit:
+    """laplace-torch's posterior, by one of its back ends.
 
     Args:
         structure: ``"kron"`` or ``"diag"``.
         backend: the name of a class in ``laplace.curvature``.
         mc: draw one label a sample, in place of the expectation over all classes.
+        subset: of the weights: ``"all"`` or ``"last_layer"``.
     """
 
     def fit(model: nn.Module, batches: Batches) -> Any:
@@ -79,7 +86,7 @@ def laplace_torch(structure: str, backend: str, mc: bool = False) -> Fit:
         posterior = Laplace(
             model,
             "classification",
-            subset_of_weights="all",
+            subset_of_weights=subset,
             hessian_structure=structure,
             backend=getattr(curvature, backend),
             backend_kwargs={"stochastic": True} if mc else None,
@@ -121,6 +128,167 @@ PEERS: dict[str, Fit] = {
 """By the back end's name; the GGN ones also with drawn labels ("MC"), as the library's own fits have them."""
 
 
+DRAWS = 30
+"""Of the weights, for every prediction by sampling."""
+BATCH = 64
+"""Samples in a batch of the data that a posterior is fitted on."""
+
+
+def mlp() -> nn.Module:
+    """Two hidden layers of 128 ReLU units for 28 x 28 grey images."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
+def lenet_without_biases() -> nn.Module:
+    """LeNet whose layers have a weight alone, so that no two libraries can differ in how they treat the bias."""
+    model = lenet()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            module.register_parameter("bias", None)
+    return model
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "lenet": lenet,
+    "lenet, no biases": lenet_without_biases,
+    "mlp": mlp,
+}
+"""Those that `predict_peers.py` trains."""
+
+
+class Trained(NamedTuple):
+    """A trained network and its data, as the library's process hands them over to the peers'.
+
+    Attributes:
+        batches: that posteriors are fitted on.
+        inputs: held out, to predict for.
+        variances: of a diagonal posterior, by parameter.
+    """
+
+    model: nn.Module
+    batches: Batches
+    inputs: Tensor
+    variances: Mapping[str, Tensor]
+
+
+def write_trained(path: Path, trained: Trained) -> None:
+    """A network's weights and data as a file that both processes read."""
+    named = {f"weight {name}": weight.numpy() for name, weight in trained.model.state_dict().items()}
+    named |= {f"variance {name}": variance.numpy() for name, variance in trained.variances.items()}
+    images, labels = (torch.cat(parts).numpy() for parts in zip(*trained.batches, strict=True))
+    np.savez(path, images=images, labels=labels, inputs=trained.inputs.numpy(), **named)
+
+
+def read_trained(network: str, path: Path) -> Trained:
+    """What `write_trained` wrote."""
+    with np.load(path) as arrays:
+        found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    images, labels, inputs = (found.pop(name) for name in ("images", "labels", "inputs"))
+    weights, variances = (
+        {name.removeprefix(kind): array for name, array in found.items() if name.startswith(kind)}
+        for kind in ("weight ", "variance ")
+    )
+    model = NETWORKS[network]().to(inputs.dtype).eval()
+    model.load_state_dict(weights)
+    return Trained(model, list(zip(images.split(BATCH), labels.split(BATCH), strict=True)), inputs, variances)
+
+
+Moments = tuple[Tensor, Tensor]
+
+
+class PeerPredictor(NamedTuple):
+    """A peer's prediction, and the mean and variance of the outputs that it is made of, where it has these."""
+
+    predict: Callable[[Tensor], Any]
+    moments: Callable[[Tensor], Moments] | None = None
+
+
+def laplace_predictor(kind: str, backend: str, subset: str) -> Callable[[Trained, float], PeerPredictor]:
+    """laplace-torch's prediction from a Kronecker-factored posterior.
+
+    Args:
+        kind: ``"glm"``, linearised with the probit link, or ``"nn"``, by drawing weights.
+        backend: the name of a class in ``laplace.curvature``.
+        subset: of the weights: ``"all"`` or ``"last_layer"``.
+    """
+
+    def make(trained: Trained, prior: float) -> PeerPredictor:
+        posterior = laplace_torch("kron", backend, subset=subset)(
+            copy.deepcopy(trained.model), trained.batches
+        )
+        posterior.prior_precision = prior
+        if kind == "nn":
+            return PeerPredictor(lambda x: posterior(x, pred_type="nn", link_approx="mc", n_samples=DRAWS))
+        last = subset == "last_layer"
+
+        def moments(x: Tensor) -> Moments:
+            with torch.enable_grad():
+                pull = posterior.backend.last_layer_jacobians if last else posterior.backend.jacobians
+                jacobians, mean = pull(x)
+            return mean, posterior.functional_variance(jacobians).diagonal(dim1=1, dim2=2)
+
+        return PeerPredictor(lambda x: posterior(x, pred_type="glm", link_approx="probit"), moments)
+
+    return make
+
+
+def fastbnns_predictor(trained: Trained, prior: float) -> PeerPredictor:
+    """fastbnns' moments of the outputs by the unscented transform, with the variances that were handed over."""
+    from fastbnns.bnn.base import BNN
+    from fastbnns.bnn.types import MuVar
+
+    network = BNN(trained.model, wrapper_kwargs_global={"resample_mean": False}).to(trained.inputs.dtype)
+    for name, variance in trained.variances.items():
+        layer, _, parameter = name.rpartition(".")
+        own = network.bnn.get_submodule(layer)._module_params
+        assert torch.equal(own[f"{parameter}_mean"], trained.model.get_parameter(name))
+        deviation = variance.double().sqrt()  # which is softplus of what is kept
+        own[f"{parameter}_rho"].data = deviation.expm1().log().to(trained.inputs.dtype)
+    network.eval()
+
+    def moments(x: Tensor) -> Moments:
+        found = network(MuVar(x))
+        return found.mu, found.var
+
+    return PeerPredictor(moments, moments)
+
+
+PREDICTORS: dict[str, Callable[[Trained, float], PeerPredictor]] = {
+    "laplace GLM": laplace_predictor("glm", "CurvlinopsGGN", "all"),
+    "laplace GLM, BackPackGGN": laplace_predictor("glm", "BackPackGGN", "all"),
+    "laplace GLM, AsdlGGN": laplace_predictor("glm", "AsdlGGN", "all"),
+    "laplace GLM, last layer": laplace_predictor("glm", "CurvlinopsGGN", "last_layer"),
+    "laplace NN": laplace_predictor("nn", "CurvlinopsGGN", "all"),
+    "laplace NN, last layer": laplace_predictor("nn", "CurvlinopsGGN", "last_layer"),
+    "fastbnns": fastbnns_predictor,
+}
+"""With laplace-torch's default back end where none is named."""
+
+
+def per_call(work: Callable[[], Any], least: float) -> float:
+    """Seconds of one call, on average over as many as take `least` seconds together."""
+    start, calls = time.perf_counter(), 0
+    while True:
+        work()
+        calls += 1
+        taken = time.perf_counter() - start
+        if taken >= least:
+            return taken / calls
+
+
+def against_plain(
+    model: nn.Module, predict: Callable[[Tensor], Any], inputs: Tensor, least: float
+) -> dict[str, float]:
+    """Seconds of a prediction, and of a plain forward of the same inputs before and after it."""
+    with torch.no_grad():
+        before = per_call(lambda: model(inputs), least)
+        own = per_call(lambda: predict(inputs), least)
+        after = per_call(lambda: model(inputs), least)
+    return {"seconds": own, "plain": (before + after) / 2}
+
+
 def freeze_others(model: nn.Module) -> None:
     """Leave gradients to linear and convolution layers alone."""
     model.requires_grad_(False)
@@ -138,9 +306,11 @@ def described(error: BaseException) -> str:
 
 
 class Server:
-    """The case at hand, and which peers want it frozen."""
+    """The case at hand, and which peers want it frozen; or a trained network, and the peers' predictors of it."""
 
     def __init__(self) -> None:
+        self._trained: Trained | None = None
+        self._predictors: dict[tuple[str, float], PeerPredictor] = {}
         self._model: nn.Module | None = None
         self._batches: Batches = []
         self._frozen: dict[str, bool] = {}
@@ -152,6 +322,12 @@ class Server:
             self._frozen = {}
             self._model, self._batches = prepare(request["case"], Path(request["data"]))
             return {"plain": seconds(lambda: plain_pass(self._model, self._batches))[0]}
+        if "trained" in request:
+            self._predictors = {}
+            self._trained = read_trained(request["network"], Path(request["trained"]))
+            return {"samples": samples(self._trained.batches)}
+        if "predict" in request or "moments" in request:
+            return self._prediction(request)
         peer = request["peer"]
         errors: list[str] = []
         for frozen in (self._frozen[peer],) if peer in self._frozen else (False, True):
@@ -167,6 +343,24 @@ class Server:
             self._frozen[peer] = frozen
             return {**times, "note": FROZEN if frozen else None, "error": None}
         return {"error": f"; {FROZEN}: ".join(errors)}
+
+    def _prediction(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Times of a prediction for ``batch`` inputs, or moments of the outputs for all of them."""
+        assert self._trained is not None
+        name, prior = request.get("predict") or request["moments"], request["prior"]
+        model, inputs = self._trained.model, self._trained.inputs
+        if (name, prior) not in self._predictors:
+            made = PREDICTORS[name](self._trained, prior)
+            with torch.no_grad():
+                made.predict(inputs[:2])
+            self._predictors[name, prior] = made
+        peer = self._predictors[name, prior]
+        if "predict" in request:
+            return against_plain(model, peer.predict, inputs[: request["batch"]], request["least"])
+        assert peer.moments is not None
+        with torch.no_grad():
+            mean, variance = peer.moments(inputs)
+        return {"mean": mean.tolist(), "variance": variance.tolist()}
 
     def _timed(self, fit: Fit, frozen: bool) -> dict[str, float]:
         assert self._model is not None
@@ -267,7 +461,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--install", type=Path, metavar="FOLDER", help="make the peers' environment")
-    action.add_argument("--serve", action="store_true", help="answer fit_cost.py; in the peers' environment")
+    action.add_argument(
+        "--serve", action="store_true", help="answer the benchmarks; in the peers' environment"
+    )
     action.add_argument("--check", action="store_true", help="import the peers and print their versions")
     action.add_argument("--child", nargs=3, metavar=("CASE", "PEER", "DATA"), help=argparse.SUPPRESS)
     parser.add_argument("--standalone", action="store_true", help="borrow no packages of this environment")
@@ -282,6 +478,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve(options.memory, options.threads)
     elif options.check:
         import_peers()
+        import fastbnns.bnn.base  # noqa: F401 (only here: it is no part of what fits are compared in)
+
         print(", ".join(f"{name} {found}" for name, found in versions().items()))
     else:
         limit_memory(options.memory)

@@ -11,8 +11,13 @@ from posthoc_uq.errors import (
     PosthocUQError,
     UnsupportedLayerError,
 )
+from posthoc_uq.exporting import export, exportable
 from posthoc_uq.fitting import fit
+from posthoc_uq.heads.linearized import LinearizedPredictor
+from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
+from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
@@ -25,12 +30,18 @@ __all__ = [
     "ClassPrediction",
     "CorruptPosteriorError",
     "Likelihood",
+    "LinearizedPredictor",
+    "MomentsPredictor",
     "NonFiniteError",
     "Posterior",
     "PosteriorMismatchError",
     "PosthocUQError",
+    "Predictor",
     "RegressionPrediction",
+    "SamplingPredictor",
     "UnsupportedLayerError",
+    "export",
+    "exportable",
     "fit",
     "inspect",
     "load",

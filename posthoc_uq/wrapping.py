@@ -2,51 +2,135 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.heads.ensemble import Batched, Keep
+from posthoc_uq.heads.linearized import Engine, LinearizedPredictor
+from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import unwrap
 
-HEADS = ("sampling",)
+# A head's options are the arguments of its class.
+_CLASSES: dict[str, type[Predictor]] = {
+    "sampling": SamplingPredictor,
+    "moments": MomentsPredictor,
+    "linearized": LinearizedPredictor,
+}
+HEADS = tuple(_CLASSES)
 
 
+@overload
 def wrap(
     model: nn.Module,
     posterior: Posterior,
-    head: str = "sampling",
+    head: Literal["sampling"] = "sampling",
     *,
     n_samples: int = 30,
     seed: int | None = 0,
     generator: torch.Generator | None = None,
-) -> SamplingPredictor:
+    keep: Keep = "weights",
+    antithetic: bool = False,
+    dtype: torch.dtype | None = None,
+    batched: Batched = "auto",
+) -> SamplingPredictor: ...
+
+
+@overload
+def wrap(
+    model: nn.Module,
+    posterior: Posterior,
+    head: Literal["moments"],
+    *,
+    weights: str = "auto",
+    cov: str = "diag",
+    relu: str = "unscented",
+    max_pool: str = "clark",
+    pool_rho: float = 0.0,
+    unknown: str = "error",
+    link: str = "probit",
+    n_draws: int = 100,
+    output_map: Callable[[Tensor], Tensor] | None = None,
+) -> MomentsPredictor: ...
+
+
+@overload
+def wrap(
+    model: nn.Module,
+    posterior: Posterior,
+    head: Literal["linearized"],
+    *,
+    link: str = "probit",
+    n_draws: int = 100,
+    outputs: str | int = "auto",
+    engine: Engine = "auto",
+    n_probes: int = 32,
+    memory_budget: int | None = None,
+) -> LinearizedPredictor: ...
+
+
+@overload
+def wrap(model: nn.Module, posterior: Posterior, head: str, **options: Any) -> Predictor: ...
+
+
+def wrap(model: nn.Module, posterior: Posterior, head: str = "sampling", **options: Any) -> Predictor:
     """Give `model` the uncertainty of `posterior`.
 
     Args:
         model: the model the posterior was fitted on, or a copy with the same parameters on any device.
         posterior: from `fit` or `load`.
-        head: how to predict; ``"sampling"`` runs the model once per drawn set of weights.
-        n_samples: draws of the weights.
-        seed: of the draws; None draws differently every time.
-        generator: in place of a seed.
+        head: how to predict. ``"sampling"`` runs the model once per drawn set of weights, and its options are:
+            ``n_samples`` (30), draws of the weights;
+            ``seed`` (0) of the draws, None to draw differently every time, or a ``generator`` in its place;
+            ``keep`` (``"weights"``), or ``"seeds"`` to draw again at every prediction instead of keeping
+            `n_samples` copies;
+            ``antithetic`` (False), draws in pairs ``mean + d, mean - d``;
+            ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
+            drawn weights and the forward pass;
+            ``batched`` (``"auto"``), True or False: whether many draws run in one pass.
+            ``"linearized"`` takes the model to be linear in its weights, which is what a Laplace posterior stands
+            for: no sampling noise, one backward pass for every output used, and a closed form for a posterior of the
+            last layer. ``"moments"`` propagates mean and variance through the layers in one pass, and needs
+            ``predictor.calibrate(loader)`` for the scale of deep networks. Their options are those of
+            `LinearizedPredictor` and `MomentsPredictor`.
+        **options: of the head; one that it does not take is an error that names those it does.
 
     Returns:
         A module whose call takes what the model takes and returns a `ClassPrediction` or
-        `RegressionPrediction`.
+        `RegressionPrediction`; its `predict` takes a loader.
 
     Raises:
         PosteriorMismatchError: the model's parameters are not those the posterior is centred on.
-        PosthocUQError: the head is unknown, or `n_samples` is not positive.
+        PosthocUQError: the head is unknown, or an option or its value is not one that the head takes.
     """
-    if head not in HEADS:
-        raise PosthocUQError(f"head must be one of {HEADS}, not {head!r}.")
+    kind = _head_class(head)
+    allowed = options_of(kind)
+    unknown = sorted(set(options) - set(allowed))
+    if unknown:
+        raise PosthocUQError(f"head={head!r} takes no option {unknown}; it takes {allowed}.")
     check_match(model, posterior)
-    predictor = SamplingPredictor(model, posterior, n_samples, seed, generator)
+    predictor = kind(model, posterior, **options)
     return_freed_memory()
     return predictor
+
+
+def options_of(kind: type[Predictor]) -> list[str]:
+    """The names of the options that a head's class takes beside model and posterior."""
+    return [name for name in inspect.signature(kind).parameters if name not in ("model", "posterior")]
+
+
+def _head_class(head: str) -> type[Predictor]:
+    if head not in _CLASSES:
+        raise PosthocUQError(f"head must be one of {HEADS}, not {head!r}.")
+    return _CLASSES[head]
 
 
 def check_match(model: nn.Module, posterior: Posterior) -> None:

@@ -142,6 +142,67 @@ def test_fit_cost_compares_draws_with_forward_passes() -> None:
     assert row["factorise & draw"] > 0 and row["draw again"] > 0
 
 
+def test_predict_cost_gives_multiples_of_a_forward_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cost.json"
+    _script("predict_cost").main(["--smoke", "--json", str(path)])
+    assert "geometric mean" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["head"] for row in rows][:3] == ["sampling", "sampling, loop", "sampling, batched"]
+    for row in rows:
+        assert row["draws"] == 4 and "note" not in row
+        assert row["least"] <= row["multiple"] <= row["most"] and row["CPU"] > 0
+        assert row["per draw"] == pytest.approx(row["multiple"] / 4)
+
+
+def test_predictions_are_timed_and_handed_over_to_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, peers = _script("predict_peers"), _script("peers")
+    path = tmp_path / "cost.json"
+    script.main(["--smoke", "--json", str(path)])
+    assert "multiples of a plain forward" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["prediction"] for row in rows] == list(script.OURS)
+    for row in rows:
+        assert 0 < row["least"] <= row["multiple"] <= row["most"] and "note" not in row
+        drawn = row["prediction"].startswith("sampling")
+        assert row["per draw"] == (pytest.approx(row["multiple"] / script.DRAWS) if drawn else None)
+    study = script.Study("lenet, no biases", epochs=1, samples=70)
+    study.write(tmp_path / "trained.npz")
+    handed = peers.read_trained("lenet, no biases", tmp_path / "trained.npz")
+    assert handed.model(handed.inputs).equal(study.model(study.inputs))
+    assert [len(labels) for _, labels in handed.batches] == [64, 6]
+    assert handed.variances.keys() == dict(study.model.named_parameters()).keys()
+    same = study.moments("linearized, kfac", 1.0)
+    found = script.compared(same, same)
+    assert found["median ratio"] == 1 and found["correlation"] == pytest.approx(1)
+    if find_spec("laplace") is None:
+        worker = _script("_peer_client").PeerWorker(Path(sys.executable))
+        try:
+            lines = script.measure("lenet", study, tmp_path / "trained.npz", worker, (8,), 1, 0.0)
+        finally:
+            worker.close()
+        assert "laplace" in {line["prediction"]: line for line in lines}["laplace GLM"]["note"]
+
+
+def test_moments_accuracy_compares_with_monte_carlo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "accuracy.json"
+    _script("moments_accuracy").main(["--smoke", "--json", str(path)])
+    assert "plain pass's" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert all(isfinite(row[key]) for row in rows for key in ("corr.", "ratio", "error", "mean's error"))
+    diag, full = rows[:2]
+    assert (diag["head"], full["head"]) == ("diag", "full")
+    assert full["error"] < 0.1 < diag["error"]
+    body = {row["head"]: row for row in rows if row["noisy"] == "body" and "no skips" in row["net"]}
+    assert body["diag, rho 0"]["ratio"] < body["diag, rho 1"]["ratio"] < 1
+    assert body["diag, rho 0, calibrated"]["error"] < 0.7 * body["diag, rho 0"]["error"]
+
+
 def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("scaling")
     assert script.slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)

@@ -352,7 +352,7 @@ def test_float32_survives_stiff_directions(scale, error, weight):
     drawn = found.transform(unit).double().square().sum(0)  # the variances of the draws
     torch.testing.assert_close(drawn, expected, atol=0, rtol=error)
     x = torch.randn(4, GROUPS, INPUTS, generator=torch.Generator().manual_seed(0))
-    outputs = found.output_variance(torch.zeros_like(x), x, 0, (GROUPS, OUTPUTS, INPUTS)).double()
+    outputs = found.rows(0, (GROUPS, OUTPUTS, INPUTS)).variance(x, torch.zeros_like(x)).double()
     rows = covariance.reshape(GROUPS, OUTPUTS, INPUTS, OUTPUTS, INPUTS).diagonal(
         dim1=1, dim2=3
     )  # (G, n, n, m)

@@ -9,6 +9,7 @@ import torch
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
+from posthoc_uq.heads.streaming import ClassStatistics, Moments, gathered
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
 
@@ -31,7 +32,8 @@ def _by_hand(logits: torch.Tensor) -> dict[str, np.ndarray]:
     """All quantities of a classification from (samples, batch, classes), one input at a time."""
     values = logits.double().numpy()
     samples, batch, classes = values.shape
-    out: dict[str, list] = {name: [] for name in ("probs", "mean", "variance", "entropy", "expected")}
+    names = ("probs", "mean", "variance", "entropy", "expected", "spread", "votes")
+    out: dict[str, list] = {name: [] for name in names}
     for i in range(batch):
         rows = [_softmax(values[s, i]) for s in range(samples)]
         probs = [sum(row[c] for row in rows) / samples for c in range(classes)]
@@ -45,6 +47,11 @@ def _by_hand(logits: torch.Tensor) -> dict[str, np.ndarray]:
         out["variance"].append(variance)
         out["entropy"].append(_entropy(probs))
         out["expected"].append(sum(_entropy(row) for row in rows) / samples)
+        out["spread"].append(
+            [sum((row[c] - probs[c]) ** 2 for row in rows) / max(samples - 1, 1) for c in range(classes)]
+        )
+        winners = [max(range(classes), key=row.__getitem__) for row in rows]
+        out["votes"].append([winners.count(c) for c in range(classes)])
     return {name: np.array(rows) for name, rows in out.items()}
 
 
@@ -52,10 +59,22 @@ def _close(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -> None
     np.testing.assert_allclose(actual.double().numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
+def _streamed(logits: torch.Tensor, step: int, binary: bool = False) -> ClassPrediction:
+    statistics = ClassStatistics(binary)
+    for block in logits.split(step):
+        statistics.add(block)
+    return statistics.prediction()
+
+
+@pytest.mark.parametrize("step", [None, 1, 3, 7], ids=lambda step: f"step {step}")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_classification_matches_the_definitions(dtype: torch.dtype, tolerance: float) -> None:
+def test_classification_matches_the_definitions(
+    dtype: torch.dtype, tolerance: float, step: int | None
+) -> None:
+    """Of all draws at once, and of draws that come in blocks."""
     logits = _logits(dtype)
-    prediction, expected = ClassPrediction.from_logits(logits), _by_hand(logits)
+    prediction = ClassPrediction.from_logits(logits) if step is None else _streamed(logits, step)
+    expected = _by_hand(logits)
     _close(prediction.probs, expected["probs"], tolerance)
     _close(prediction.logits_mean, expected["mean"], tolerance)
     _close(prediction.logits_variance, expected["variance"], tolerance)
@@ -64,24 +83,38 @@ def test_classification_matches_the_definitions(dtype: torch.dtype, tolerance: f
     _close(prediction.mutual_information(), expected["entropy"] - expected["expected"], tolerance)
     _close(prediction.epistemic(), expected["variance"].mean(axis=1), tolerance)
     _close(prediction.max_probability(), expected["probs"].max(axis=1), tolerance)
+    assert prediction.probs_variance is not None and prediction.votes is not None
+    _close(prediction.probs_variance, expected["spread"], tolerance)
+    assert prediction.votes.tolist() == expected["votes"].tolist()
+    _close(prediction.variation_ratio(), 1 - expected["votes"].max(axis=1) / SAMPLES, tolerance)
+    top = prediction.top_k(2)
+    assert top.standard_deviations is not None
+    order = np.argsort(-expected["probs"], axis=1)[:, :2]
+    _close(top.standard_deviations, np.take_along_axis(expected["spread"], order, 1) ** 0.5, tolerance)
     assert prediction.predicted().tolist() == expected["probs"].argmax(axis=1).tolist()
     targets = torch.tensor([3, 0, 1, 2, 3])
     log_probs = np.log([expected["probs"][i, c] for i, c in enumerate(targets.tolist())])
     _close(prediction.log_prob(targets), log_probs, tolerance)
-    assert prediction.probs.dtype == dtype
+    assert {t.dtype for t in prediction.to_dict().values() if t.is_floating_point()} == {dtype}
     assert len(prediction) == BATCH
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("trailing", [False, True])
-def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> None:
+def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool, streamed: bool) -> None:
     odds = _logits(torch.float64)[:, :, 0]
-    prediction = ClassPrediction.from_logits(odds.unsqueeze(-1) if trailing else odds, binary=True)
+    logits = odds.unsqueeze(-1) if trailing else odds
+    if streamed:
+        prediction = _streamed(logits, 2, binary=True)
+    else:
+        prediction = ClassPrediction.from_logits(logits, binary=True)
     expected = _by_hand(torch.stack([torch.zeros_like(odds), odds], dim=-1))
     _close(prediction.probs, expected["probs"], 1e-12)
     _close(prediction.entropy(), expected["entropy"], 1e-12)
     _close(prediction.expected_entropy(), expected["expected"], 1e-12)
     _close(prediction.logits_mean, expected["mean"][:, 1:], 1e-12)
     _close(prediction.epistemic(), expected["variance"][:, 1], 1e-12)
+    assert prediction.votes is not None and prediction.votes.tolist() == expected["votes"].tolist()
     _close(prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)), np.log(expected["probs"][:, 1]), 1e-12)
 
 
@@ -97,20 +130,27 @@ def test_top_k_is_sorted_and_names_its_parts() -> None:
             prediction.top_k(k)
 
 
-def test_one_sample_has_no_epistemic_part() -> None:
-    prediction = ClassPrediction.from_logits(_logits()[:1])
+def _both(logits: torch.Tensor) -> list[ClassPrediction]:
+    """All draws at once, and one after the other."""
+    return [ClassPrediction.from_logits(logits), _streamed(logits, 1)]
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_one_sample_has_no_epistemic_part(way: int) -> None:
+    prediction = _both(_logits()[:1])[way]
+    assert prediction.variation_ratio().eq(0).all()
+    assert prediction.probs_variance is not None and prediction.probs_variance.eq(0).all()
     assert prediction.logits_variance.eq(0).all()
     assert prediction.mutual_information().eq(0).all()
     assert prediction.entropy().gt(0).all()
 
 
-def test_probability_exactly_zero_gives_no_nan() -> None:
+@pytest.mark.parametrize("way", [0, 1])
+def test_probability_exactly_zero_gives_no_nan(way: int) -> None:
     logits = _logits()
     logits[..., 1] = -math.inf
-    prediction, rest = (
-        ClassPrediction.from_logits(logits),
-        ClassPrediction.from_logits(logits[..., [0, 2, 3]]),
-    )
+    prediction, rest = _both(logits)[way], ClassPrediction.from_logits(logits[..., [0, 2, 3]])
+    assert prediction.logits_mean[:, 1].eq(-math.inf).all()
     assert prediction.probs[:, 1].eq(0).all()
     torch.testing.assert_close(prediction.entropy(), rest.entropy())
     torch.testing.assert_close(prediction.expected_entropy(), rest.expected_entropy())
@@ -118,9 +158,9 @@ def test_probability_exactly_zero_gives_no_nan() -> None:
     assert prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)).eq(-math.inf).all()
 
 
-def test_log_prob_survives_probabilities_that_underflow() -> None:
-    logits = torch.tensor([[[0.0, 500.0]], [[0.0, 400.0]]])
-    prediction = ClassPrediction.from_logits(logits)
+@pytest.mark.parametrize("way", [0, 1])
+def test_log_prob_survives_probabilities_that_underflow(way: int) -> None:
+    prediction = _both(torch.tensor([[[0.0, 500.0]], [[0.0, 400.0]]]))[way]
     assert prediction.probs[0, 0] == 0
     # log((e^-500 + e^-400) / 2)
     expected = -400 + math.log1p(math.exp(-100)) - math.log(2)
@@ -130,9 +170,10 @@ def test_log_prob_survives_probabilities_that_underflow() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", [0, 1])
+def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype, way: int) -> None:
     logits = _logits(dtype)
-    prediction, expected = ClassPrediction.from_logits(logits), _by_hand(logits)
+    prediction, expected = _both(logits)[way], _by_hand(logits)
     assert all(t.dtype == torch.float32 for t in prediction.to_dict().values() if t.is_floating_point())
     _close(prediction.probs, expected["probs"], 2e-5)
     _close(prediction.logits_variance, expected["variance"], 2e-5)
@@ -141,10 +182,53 @@ def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype) 
     _close(regression.epistemic_variance, expected["variance"], 2e-5)
 
 
-def test_a_nan_stays_in_its_row() -> None:
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_nan_stays_in_its_row(way: int) -> None:
     logits = _logits()
     logits[2, 1, 0] = math.nan
-    assert ClassPrediction.from_logits(logits).entropy().isnan().tolist() == [i == 1 for i in range(BATCH)]
+    values = _both(logits)[way].to_dict()
+    for name, tensor in values.items():
+        if name in ("predicted", "votes"):
+            continue
+        if name.startswith("logits"):  # only the logit itself
+            assert tensor.isnan().nonzero().tolist() == [[1, 0]], name
+        else:
+            rows = tensor.isnan().reshape(BATCH, -1)
+            assert rows.all(1).tolist() == rows.any(1).tolist() == [i == 1 for i in range(BATCH)], name
+
+
+def test_a_masked_class_that_is_nan_once_is_nan() -> None:
+    logits = _logits()
+    logits[:, 0, 2] = -math.inf
+    logits[4, 0, 2] = math.nan
+    logits[1, 3, 1] = -math.inf  # masked by a single draw
+    together, streamed = (prediction.to_dict() for prediction in _both(logits))
+    assert streamed["logits_mean"][0, 2].isnan() and streamed["logits_mean"][3, 1] == -math.inf
+    for name, tensor in together.items():
+        torch.testing.assert_close(streamed[name], tensor, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
+def test_sums_are_as_good_as_two_passes() -> None:
+    """Where a mean is large against the deviations, and in any grouping."""
+    generator = torch.Generator().manual_seed(1)
+    values = 1e4 + 1e-2 * torch.randn(50, 20, generator=generator, dtype=torch.float64)
+    for step in (1, 7, 50):
+        moments = Moments()
+        for block in values.split(step):
+            moments.add(block)
+        mean, variance = moments.result()
+        _close(variance, values.numpy().var(axis=0, ddof=1), 1e-9)
+        np.testing.assert_allclose(mean.numpy(), values.numpy().mean(axis=0), rtol=1e-14)
+    with pytest.raises(PosthocUQError, match="at least one weight sample"):
+        Moments().result()
+
+
+def test_small_blocks_are_joined_up_to_a_size() -> None:
+    blocks = [torch.full((1, 4), float(i)) for i in range(7)]  # 16 bytes each
+    for limit, sizes in ((0, [1] * 7), (32, [2, 2, 2, 1]), (50, [3, 3, 1]), (10**6, [7])):
+        found = list(gathered(iter(blocks), limit))
+        assert [len(block) for block in found] == sizes
+        assert torch.equal(torch.cat(found), torch.cat(blocks))
 
 
 def test_a_head_without_samples_lacks_only_what_needs_them() -> None:
@@ -156,7 +240,12 @@ def test_a_head_without_samples_lacks_only_what_needs_them() -> None:
     for method in (prediction.mutual_information, prediction.expected_entropy):
         with pytest.raises(PosthocUQError, match="no expected entropy"):
             method()
-    assert "mutual_information" not in prediction.to_dict()
+    with pytest.raises(PosthocUQError, match="no votes"):
+        prediction.variation_ratio()
+    assert prediction.top_k(1).standard_deviations is None
+    assert set(prediction.to_dict()) == {
+        *("probs", "logits_mean", "logits_variance", "predicted", "entropy", "epistemic")
+    }
 
 
 def test_mutual_information_is_never_negative() -> None:
@@ -173,14 +262,14 @@ def test_cat_and_to_keep_everything() -> None:
     joined = ClassPrediction.cat(parts).to("cpu").to_dict()
     assert set(joined) == {
         *("probs", "logits_mean", "logits_variance", "predicted", "entropy", "epistemic"),
-        *("expected_entropy", "mutual_information"),
+        *("expected_entropy", "mutual_information", "probs_variance", "votes", "variation_ratio"),
     }
     for name, tensor in whole.to_dict().items():
         torch.testing.assert_close(joined[name], tensor)
     bare = ClassPrediction(parts[0].probs, parts[0].logits_mean, parts[0].logits_variance)
     mixed = ClassPrediction.cat([bare, parts[1]])
     assert len(mixed) == BATCH
-    assert mixed.sample_entropy is None
+    assert mixed.sample_entropy is None and mixed.votes is None and mixed.probs_variance is None
     targets = torch.arange(BATCH) % CLASSES
     torch.testing.assert_close(mixed.log_prob(targets), whole.log_prob(targets))
     assert {t.device.type for t in whole.to("meta").to_dict().values()} == {"meta"}
@@ -199,6 +288,9 @@ def test_wrong_classification_input_is_one_clear_error() -> None:
         (lambda: ClassPrediction(torch.ones(3, 2), torch.ones(3, 2), torch.ones(3, 1)), "logits_variance"),
         (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, torch.ones(2)), "sample_entropy"),
         (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, None, torch.ones(3, 1)), "log_probs"),
+        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, None, None, torch.ones(3)), "probs_variance"),
+        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, votes=torch.ones(3, 3).long()), "votes"),
+        (lambda: ClassPrediction(*[torch.ones(3, 2)] * 3, votes=torch.ones(3, 2)), "votes must be integers"),
         (lambda: prediction.log_prob(torch.zeros(BATCH + 1).long()), "integer labels"),
         (lambda: prediction.log_prob(torch.zeros(BATCH)), "integer labels"),
         (lambda: prediction.log_prob(torch.full((BATCH,), CLASSES)), "between 0 and 3"),
@@ -272,6 +364,40 @@ def test_regression_cat_and_to_keep_everything() -> None:
     assert {t.device.type for t in joined.to("meta").to_dict().values()} == {"meta"}
 
 
+def test_regression_samples_follow_the_predictive_gaussian() -> None:
+    mean, epistemic = torch.tensor([[1.0, -2.0], [0.0, 5.0]]), torch.tensor([[0.5, 0.0], [2.0, 1.0]])
+    prediction = RegressionPrediction(mean, epistemic, torch.tensor([0.5, 0.25]))
+    before = torch.get_rng_state()
+    drawn = prediction.sample(40_000, torch.Generator().manual_seed(0))
+    assert drawn.shape == (40_000, 2, 2)
+    total = np.array([[1.0, 0.25], [2.5, 1.25]])
+    error = 5 * np.sqrt(total / 40_000)  # five standard errors
+    assert (np.abs(drawn.double().mean(0).numpy() - mean.numpy()) < error).all()
+    np.testing.assert_allclose(drawn.double().var(0).numpy(), total, rtol=5 * math.sqrt(2 / 40_000))
+    flat = drawn.double().reshape(-1, 4).T
+    assert (torch.corrcoef(flat) - torch.eye(4)).abs().max() < 0.025
+    for q in (0.1, 0.9):
+        share = (drawn < prediction.quantile(q)).double().mean(0)
+        assert (share - q).abs().max() < 0.01
+    assert torch.equal(
+        prediction.sample(3, torch.Generator().manual_seed(1)),
+        prediction.sample(3, torch.Generator().manual_seed(1)),
+    )
+    assert not torch.equal(prediction.sample(3), prediction.sample(3))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_nan_stays_with_its_output() -> None:
+    outputs = _logits()
+    outputs[3, 2, 1] = math.nan
+    prediction = RegressionPrediction.from_samples(outputs, 0.1)
+    low, high = prediction.interval(0.5)
+    sample = prediction.sample(2)[1]
+    for tensor in (prediction.mean, prediction.variance, low, high, prediction.quantile(0.2), sample):
+        assert tensor.isnan().nonzero().tolist() == [[2, 1]]
+    assert prediction.log_prob(torch.zeros(BATCH, CLASSES)).isnan().tolist() == [i == 2 for i in range(BATCH)]
+
+
 def test_wrong_regression_input_is_one_clear_error() -> None:
     prediction = RegressionPrediction.from_samples(torch.randn(3, 4), 0.1)
     without_noise = RegressionPrediction.from_samples(torch.zeros(1, 4), 0.0)
@@ -286,6 +412,7 @@ def test_wrong_regression_input_is_one_clear_error() -> None:
         (lambda: RegressionPrediction(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), 0.1), "mean must be"),
         (lambda: prediction.log_prob(torch.zeros(4, 1)), r"shape \(4,\), not \(4, 1\)"),
         (lambda: without_noise.log_prob(torch.zeros(4)), "positive variance"),
+        (lambda: prediction.sample(0), "at least 1"),
         (lambda: RegressionPrediction.cat([]), "at least one prediction"),
         (lambda: RegressionPrediction.cat([prediction, column]), "different output shapes"),
         *[(lambda level=level: prediction.interval(level), "between 0 and 1") for level in (0, 1, 95, -0.5)],

@@ -1,10 +1,13 @@
 """The sampling head: an ensemble drawn once, repeatable, thread-safe, and the user's model never written."""
 
+import copy
+import pickle
 import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
@@ -93,12 +96,14 @@ def test_always_in_eval_mode_and_the_model_is_left_alone(setting):
     model.eval()
 
 
-def test_deterministic_parameters_are_shared(setting):
+@pytest.mark.parametrize("keep", ["weights", "seeds"])
+def test_deterministic_parameters_are_shared(setting, keep):
     """Thirty members must not hold thirty copies of what has no posterior."""
     model, posterior, _ = setting
-    predictor = uq.wrap(model, posterior, n_samples=30)
-    assert len({id(member[1].weight) for member in predictor.members}) == 1
-    assert predictor.members[0][1].weight.data_ptr() == model[1].weight.data_ptr()
+    members = list(uq.wrap(model, posterior, n_samples=30, keep=keep).ensemble.members())
+    assert len(members) == 30
+    assert len({id(member[1].weight) for member in members}) == 1
+    assert members[0][1].weight.data_ptr() == model[1].weight.data_ptr()
 
 
 def test_one_wild_temperature(setting):
@@ -155,3 +160,347 @@ def test_mismatches_are_named(setting):
         uq.wrap(other, posterior)
     with pytest.raises(PosthocUQError, match="at least 1"):
         uq.wrap(model, posterior, n_samples=0)
+
+
+ROUTES = [{"batched": True}, {"batched": False}, {"keep": "seeds"}, {"keep": "seeds", "batched": False}]
+
+
+@pytest.mark.parametrize("options", ROUTES, ids=str)
+def test_every_route_gives_the_draws_of_the_posterior(setting, options):
+    model, posterior, x = setting
+    draws = posterior.sample(5, torch.Generator().manual_seed(3))
+    expected = torch.stack([_by_hand(model, draws, index, x) for index in range(5)])
+    predictor = uq.wrap(model, posterior, n_samples=5, seed=3, **options)
+    for _ in range(2):  # the first call of a shape settles the route
+        torch.testing.assert_close(predictor.outputs(x), expected, atol=1e-5, rtol=1e-5)
+    assert predictor.ensemble.refused is None
+    assert predictor.outputs(x[:7]).shape == (5, 7, 3)
+    with torch.inference_mode():
+        torch.testing.assert_close(predictor.outputs(x[:9]), expected[:, :9], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(predictor.outputs(x.clone()), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["inf", "diag", "kfac", "efb", "full"])
+@pytest.mark.parametrize("antithetic", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_seeds_give_the_kept_draws_bit_for_bit(setting, method, antithetic, batched):
+    model, _, x = setting
+    layers = ["5"] if method == "full" else "all"
+    posterior = uq.fit(model, [x], method=method, layers=layers, prior_precision=5.0, progress=False)
+    options = {"n_samples": 5, "antithetic": antithetic, "batched": batched}
+    kept, drawn = (uq.wrap(model, posterior, keep=keep, **options) for keep in ("weights", "seeds"))
+    assert torch.equal(kept.outputs(x), drawn.outputs(x))
+    assert torch.equal(kept(x).probs, drawn(x).probs)
+    posterior.prior_precision = 500.0  # neither follows the posterior until it is drawn anew
+    assert torch.equal(kept.outputs(x), drawn.outputs(x))
+    before = drawn.outputs(x)
+    kept.redraw(0), drawn.redraw(0)
+    assert torch.equal(kept.outputs(x), drawn.outputs(x))
+    assert not torch.equal(before, drawn.outputs(x))
+
+
+class _Rounding:
+    """A factor whose draws depend a little on how many are made at once, as those of some devices and sizes do."""
+
+    def __init__(self, factor) -> None:
+        self.factor = factor
+
+    def transform(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.factor.transform(noise) * (1 + 1e-6 * len(noise))
+
+
+@pytest.mark.parametrize("method", ["inf", "kfac", "efb", "full"])
+def test_a_draw_is_the_same_whatever_else_is_drawn(method):
+    """To the bit; a triangular system of this size is solved otherwise for one column than for several."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        size = 20 if method == "full" else 150
+        model, x = (
+            nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 10)),
+            torch.randn(300, size),
+        )
+    posterior = uq.fit(model, [x], method=method, prior_precision=0.01, progress=False)
+    many = posterior.sample(7, torch.Generator().manual_seed(1))
+    seeds = posterior.draw_seeds(7, torch.Generator().manual_seed(1))
+    alone = posterior.sample_from([seeds[4]], factors=posterior.factors())
+    for name, draws in many.items():
+        assert torch.equal(alone[name][0], draws[4])
+    rounding = {name: _Rounding(factor) for name, factor in posterior.factors().items()}
+    many, alone = (posterior.sample_from(some, factors=rounding) for some in (seeds, [seeds[4]]))
+    for name, draws in many.items():
+        assert torch.equal(alone[name][0], draws[4])
+    with pytest.raises(PosthocUQError, match="at least 1"):
+        posterior.draw_seeds(0)
+
+
+@pytest.mark.parametrize("keep", ["weights", "seeds"])
+def test_draws_take_their_own_memory_and_no_more(setting, keep):
+    """Kept weights: one copy per draw. Seeds: one set of weights at a time."""
+    model, posterior, _ = setting
+    predictor = uq.wrap(model, posterior, n_samples=8, keep=keep, batched=False)
+    drawn = [name for name, _ in model.named_parameters() if name in posterior.mean]
+    for member in predictor.ensemble.members():
+        for name, parameter in member.named_parameters():
+            if name in drawn:
+                copies = parameter.untyped_storage().nbytes() / (4 * parameter.numel())
+                assert copies == (8 if keep == "weights" else 1), name
+                assert parameter.is_contiguous()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_antithetic_draws_come_in_pairs_around_the_mean(setting, batched):
+    model, posterior, x = setting
+    predictor = uq.wrap(model, posterior, n_samples=5, seed=4, antithetic=True, batched=batched)
+    weights = [member[5].weight for member in predictor.ensemble.members()]
+    mean, single = model[5].weight, posterior.sample(3, torch.Generator().manual_seed(4))["5.weight"]
+    for pair in range(3):
+        torch.testing.assert_close(weights[2 * pair], single[pair], atol=0, rtol=0)
+    for pair in range(2):
+        torch.testing.assert_close(weights[2 * pair] - mean, mean - weights[2 * pair + 1])
+    assert len(weights) == 5
+    reference = [
+        torch.func.functional_call(replicate(member), {}, (x,)) for member in predictor.ensemble.members()
+    ]
+    torch.testing.assert_close(predictor.outputs(x), torch.stack(reference), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["weights", "seeds"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_copies_of_another_precision(setting, dtype, keep):
+    model, posterior, x = setting
+    draws = posterior.sample(3, torch.Generator().manual_seed(0))
+    expected = []
+    for index in range(3):  # rounded member by member, by torch's own conversion of a module
+        member = copy.deepcopy(model).eval()
+        member.load_state_dict({name: draw[index] for name, draw in draws.items()}, strict=False)
+        expected.append(member.to(dtype)(x.to(dtype)).float())
+    predictor = uq.wrap(model, posterior, n_samples=3, dtype=dtype, keep=keep, batched=False)
+    outputs = predictor.outputs(x)
+    assert outputs.dtype == torch.float32 and predictor(x).probs.dtype == torch.float32
+    torch.testing.assert_close(outputs, torch.stack(expected), atol=0, rtol=0)
+    assert next(predictor.ensemble.members())[5].weight.dtype == dtype
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    exact = uq.wrap(model, posterior, n_samples=3)(x)
+    assert (predictor(x).probs - exact.probs).abs().max() < 0.05
+
+
+def test_float64_models_may_run_in_float32(setting):
+    wide = copy.deepcopy(setting[0]).double()
+    x = setting[2].double()
+    posterior = uq.fit(wide, [x], prior_precision=5.0, progress=False)
+    assert uq.wrap(wide, posterior, n_samples=2).outputs(x).dtype == torch.float64
+    narrow = uq.wrap(wide, posterior, n_samples=2, dtype=torch.float32).outputs(x)
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(
+        narrow.double(), uq.wrap(wide, posterior, n_samples=2).outputs(x), atol=1e-4, rtol=1e-4
+    )
+
+
+class _Odd(nn.Module):
+    """A model that vmap refuses, in one of several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(5))
+        self.aliases = [self.second.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.kind == "control flow" and hidden.sum() > 1e6:
+            return hidden
+        if self.kind == "captured":
+            scratch = torch.zeros(5)
+            scratch += hidden.mean(0)
+            hidden = hidden + 0 * scratch
+        if self.kind == "alias":
+            return torch.nn.functional.linear(hidden, self.aliases[0], self.second.bias)
+        if self.kind == "item":
+            hidden = hidden * (1 + 0 * hidden.detach().mean().item())
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("kind", ["control flow", "captured", "item", "alias"])
+def test_what_cannot_be_batched_runs_in_the_loop(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain, x = _Odd("none"), torch.randn(12, 4)
+    posterior = uq.fit(plain, [x], prior_precision=1.0, progress=False)
+    odd = _Odd(kind)
+    odd.load_state_dict(plain.state_dict())
+    expected = uq.wrap(plain, posterior, n_samples=4, batched=False).outputs(x)
+    predictor = uq.wrap(odd, posterior, n_samples=4, batched=True)
+    assert "batched=True" in repr(predictor)
+    for _ in range(2):
+        torch.testing.assert_close(predictor.outputs(x), expected)
+    assert predictor.ensemble.refused and predictor.ensemble.refused in repr(predictor)
+    assert "batched=False" in repr(predictor)
+    assert torch.equal(uq.wrap(odd, posterior, n_samples=4)(x).probs, predictor(x).probs)
+
+
+class _Moody(nn.Sequential):
+    """Can be batched, until an input has a value above 100."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out * (1 + 0 * out.mean().item()) if x.max() > 100 else out
+
+
+def test_a_refusal_after_the_first_input_goes_on_in_the_loop():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = _Moody(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(12, 4)
+    posterior = uq.fit(model, [x], prior_precision=1.0, progress=False)
+    predictor, loop = (uq.wrap(model, posterior, n_samples=4, batched=b) for b in (True, False))
+    predictor(x)
+    with pytest.raises(RuntimeError):
+        predictor(x[:, :3] + 1000)  # the user's mistake is no refusal
+    assert predictor.ensemble.refused is None
+    torch.testing.assert_close(predictor.outputs(x + 1000), loop.outputs(x + 1000))
+    assert predictor.ensemble.refused is not None
+    assert torch.equal(predictor.outputs(x), loop.outputs(x))
+
+
+@pytest.mark.parametrize("options", ROUTES, ids=str)
+def test_gradients_by_the_input(setting, options):
+    model, posterior, x = setting
+    x = x[:3]
+    draws = posterior.sample(3, torch.Generator().manual_seed(0))
+    reference, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.stack([_by_hand(model, draws, i, reference) for i in range(3)]).square().sum().backward()
+    predictor = uq.wrap(model, posterior, n_samples=3, **options)
+    for _ in range(2):  # settling the route must not cut the graph
+        own.grad = None
+        predictor.outputs(own).square().sum().backward()
+        torch.testing.assert_close(own.grad, reference.grad, atol=1e-4, rtol=1e-4)
+    own.grad = None
+    predictor(own).entropy().sum().backward()
+    assert own.grad.abs().sum() > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("keep", ["weights", "seeds"])
+@pytest.mark.parametrize("antithetic", [False, True])
+def test_a_refusal_half_way_goes_on_with_the_draws_that_are_left(setting, monkeypatch, keep, antithetic):
+    model, posterior, x = setting
+    options = {"n_samples": 7, "keep": keep, "antithetic": antithetic}
+    monkeypatch.setattr("posthoc_uq.heads.ensemble.CHUNK_BYTES", 1)  # chunks of two
+    predictor = uq.wrap(model, posterior, batched=True, **options)
+    predictor(x)
+    left, vmap = [True, False], torch.func.vmap
+
+    def refuses_the_second(*args, **kwargs):
+        if not left.pop(0):
+            raise RuntimeError("no memory\nfor this")
+        return vmap(*args, **kwargs)
+
+    monkeypatch.setattr(torch.func, "vmap", refuses_the_second)
+    expected = uq.wrap(model, posterior, batched=False, **options).outputs(x)
+    torch.testing.assert_close(predictor.outputs(x), expected, atol=1e-5, rtol=1e-5)
+    assert not left and predictor.ensemble.refused == "RuntimeError: no memory"
+    assert torch.equal(predictor.outputs(x), expected)
+
+
+class _Greedy(nn.Sequential):
+    """Changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.sub_(1.0))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("options", ROUTES, ids=str)
+def test_every_draw_gets_the_input_as_it_was(options, inference):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = _Greedy(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(12, 4)
+    posterior = uq.fit(nn.Sequential(*model), [x], prior_precision=1.0, progress=False)
+    before = x.clone()
+    draws = posterior.sample(3, torch.Generator().manual_seed(0))
+    expected = torch.stack([_by_hand(model, draws, i, x.clone()) for i in range(3)])
+    predictor = uq.wrap(model, posterior, n_samples=3, **options)
+    with torch.inference_mode(inference):
+        for _ in range(2):
+            torch.testing.assert_close(predictor.outputs(x), expected)
+    assert torch.equal(x, before)
+
+
+SMALL = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), torch.randn(2, 1, 4, 4)
+LARGE = nn.Sequential(nn.Conv2d(1, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "together"),
+    [
+        (nn.Linear(4, 3), torch.randn(2, 4), True),
+        (nn.Linear(2000, 2000), torch.randn(2, 2000), False),
+        (*SMALL, True),
+        (LARGE, torch.randn(300, 1, 5, 5), False),
+    ],
+    ids=["small linear", "large linear", "small convolutions", "large convolutions"],
+)
+def test_auto_batches_small_passes_only(model, x, together, monkeypatch):
+    posterior = uq.fit(model, [x], method="diag", prior_precision=1.0, progress=False)
+    auto, loop = (uq.wrap(model, posterior, n_samples=10, batched=b) for b in ("auto", False))
+    maps, vmap = [], torch.func.vmap
+    monkeypatch.setattr(torch.func, "vmap", lambda *a, **k: maps.append(1) or vmap(*a, **k))
+    torch.testing.assert_close(auto.outputs(x), loop.outputs(x), atol=1e-4, rtol=1e-4)
+    assert bool(maps) == together
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+def test_a_thousand_classes_are_summed_up_as_they_come():
+    classes, batch, samples = 1000, 200, 40
+    model, x = nn.Linear(3, classes), torch.randn(batch, 3)
+    posterior = uq.fit(model, [x], method="diag", prior_precision=1.0, progress=False)
+    predictor = uq.wrap(model, posterior, n_samples=samples, keep="seeds", batched=False)
+    with torch.no_grad(), _Largest() as largest:
+        prediction = predictor(x)
+    assert largest.numbers < 3 * batch * classes  # stacked draws would be forty times that
+    whole = uq.ClassPrediction.from_logits(predictor.outputs(x))
+    for name, tensor in prediction.to_dict().items():
+        torch.testing.assert_close(tensor, whole.to_dict()[name], atol=2e-5, rtol=1e-4)
+
+
+def test_a_predictor_can_be_pickled_copied_and_moved(setting):
+    model, posterior, x = setting
+    for options in ROUTES:
+        predictor = uq.wrap(model, posterior, n_samples=3, **options)
+        expected = predictor(x).probs
+        for twin in (pickle.loads(pickle.dumps(predictor)), copy.deepcopy(predictor)):
+            assert torch.equal(twin(x).probs, expected)
+        wide = predictor.double()
+        torch.testing.assert_close(wide(x.double()).probs.float(), expected, atol=1e-5, rtol=1e-5)
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    text = pickle.dumps(uq.wrap(model, posterior, n_samples=3, keep="seeds"))
+    assert len(pickle.dumps(uq.wrap(model, posterior, n_samples=3))) < len(text) + 40_000
+
+
+def test_options_are_checked(setting):
+    model, posterior, _ = setting
+    cases = [
+        ({"keep": "both"}, "keep must be"),
+        ({"dtype": torch.int32}, "dtype must be"),
+        ({"dtype": torch.float64}, "dtype must be"),
+        ({"batched": "maybe"}, "batched must be"),
+        ({"n_samples": 0, "antithetic": True}, "at least 1"),
+        ({"link": "probit"}, r"'sampling' takes no option \['link'\]; it takes .*'n_samples'.*'batched'"),
+    ]
+    for options, message in cases:
+        with pytest.raises(PosthocUQError, match=message):
+            uq.wrap(model, posterior, **options)

@@ -7,7 +7,6 @@ changed in place afterwards.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from posthoc_uq.attention import open_attention
 from posthoc_uq.layers import Geometry
 
 _CONVOLUTIONS: dict[Any, tuple[str, int]] = {
@@ -42,21 +42,6 @@ class Use:
 UseHandler = Callable[[Use, Tensor], None]
 
 
-def _open_attention() -> Callable[..., Any]:
-    """`F.multi_head_attention_forward` whose inner ``linear`` calls can be seen.
-
-    Under a function mode it would hand itself over as one opaque call, again and again.
-    """
-    function = F.multi_head_attention_forward
-    namespace = {**function.__globals__, "has_torch_function": lambda _: False}
-    opened = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
-
-
-_attention = _open_attention()
-
-
 class CallInterceptor(TorchFunctionMode):
     """Reports every ``linear`` or ``conv`` call whose weight is tracked to `handler`, with the call's output.
 
@@ -74,7 +59,7 @@ class CallInterceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             with self:
-                return _attention(*args, **kwargs)
+                return open_attention(*args, **kwargs)
         convolution = _CONVOLUTIONS.get(func)
         if convolution is None and func is not F.linear:
             return func(*args, **kwargs)

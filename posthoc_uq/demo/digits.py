@@ -214,7 +214,7 @@ def _examples(
 
     def add(name: str, group: str, indices: list[int]) -> None:
         prediction = predictions[name]
-        probabilities, classes = prediction.top_k(1)
+        probabilities, classes, _ = prediction.top_k(1)
         for index in indices:
             truth = f"{int(labels[index])} → " if name == "test digits" else "→ "
             caption = f"{truth}{int(classes[index, 0])} ({float(probabilities[index, 0]):.0%})"

@@ -2,28 +2,46 @@
 
 A prediction keeps a few tensors per input and never the weight samples it came from, so predictions of many
 batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN that
-the model produced stays a NaN in the rows it belongs to and does not disturb the others.
+the model produced stays a NaN in the rows it belongs to and does not disturb the others: every score of such a row is
+NaN, only `predicted` and the labels of `top_k` name some class all the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.samples import at_least_float32, entropy_of, mean_and_variance, shape_text
+from posthoc_uq.heads.samples import (
+    at_least_float32,
+    class_votes,
+    entropy_from,
+    entropy_of,
+    log_probabilities,
+    mean_and_variance,
+    shape_text,
+    smallest_counts,
+)
 
 
 class TopK(NamedTuple):
-    """The `k` most probable classes per input, most probable first; both tensors are (batch, k)."""
+    """The `k` most probable classes per input, most probable first; every tensor is (batch, k).
+
+    Attributes:
+        probabilities: of the classes.
+        labels: their indices, int64.
+        standard_deviations: of the classes' probabilities over the weights; None from a head that does not know
+            them.
+    """
 
     probabilities: Tensor
     labels: Tensor
+    standard_deviations: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,9 +57,12 @@ class ClassPrediction:
             no access to it.
         log_probs: (batch, classes), log of `probs` where a head knows it better than float32 probabilities
             can say (they underflow below 1e-45); None means log(probs).
+        probs_variance: (batch, classes), unbiased variance over the weights of the probabilities softmax(logits),
+            or None from a head that does not look at single weight samples.
+        votes: (batch, classes), integer: how many weight samples put each class first; None likewise.
 
     Raises:
-        PosthocUQError: the shapes do not fit each other.
+        PosthocUQError: the shapes do not fit each other, or votes that are no integers.
     """
 
     probs: Tensor
@@ -49,6 +70,8 @@ class ClassPrediction:
     logits_variance: Tensor
     sample_entropy: Tensor | None = None
     log_probs: Tensor | None = None
+    probs_variance: Tensor | None = None
+    votes: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.probs.ndim != 2 or self.probs.shape[1] < 2:
@@ -64,15 +87,19 @@ class ClassPrediction:
             ("logits_variance", self.logits_variance, logits_shape),
             ("sample_entropy", self.sample_entropy, (inputs,)),
             ("log_probs", self.log_probs, (inputs, classes)),
+            ("probs_variance", self.probs_variance, (inputs, classes)),
+            ("votes", self.votes, (inputs, classes)),
         ):
             if tensor is not None and tensor.shape != expected:
                 raise PosthocUQError(
                     f"{name} has shape {shape_text(tensor)} where {expected} is needed, "
                     f"because probs has {shape_text(self.probs)}."
                 )
-        for name in ("probs", "logits_mean", "logits_variance", "sample_entropy", "log_probs"):
+        if self.votes is not None and (self.votes.is_floating_point() or self.votes.is_complex()):
+            raise PosthocUQError(f"votes must be integers, not {self.votes.dtype}.")
+        for name in _FIELDS:
             value: Tensor | None = getattr(self, name)
-            if value is not None:
+            if value is not None and name != "votes":
                 object.__setattr__(self, name, at_least_float32(value))
 
     @classmethod
@@ -91,33 +118,20 @@ class ClassPrediction:
         Raises:
             PosthocUQError: wrong number of dimensions, no sample, fewer than two classes, integer logits.
         """
-        logits = at_least_float32(logits)
-        if binary:
-            if logits.ndim == 2:
-                logits = logits.unsqueeze(-1)
-            if logits.ndim != 3 or logits.shape[-1] != 1:
-                raise PosthocUQError(
-                    f"binary logits must be (samples, batch) or (samples, batch, 1), not {shape_text(logits)}."
-                )
-            log_probs = torch.cat(
-                [torch.nn.functional.logsigmoid(-logits), torch.nn.functional.logsigmoid(logits)], dim=-1
-            )
-        else:
-            if logits.ndim != 3 or logits.shape[-1] < 2:
-                raise PosthocUQError(
-                    "logits must be (samples, batch, classes) with at least 2 classes, not "
-                    f"{shape_text(logits)}; for one Bernoulli logit pass binary=True."
-                )
-            log_probs = torch.log_softmax(logits, dim=-1)
+        logits, log_probs = log_probabilities(logits, binary)
         mean, variance = mean_and_variance(logits)
         probs = log_probs.exp()
+        probs_mean, probs_variance = mean_and_variance(probs)
+        samples = logits.shape[0]
         return cls(
-            probs=probs.mean(dim=0),
+            probs=probs_mean,
             logits_mean=mean,
             # minus infinity in every sample gives the NaN of inf - inf
             logits_variance=torch.where(torch.isneginf(mean), torch.zeros_like(variance), variance),
-            sample_entropy=entropy_of(probs).mean(dim=0),
-            log_probs=torch.logsumexp(log_probs, dim=0) - math.log(logits.shape[0]),
+            sample_entropy=entropy_from(probs, log_probs).mean(dim=0),
+            log_probs=torch.logsumexp(log_probs, dim=0) - math.log(samples),
+            probs_variance=probs_variance,
+            votes=smallest_counts(class_votes(log_probs), samples),
         )
 
     def __len__(self) -> int:
@@ -155,6 +169,24 @@ class ClassPrediction:
         """
         return (self.entropy() - self.expected_entropy()).clamp(min=0)
 
+    def variation_ratio(self) -> Tensor:
+        """(batch,), in [0, 1 - 1 / classes]: the share of weight samples that vote against the majority.
+
+        `1 - max_c votes_c / sum_c votes_c` (Freeman, "Elementary Applied Statistics", 1965), where every sample
+        votes for its most probable class. NaN where the probabilities are.
+
+        Raises:
+            PosthocUQError: the head that made this prediction does not look at single weight samples.
+        """
+        if self.votes is None:
+            raise PosthocUQError(
+                "This prediction holds no votes, because its head does not look at single weight samples; use "
+                'head="sampling" for the variation ratio.'
+            )
+        votes = self.votes.to(self.probs.dtype)
+        ratio = 1 - votes.amax(dim=-1) / votes.sum(dim=-1)
+        return ratio.masked_fill(self.probs.isnan().any(dim=-1), math.nan)
+
     def epistemic(self) -> Tensor:
         """(batch,): what the weights do not know, the mean over classes of the variance of the logits."""
         return self.logits_variance.mean(dim=-1)
@@ -168,7 +200,7 @@ class ClassPrediction:
         return self.probs.argmax(dim=-1)
 
     def top_k(self, k: int) -> TopK:
-        """The `k` most probable classes, most probable first.
+        """The `k` most probable classes, most probable first, with the spread of their probabilities if known.
 
         Raises:
             PosthocUQError: `k` is below 1 or above the number of classes.
@@ -177,7 +209,8 @@ class ClassPrediction:
         if not 1 <= k <= classes:
             raise PosthocUQError(f"top_k needs k between 1 and the {classes} classes, not {k}.")
         probabilities, labels = self.probs.topk(k, dim=-1)
-        return TopK(probabilities, labels)
+        spread = None if self.probs_variance is None else self.probs_variance.gather(-1, labels).sqrt()
+        return TopK(probabilities, labels, spread)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log of the mean probability of the given classes.
@@ -214,17 +247,17 @@ class ClassPrediction:
         if self.sample_entropy is not None:
             values["expected_entropy"] = self.sample_entropy
             values["mutual_information"] = self.mutual_information()
+        if self.probs_variance is not None:
+            values["probs_variance"] = self.probs_variance
+        if self.votes is not None:
+            values["votes"] = self.votes
+            values["variation_ratio"] = self.variation_ratio()
         return values
 
     def to(self, device: torch.device | str) -> ClassPrediction:
         """The same prediction with its tensors on `device`."""
-        return ClassPrediction(
-            self.probs.to(device),
-            self.logits_mean.to(device),
-            self.logits_variance.to(device),
-            None if self.sample_entropy is None else self.sample_entropy.to(device),
-            None if self.log_probs is None else self.log_probs.to(device),
-        )
+        values: list[Tensor | None] = [getattr(self, name) for name in _FIELDS]
+        return ClassPrediction(*[None if value is None else value.to(device) for value in values])  # pyright: ignore[reportArgumentType]
 
     @staticmethod
     def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:
@@ -238,13 +271,22 @@ class ClassPrediction:
         widths = {(p.probs.shape[1], p.logits_mean.shape[1]) for p in predictions}
         if len(widths) > 1:
             raise PosthocUQError(f"cat got predictions of different (classes, logits): {sorted(widths)}.")
-        entropies = [p.sample_entropy for p in predictions if p.sample_entropy is not None]
         exact = any(p.log_probs is not None for p in predictions)
         log_probs = [p.probs.log() if p.log_probs is None else p.log_probs for p in predictions]
         return ClassPrediction(
             torch.cat([p.probs for p in predictions]),
             torch.cat([p.logits_mean for p in predictions]),
             torch.cat([p.logits_variance for p in predictions]),
-            torch.cat(entropies) if len(entropies) == len(predictions) else None,
+            _cat_known([p.sample_entropy for p in predictions]),
             torch.cat(log_probs) if exact else None,
+            _cat_known([p.probs_variance for p in predictions]),
+            _cat_known([p.votes for p in predictions]),
         )
+
+
+_FIELDS = tuple(field.name for field in fields(ClassPrediction))
+
+
+def _cat_known(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    known = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(known) if len(known) == len(tensors) else None

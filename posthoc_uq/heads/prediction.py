@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
@@ -12,27 +14,50 @@ from posthoc_uq.heads.regression import RegressionPrediction
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.posteriors.base import Posterior
 
-__all__ = ["ClassPrediction", "Prediction", "RegressionPrediction", "TopK", "predict"]
+__all__ = ["ClassPrediction", "Prediction", "RegressionPrediction", "TopK", "cat", "predict"]
 
 Prediction = ClassPrediction | RegressionPrediction
 
 
 def predict(outputs: Tensor, posterior: Posterior) -> Prediction:
-    """The prediction from outputs of several draws, ``(draws, batch, ...)``."""
+    """The prediction from outputs of several draws at once, ``(draws, batch, ...)``.
+
+    Raises:
+        PosthocUQError: the likelihood is one that no prediction is defined for, or the outputs do not fit it.
+    """
     likelihood = posterior.likelihood
     if isinstance(likelihood, Categorical):
         return ClassPrediction.from_logits(outputs)
     if isinstance(likelihood, Bernoulli):
         return ClassPrediction.from_logits(outputs, binary=True)
     if isinstance(likelihood, Gaussian):
-        noise = cast(Tensor, posterior.noise_variance).to(outputs.device)
-        return RegressionPrediction.from_samples(outputs, noise.squeeze(0) if noise.numel() == 1 else noise)
-    raise PosthocUQError(_no_prediction(likelihood))
+        return RegressionPrediction.from_samples(outputs, noise_of(posterior, outputs.device))
+    raise no_prediction(likelihood)
 
 
-def _no_prediction(likelihood: Likelihood) -> str:
-    return (
+def cat(predictions: Sequence[Prediction]) -> Prediction:
+    """Predictions of several batches as one, in order.
+
+    Raises:
+        PosthocUQError: nothing to join, or predictions that do not belong together.
+    """
+    classes = [p for p in predictions if isinstance(p, ClassPrediction)]
+    values = [p for p in predictions if isinstance(p, RegressionPrediction)]
+    if classes and values:
+        raise PosthocUQError("cat got predictions of classes and of values; they cannot be one prediction.")
+    return RegressionPrediction.cat(values) if values else ClassPrediction.cat(classes)
+
+
+def noise_of(posterior: Posterior, device: torch.device) -> Tensor:
+    """The noise variance of a regression in a shape that fits its outputs: ``(outputs,)``, or a scalar for one."""
+    noise = cast(Tensor, posterior.noise_variance)
+    noise = noise.to(device, torch.float32 if device.type == "mps" else noise.dtype)
+    return noise.squeeze(0) if noise.numel() == 1 else noise
+
+
+def no_prediction(likelihood: Likelihood) -> PosthocUQError:
+    """The error for a likelihood that no prediction is defined for."""
+    return PosthocUQError(
         f"There is no prediction for likelihood {likelihood.name!r}; take the draws' outputs with "
-        f"predictor.outputs(...) "
-        f"and summarise them yourself."
+        f"wrap(..., head='sampling').outputs(...) and summarise them yourself."
     )

@@ -2,7 +2,8 @@
 
 A prediction keeps a few tensors per input and never the weight samples it came from, so predictions of many
 batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN that
-the model produced stays a NaN in the rows it belongs to and does not disturb the others.
+the model produced, under any of the draws, stays a NaN in mean and variance of the outputs it belongs to, and so in
+their quantiles, intervals and samples and in the `log_prob` of their rows; other outputs are not disturbed.
 """
 
 from __future__ import annotations
@@ -120,6 +121,29 @@ class RegressionPrediction:
         half_width = -NormalDist().inv_cdf((1 - level) / 2) * self.standard_deviation
         return self.mean - half_width, self.mean + half_width
 
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """`n` observations of every output, (n, *shape of `mean`), from the Gaussian with the total variance.
+
+        Outputs are drawn independently of each other. Normals are drawn on the generator's device, so that every
+        device gets the same; the global random state is not touched.
+
+        Args:
+            n: observations per output.
+            generator: of the normals; without one they differ from call to call.
+
+        Raises:
+            PosthocUQError: `n` is below 1.
+        """
+        if n < 1:
+            raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        normals = torch.randn(
+            n, *self.mean.shape, generator=generator, device=generator.device, dtype=self.mean.dtype
+        )
+        return self.mean + self.standard_deviation * normals.to(self.mean.device)
+
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log density of the Gaussian with the total variance, summed over outputs.
 
@@ -141,7 +165,7 @@ class RegressionPrediction:
         return density if density.ndim == 1 else density.sum(dim=-1)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, with the total variance."""
+        """The tensors by name, with the total variance; each in the shape of `mean`."""
         return {
             "mean": self.mean,
             "epistemic_variance": self.epistemic_variance,

@@ -1,21 +1,31 @@
-"""What the predictions share: moments over weight samples, and entropies."""
+"""What the predictions share: moments, entropies and votes over weight samples."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32 if it is of half precision, itself otherwise.
+
+    Raises:
+        PosthocUQError: the numbers are no real floating-point ones.
+    """
     if not tensor.is_floating_point():
         raise PosthocUQError(f"Expected floating-point numbers, got {tensor.dtype}.")
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def mean_and_variance(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance over the leading dimension; variance 0 for a single sample."""
+    """Mean and unbiased variance over the leading dimension; variance 0 for a single sample.
+
+    Raises:
+        PosthocUQError: there is no sample.
+    """
     if samples.shape[0] == 0:
         raise PosthocUQError("A prediction needs at least one weight sample.")
     if samples.shape[0] == 1:
@@ -28,5 +38,55 @@ def entropy_of(probs: Tensor) -> Tensor:
     return -torch.special.xlogy(probs, probs).sum(dim=-1)
 
 
+def entropy_from(probs: Tensor, log_probs: Tensor) -> Tensor:
+    """The same where the logarithms are at hand, which saves taking them again."""
+    # 0 * -inf would be NaN
+    return -(probs * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(dim=-1)
+
+
+def class_votes(scores: Tensor) -> Tensor:
+    """How many samples put each class first: ``(samples, batch, classes)`` to int64 ``(batch, classes)``.
+
+    Of classes that tie the first gets the vote.
+    """
+    winners = scores.argmax(dim=-1, keepdim=True)
+    # by comparison: adding at an index has no deterministic form on some devices
+    return (winners == torch.arange(scores.shape[-1], device=scores.device)).sum(dim=0)
+
+
+def smallest_counts(votes: Tensor, samples: int) -> Tensor:
+    """Counts up to `samples` in the smallest integer type, since predictions are kept for whole data sets."""
+    fits = next(kind for kind in (torch.int16, torch.int32, torch.int64) if samples <= torch.iinfo(kind).max)
+    return votes.to(fits)
+
+
+def log_probabilities(logits: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
+    """Logits of several samples, at least float32 and with their class dimension, and the log-probabilities.
+
+    Args:
+        logits: (samples, batch, classes); with `binary` (samples, batch) or (samples, batch, 1).
+        binary: one Bernoulli logit, whose classes are 0 and 1.
+
+    Raises:
+        PosthocUQError: wrong number of dimensions, fewer than two classes, integer logits.
+    """
+    logits = at_least_float32(logits)
+    if not binary:
+        if logits.ndim != 3 or logits.shape[-1] < 2:
+            raise PosthocUQError(
+                "logits must be (samples, batch, classes) with at least 2 classes, not "
+                f"{shape_text(logits)}; for one Bernoulli logit pass binary=True."
+            )
+        return logits, torch.log_softmax(logits, dim=-1)
+    if logits.ndim == 2:
+        logits = logits.unsqueeze(-1)
+    if logits.ndim != 3 or logits.shape[-1] != 1:
+        raise PosthocUQError(
+            f"binary logits must be (samples, batch) or (samples, batch, 1), not {shape_text(logits)}."
+        )
+    return logits, torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
+
+
 def shape_text(tensor: Tensor) -> str:
+    """The shape as a tuple, for messages."""
     return str(tuple(tensor.shape))

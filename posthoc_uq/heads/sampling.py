@@ -1,25 +1,31 @@
-"""The sampling head: an ensemble of models whose weights are drawn from the posterior once, and kept."""
+"""The sampling head: the Monte Carlo estimate ``p(y | x) = 1/S sum_s p(y | x, w_s)`` with draws of the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.heads.prediction import Prediction, predict
-from posthoc_uq.loaders import output_tensor
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
+from posthoc_uq.heads.prediction import Prediction
+from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.samples import at_least_float32
+from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import replicate, unwrap
+
+DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
 
 
-class SamplingPredictor(nn.Module):
+class SamplingPredictor(Predictor):
     """Predicts with `n_samples` draws of the weights.
 
-    Every draw is a model of its own that shares all parameters without a posterior with the user's model,
-    whose own weights
-    are never written: predictions may run in several threads at once. Always in eval mode.
+    The draws are those of `Posterior.sample`, made at construction with the posterior's settings of that moment;
+    later changes of its prior precision have no effect until `redraw`. Temperature and noise are read at every
+    prediction. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs, however
+    many draws there are.
 
     Args:
         model: the model the posterior was fitted on.
@@ -27,12 +33,25 @@ class SamplingPredictor(nn.Module):
         n_samples: draws of the weights.
         seed: of the draws; the same seed gives the same ensemble. None draws anew each time.
         generator: in place of a seed.
+        keep: ``"weights"`` keeps every draw: `n_samples` times the memory of the weights that have a posterior.
+            ``"seeds"`` draws them again at every prediction, into one model at a time: the same numbers, bit for
+            bit, and the memory of the posterior's factors (about one set of weights) and one model, for the time of
+            drawing: some 10 ns per weight and draw on a CPU, ten times that with ``method="kfac"`` or ``"efb"``,
+            whose draws are products with the full eigenbases. Under autograd the graph holds all draws either way.
+        antithetic: draw in pairs ``mean + d, mean - d`` with the same deviation; of an odd number the last draw is
+            alone. Halves the drawing, and takes out of the predictive mean what is odd in the deviation; the
+            variance over the draws is that of fewer independent ones.
+        dtype: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``: what all weights of the ensemble are
+            rounded to, and the inputs cast to; outputs come back in float32. None runs in the model's own.
+        batched: run many draws in one pass with `torch.func.vmap`: True, False, or ``"auto"`` where that is
+            expected to be faster (small models on small batches; the rule is in `posthoc_uq.heads.ensemble`). A model
+            that cannot be run so is run draw by draw; `repr` says that and why.
 
-    Attributes:
-        members: the drawn models.
+    Raises:
+        PosthocUQError: no draws, or an option with another value than those listed.
     """
 
-    members: nn.ModuleList
+    ensemble: Ensemble
 
     def __init__(
         self,
@@ -41,44 +60,68 @@ class SamplingPredictor(nn.Module):
         n_samples: int = 30,
         seed: int | None = 0,
         generator: torch.Generator | None = None,
+        *,
+        keep: Keep = "weights",
+        antithetic: bool = False,
+        dtype: torch.dtype | None = None,
+        batched: Batched = "auto",
     ) -> None:
-        super().__init__()
-        self._model: tuple[nn.Module] = (
-            model,
-        )  # a tuple hides it: moving the predictor leaves the user's model alone
-        self._posterior = posterior
+        super().__init__(model, posterior)
+        if keep not in ("weights", "seeds"):
+            raise PosthocUQError(f"keep must be 'weights' or 'seeds', not {keep!r}.")
+        if dtype not in DTYPES:
+            raise PosthocUQError(f"dtype must be one of {DTYPES}, not {dtype!r}.")
+        if batched not in (True, False, "auto"):
+            raise PosthocUQError(f"batched must be True, False or 'auto', not {batched!r}.")
         self.n_samples = n_samples
+        self._keep: Keep = keep
+        self._antithetic = antithetic
+        self._dtype = dtype
+        self._batched: Batched = batched
         self.redraw(seed, generator)
 
     def redraw(self, seed: int | None = None, generator: torch.Generator | None = None) -> None:
-        """Draw the ensemble anew; predictions already under way in other threads end with the old one."""
+        """Draw the ensemble anew, with the posterior's present settings; predictions already under way in other
+        threads end with the old one.
+
+        Args:
+            seed: of the draws; None draws differently every time.
+            generator: in place of a seed.
+        """
         if generator is None and seed is not None:
             generator = torch.Generator().manual_seed(seed)
-        draws = self._posterior.sample(self.n_samples, generator)
-        model = unwrap(self._model[0])
-        shared = {
-            name: nn.Parameter(parameter.detach(), requires_grad=False)
-            for name, parameter in model.named_parameters()
-            if name not in draws
-        }
-        devices = {name: parameter.device for name, parameter in model.named_parameters()}
-        with isolated_random_state():  # copying a module may run its code
-            members = [
-                replicate(
-                    model, shared | {name: draw[index].to(devices[name]) for name, draw in draws.items()}
-                )
-                for index in range(self.n_samples)
-            ]
-        self.members = nn.ModuleList(members).eval()
+        pairs = (self.n_samples + 1) // 2 if self._antithetic else self.n_samples
+        seeds, signs = self._posterior.draw_seeds(pairs, generator), None
+        if self._antithetic:
+            seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
+            signs = [1, -1] * pairs
+        self.ensemble = Ensemble(
+            self._model[0],
+            self._posterior,
+            seeds,
+            signs=None if signs is None else signs[: self.n_samples],
+            keep=self._keep,
+            dtype=self._dtype,
+            batched=self._batched,
+        )
 
-    def train(self, mode: bool = True) -> SamplingPredictor:
-        """Does nothing: members stay in eval mode."""
-        return super().train(False)
+    def extra_repr(self) -> str:
+        """How it samples, and why it does not batch over draws if that was refused."""
+        text = f"n_samples={self.n_samples}, keep={self._keep!r}, antithetic={self._antithetic}, batched="
+        refused = self.ensemble.refused
+        return text + (repr(self._batched) if refused is None else f"False ({refused})")
+
+    def _blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+        temperature = self._posterior.temperature
+        for block in self.ensemble.blocks(*args, **kwargs):
+            block = at_least_float32(block)
+            yield block if temperature == 1.0 else block / temperature
 
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The outputs of every draw, ``(n_samples, batch, ...)``; logits are divided by the temperature."""
-        stacked = torch.stack([output_tensor(member(*args, **kwargs)) for member in self.members])
-        return stacked if self._posterior.temperature == 1.0 else stacked / self._posterior.temperature
+        """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
+        temperature.
+        """
+        return torch.cat(list(self._blocks(args, kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch: `ClassPrediction` or `RegressionPrediction` by the likelihood.
@@ -86,4 +129,4 @@ class SamplingPredictor(nn.Module):
         Raises:
             PosthocUQError: the likelihood is one that no prediction is defined for.
         """
-        return predict(self.outputs(*args, **kwargs), self._posterior)
+        return summarise(self._blocks(args, kwargs), self._posterior)

@@ -6,7 +6,7 @@ What heads, the tuner and the store need, and no more; see `Posterior`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import log
 from typing import Any, cast
 
@@ -19,9 +19,9 @@ from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
+from posthoc_uq.posteriors.rows import Rows
 from posthoc_uq.randomness import mixed_seed
 
-_DRAW_BYTES = 16 * 2**20  # noise that `sample` holds at once beyond the draws themselves
 _CACHE_BYTES = 16 * 2**20  # factorised blocks that a posterior keeps
 
 
@@ -139,33 +139,76 @@ class Posterior:
         Raises:
             PosthocUQError: `n` is not positive.
         """
+        return self.sample_from(self.draw_seeds(n, generator))
+
+    def draw_seeds(self, n: int, generator: torch.Generator | None = None) -> list[int]:
+        """The seeds of the `n` draws that `sample` would make with this generator, for `sample_from`.
+
+        Raises:
+            PosthocUQError: `n` is not positive.
+        """
         if n < 1:
             raise PosthocUQError(f"The number of draws must be at least 1, not {n}.")
         if generator is None:
             generator = torch.Generator()
             generator.seed()
-        seeds = torch.randint(0, 2**63 - 1, (n,), generator=generator, device=generator.device).tolist()
+        return torch.randint(0, 2**63 - 1, (n,), generator=generator, device=generator.device).tolist()
+
+    def sample_from(
+        self,
+        seeds: Sequence[int],
+        *,
+        signs: Sequence[int] | None = None,
+        factors: Mapping[str, Factor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, Tensor]:
+        """The draws of these seeds; each is the same, bit for bit, whatever else is drawn with it.
+
+        Args:
+            seeds: one per draw. A repeated seed gives the same deviation from the mean and is drawn only once.
+            signs: 1 or -1 per draw, what its deviation is multiplied with: ``mean - deviation`` is as likely
+                as ``mean + deviation``, and such a pair is antithetic (Hammersley, Morton 1956). None for 1.
+            factors: from `factors`, for draws at the settings of that moment; the present ones if None.
+            dtype: of the draws; the parameters' own if None.
+
+        Returns:
+            Parameter name to ``(draws, *shape)``, on the parameters' device.
+        """
+        unique = list(dict.fromkeys(seeds))
+        index = torch.tensor([unique.index(seed) for seed in seeds])
         draws: dict[str, Tensor] = {}
-        for layer, matrix in self._deviations(seeds):
+        for layer, matrix in self._deviations(unique, factors):
             for name, deviation in layer.to_parameters(matrix).items():
                 mean = self.mean[name]
-                draws[name] = deviation.to(device=mean.device, dtype=mean.dtype).add_(mean)
+                # A bias is a column of its layer's matrix: as a view it would keep all of it alive.
+                drawn = deviation.to(device=mean.device, dtype=mean.dtype).contiguous()
+                if signs is not None:
+                    sign = torch.tensor(signs).to(drawn).reshape(-1, *[1] * mean.ndim)
+                    drawn = drawn[index.to(drawn.device)] * sign
+                elif len(unique) < len(seeds):
+                    drawn = drawn[index.to(drawn.device)]
+                draws[name] = drawn.add_(mean).to(dtype=mean.dtype if dtype is None else dtype)
         return draws
 
-    def _deviations(self, seeds: list[int]) -> Iterator[tuple[Layer, Tensor]]:
+    def factors(self) -> dict[str, Factor]:
+        """Every block's precision at the present settings, factorised, by block name.
+
+        For whoever draws often: it takes the memory of about one more set of weights (for INF also the systems of
+        its directions), and saves factorising at every draw what is too large to be kept by the posterior itself.
+        """
+        return {name: self.factor(name) for name in self.blocks}
+
+    def _deviations(
+        self, seeds: Sequence[int], factors: Mapping[str, Factor] | None = None
+    ) -> Iterator[tuple[Layer, Tensor]]:
         """Draws from ``N(0, P^-1)`` layer by layer, ``(n, G, m, n)``."""
         for index, (name, block) in enumerate(self.blocks.items()):
-            factor, shape = self.factor(name), self._block_shape(name)
-            size = shape[0] * shape[1] * shape[2]
-            like = next(iter(block.tensors().values()))
+            factor = self.factor(name) if factors is None else factors[name]
+            shape, like = self._block_shape(name), next(iter(block.tensors().values()))
             out = like.new_empty(len(seeds), *shape)
-            chunk = max(1, _DRAW_BYTES // (3 * size * like.element_size()))
-            for start in range(0, len(seeds), chunk):
-                noise = [
-                    _normals(mixed_seed(seed, index), shape, like) for seed in seeds[start : start + chunk]
-                ]
-                stacked = torch.stack(noise) if len(noise) > 1 else noise[0].unsqueeze(0)
-                out[start : start + len(noise)] = factor.transform(stacked)
+            # One at a time, which is as fast: several columns round differently from one in a triangular solve.
+            for row, seed in zip(out, seeds, strict=True):
+                row.copy_(factor.transform(_normals(mixed_seed(seed, index), shape, like).unsqueeze(0))[0])
             yield from self._split(name, out)
 
     def variance(self) -> dict[str, Tensor]:
@@ -214,13 +257,21 @@ class Posterior:
         spec = self.layers[layer]
         grouped = mean.ndim == 3
         means = mean if grouped else mean.unsqueeze(1)
-        spread = torch.zeros_like(means) if variance is None else variance.reshape(means.shape)
+        spread = None if variance is None else variance.reshape(means.shape)
         if spec.bias is not None:
             means = torch.nn.functional.pad(means, (0, 1), value=1.0)
-            spread = torch.nn.functional.pad(spread, (0, 1))
-        block, start = self._home(layer)
-        found = self.factor(block).output_variance(spread, means, start, spec.matrix_shape)
+            spread = None if spread is None else torch.nn.functional.pad(spread, (0, 1))
+        found = self.rows(layer).variance(means, spread)
         return found if grouped else found.squeeze(1)
+
+    def rows(self, layer: str) -> Rows:
+        """The covariance of one layer's rows, ready for many inputs.
+
+        Raises:
+            PosthocUQError: the posterior has no such layer.
+        """
+        block, start = self._home(layer)
+        return self.factor(block).rows(start, self.layers[layer].matrix_shape)
 
     def log_determinant(self) -> Tensor:
         """``log det P`` over all blocks, a scalar."""

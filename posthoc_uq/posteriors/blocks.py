@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.errors import CorruptPosteriorError
+from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.posteriors.rows import Rows
 
 Shape = tuple[int, int, int]
 
@@ -57,18 +59,19 @@ class Factor(ABC):
         """``log det P``, a scalar."""
 
     @abstractmethod
-    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
-        """Variance of ``W x`` by the weights alone, ``(rows, G, m)``, for inputs of given mean and variance.
-
-        Row ``o`` is ``m^T S_oo m + sum_k v_k [S_oo]_kk`` with ``S_oo`` the covariance of the weights of
-        output ``o``.
+    def rows(self, start: int, shape: Shape) -> Rows:
+        """What one layer's weights contribute to the variance of its outputs.
 
         Args:
-            second: input variances ``v``, ``(rows, G, n)``.
-            mean: input means, ``(rows, G, n)``.
             start: offset of the layer inside the block (only a block of several layers has one).
             shape: ``(G, m, n)`` of the layer.
         """
+
+    def form(self) -> Form | None:
+        """The covariance as a diagonal less a low-rank part, by which Jacobians are contracted without being formed;
+        None where it has no such form.
+        """
+        return None
 
     def bytes(self) -> int:
         """Memory that the factor holds beyond its block."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape
 from posthoc_uq.posteriors.numerics import as_double, cholesky, positive_part
+from posthoc_uq.posteriors.rows import DenseRows, Rows
 
 
 class DenseFactor(Factor):
@@ -27,6 +28,10 @@ class DenseFactor(Factor):
     def _solve(self, rows: Tensor) -> Tensor:
         """``R^-1`` applied to rows ``(q, parameters)``."""
         return torch.linalg.solve_triangular(self.root, rows.to(self.root).T, upper=False).T
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        """Rows ``r`` with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, parameters)``: their shape, in float64."""
+        return self._solve(jacobians)
 
     def transform(self, noise: Tensor) -> Tensor:
         rows = noise.flatten(1).to(self.root)
@@ -46,15 +51,13 @@ class DenseFactor(Factor):
     def log_determinant(self) -> Tensor:
         return 2 * self.root.diagonal().log().sum()
 
-    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
+    def rows(self, start: int, shape: Shape) -> Rows:
         groups, outputs, inputs = shape
-        stop = start + groups * outputs * inputs
-        own = self.covariance()[start:stop, start:stop].reshape(
-            groups * outputs, inputs, groups * outputs, inputs
-        )
-        rows = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1).reshape(groups, outputs, inputs, inputs).to(mean)
-        spread = torch.einsum("goii,rgi->rgo", rows, second)
-        return torch.einsum("rgi,goij,rgj->rgo", mean, rows, mean) + spread
+        own = self.covariance()[
+            start : start + groups * outputs * inputs, start : start + groups * outputs * inputs
+        ]
+        own = own.to(self._like)
+        return DenseRows(own.diagonal().reshape(shape), own)
 
     def bytes(self) -> int:
         return self.root.numel() * self.root.element_size()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.posteriors.rows import IndependentRows, Rows
 
 
 class DiagonalFactor(Factor):
@@ -29,11 +31,14 @@ class DiagonalFactor(Factor):
         rows = (jacobians * self.precision.rsqrt()).flatten(1)
         return rows @ rows.T
 
+    def form(self) -> Form:
+        return Form(self.precision.reciprocal())
+
     def log_determinant(self) -> Tensor:
         return self._log_determinant
 
-    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
-        return torch.einsum("goi,rgi->rgo", self.precision.reciprocal(), mean.square() + second)
+    def rows(self, start: int, shape: Shape) -> Rows:
+        return IndependentRows(self.variance())
 
 
 class DiagonalBlock(Block):

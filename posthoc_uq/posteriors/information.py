@@ -23,7 +23,9 @@ from torch import Tensor
 
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, log_sum
+from posthoc_uq.posteriors.forms import Form, LowRank
 from posthoc_uq.posteriors.numerics import as_double, cholesky
+from posthoc_uq.posteriors.rows import InformationRows, Rows
 
 Correction = Literal["rescale", "clamp", "none"]
 CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
@@ -118,23 +120,36 @@ class InformationFactor(Factor):
         reduction = torch.einsum("glq,glp->qp", columns, columns)
         return (wide.flatten(1) @ weighted.flatten(1).T - reduction).to(jacobians)
 
+    def form(self) -> Form:
+        if self._root.numel() == 0:  # no direction was kept
+            return Form(self._inverse)
+        kept = LowRank(
+            self._input_basis, self._output_basis, self._roots, self._shrink, self._root, self._row_roots
+        )
+        return Form(self._inverse, low_rank=kept)
+
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
         return small.to(self._log_diagonal) + self._log_diagonal
 
-    def _row_roots(self) -> Tensor:
+    def _inverse_columns(self) -> Tensor:
+        """``R^-1 diag(sqrt(scale lambda))``, ``(G, L, g, a)``."""
+        groups, width_g, width_a = self._roots.shape
+        size = width_g * width_a
+        eye = torch.eye(size, dtype=self._root.dtype, device=self._root.device).expand(groups, size, size)
+        inverse = torch.linalg.solve_triangular(self._root, eye, upper=False)
+        return (inverse * as_double(self._roots).flatten(1).unsqueeze(1)).reshape(
+            groups, size, width_g, width_a
+        )
+
+    def _row_roots(self, inverse: Tensor | None = None) -> Tensor:
         """``T_o``, ``(G, m, a, a)``: row ``o``'s covariance is ``H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``.
 
         Triangular factors of ``R^-1 diag(sqrt(scale lambda)) (U_g[o] x I)``. Squares of them lose nothing where an
         explicit inverse of ``I + M`` would cancel.
         """
-        groups, width_g, width_a = self._roots.shape
-        size = width_g * width_a
-        eye = torch.eye(size, dtype=self._root.dtype, device=self._root.device).expand(groups, size, size)
-        inverse = torch.linalg.solve_triangular(self._root, eye, upper=False)
-        inverse = (inverse * as_double(self._roots).flatten(1).unsqueeze(1)).reshape(
-            groups, size, width_g, width_a
-        )
+        inverse = self._inverse_columns() if inverse is None else inverse
+        groups, size, _, width_a = inverse.shape
         basis = as_double(self._output_basis)
         roots: list[Tensor] = []
         step = max(1, _CHUNK // max(1, groups * size * width_a))
@@ -164,13 +179,17 @@ class InformationFactor(Factor):
         floor = 1 / (1 / inverse + self._scaled(self._scaled(low_rank)))
         return torch.maximum(found, floor).to(self._inverse)
 
-    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
-        wide = as_double(mean)
-        found = torch.einsum("goi,rgi->rgo", as_double(self._inverse), wide.square())
-        for rows, lifted in self._rows():
-            found[:, :, rows] -= torch.einsum("rgi,goia->rgoa", wide, lifted).square().sum(-1)
-        spread = torch.einsum("goi,rgi->rgo", as_double(self.variance()), as_double(second))
-        return (found.clamp(min=0) + spread).to(mean)
+    def rows(self, start: int, shape: Shape) -> Rows:
+        columns = self._inverse_columns()
+        return InformationRows(
+            self.variance(),
+            self._inverse,
+            self._scaled(as_double(self._inverse)),
+            self._input_basis,
+            self._output_basis,
+            self._row_roots(columns),
+            columns,
+        )
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._inverse, self._root))

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.posteriors.rows import EigenbasisRows, Rows
 
 
 class KroneckerFactor(Factor):
@@ -38,14 +40,16 @@ class KroneckerFactor(Factor):
         rows = (rotated * self.precision.rsqrt()).flatten(1)
         return rows @ rows.T
 
+    def form(self) -> Form:
+        return Form(self.precision.reciprocal(), (self._input_basis, self._output_basis))
+
     def log_determinant(self) -> Tensor:
         return self._log_determinant
 
-    def output_variance(self, second: Tensor, mean: Tensor, start: int, shape: Shape) -> Tensor:
-        squares = torch.einsum("rgi,gia->rga", mean, self._input_basis).square()
-        squares = squares + torch.einsum("rgi,gia->rga", second, self._input_basis.square())
-        table = self._output_basis.square() @ self.precision.reciprocal()
-        return torch.einsum("goa,rga->rgo", table, squares)
+    def rows(self, start: int, shape: Shape) -> Rows:
+        return EigenbasisRows(
+            self.variance(), self._input_basis, self._output_basis, self.precision.reciprocal()
+        )
 
     def bytes(self) -> int:
         return self.precision.numel() * self.precision.element_size()

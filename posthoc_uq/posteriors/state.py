@@ -53,6 +53,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "fit": dict(posterior.record.fit),
                 "deterministic": dict(posterior.record.deterministic),
                 "tuning": dict(posterior.record.tuning),
+                "calibration": dict(posterior.record.calibration),
             },
         },
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
@@ -152,7 +153,12 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 int(evidence["targets"]),
                 int(evidence["noise_power"]),
             ),
-            Record(dict(record["fit"]), dict(record["deterministic"]), dict(record["tuning"])),
+            Record(
+                dict(record["fit"]),
+                dict(record["deterministic"]),
+                dict(record["tuning"]),
+                dict(record.get("calibration", {})),
+            ),
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
             setattr(posterior, name, attributes[name])

@@ -1,0 +1,160 @@
+"""What a head's variance must be multiplied with to have the scale that Monte Carlo over the weights finds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import model_device
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``sd -> exp(alpha) sd^beta``.
+
+    Attributes:
+        alpha: log of the factor on standard deviations.
+        beta: their power; 1 unless a slope was fitted.
+        residual: mean ``|sd / sd_MC - 1|`` on inputs that were not fitted.
+        before: the same without the correction.
+        n_mc: draws of the weights; sd_MC alone has a relative error of ``1 / sqrt(2 n_mc)``.
+    """
+
+    alpha: float
+    beta: float
+    residual: float
+    before: float
+    n_mc: int
+
+    def __str__(self) -> str:
+        power = "" if self.beta == 1.0 else f" sd^{self.beta:.2f}"
+        return (
+            f"calibrated: factor {exp(self.alpha):.3g}{power} on standard deviations, error left "
+            f"{self.residual:.0%} (was {self.before:.0%}, Monte Carlo's own {(2 * self.n_mc) ** -0.5:.0%})"
+        )
+
+    def apply(self, variance: Tensor) -> Tensor:
+        """The corrected variance."""
+        scaled = variance if self.beta == 1.0 else variance.clamp(min=0) ** self.beta
+        return scaled * exp(2 * self.alpha)
+
+    def attributes(self, posterior: Posterior, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain values, with those of the posterior and the head that it belongs to."""
+        return {
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "residual": self.residual,
+            "before": self.before,
+            "n_mc": self.n_mc,
+            "head": dict(settings),
+            "posterior": _posterior_settings(posterior),
+        }
+
+
+def _posterior_settings(posterior: Posterior) -> dict[str, Any]:
+    return {
+        "scale": posterior.scale,
+        "prior_precision": posterior.prior_precision,
+        "residual_weight": posterior.residual_weight,
+        "noise_scale": posterior.noise_scale,
+    }
+
+
+def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Calibration | None:
+    """The calibration that a posterior keeps, if it was made for these settings of the posterior and the head.
+
+    One made before the posterior was tuned again is left aside with a warning.
+    """
+    kept = posterior.record.calibration
+    if not kept or dict(kept["head"]) != dict(settings):
+        return None
+    if kept["posterior"] != _posterior_settings(posterior):
+        warnings.warn(
+            "The posterior's scale or prior precision changed after calibrate(); the calibration is not used. "
+            "Calibrate again.",
+            stacklevel=4,
+        )
+        return None
+    return Calibration(
+        float(kept["alpha"]),
+        float(kept["beta"]),
+        float(kept["residual"]),
+        float(kept["before"]),
+        int(kept["n_mc"]),
+    )
+
+
+def calibrate(
+    model: nn.Module,
+    posterior: Posterior,
+    variance: Callable[..., Tensor],
+    output_map: Callable[[Tensor], Tensor] | None,
+    loader: Iterable[Any],
+    n_mc: int,
+    slope: bool,
+    samples: int,
+    batch_to_inputs: BatchFunction | None,
+    progress: bool,
+) -> Calibration:
+    """Compare a head's variances with those over `n_mc` draws of the weights; see `MomentsPredictor.calibrate`."""
+    if n_mc < 2 or samples < 2:
+        raise PosthocUQError(
+            f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
+        )
+    check_loader(loader)
+    sampler = SamplingPredictor(model, posterior, n_samples=n_mc, seed=0, keep="seeds")
+    reader = BatchReader(model_device(model), batch_to_inputs)
+    own: list[Tensor] = []
+    drawn: list[Tensor] = []
+    seen = 0
+    with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
+        for batch in batches(loader, reader):
+            count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
+            if seen + count > samples:
+                batch = batch.narrow(0, samples - seen, count)
+            own.append(as_double(variance(*batch.args, **batch.kwargs)).cpu().flatten(1))
+            outputs = sampler.outputs(*batch.args, **batch.kwargs) * posterior.temperature
+            if output_map is not None:
+                outputs = torch.stack([output_map(one) for one in outputs])
+            drawn.append(as_double(outputs).var(0).cpu().flatten(1))
+            seen += own[-1].shape[0]
+            bar.advance(own[-1].shape[0])
+            if seen >= samples:
+                break
+    if seen < 2:
+        raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
+    return _fitted(torch.cat(own).sqrt(), torch.cat(drawn).sqrt(), n_mc, slope)
+
+
+def _fitted(own: Tensor, drawn: Tensor, n_mc: int, slope: bool) -> Calibration:
+    usable = (own > 0) & (drawn > 0)
+    fitted, held_out = usable.clone(), usable.clone()
+    fitted[1::2], held_out[0::2] = False, False
+    if not fitted.any() or not held_out.any():
+        raise PosthocUQError("No output varies under the posterior, so there is no scale to calibrate.")
+    x, y = own[fitted].log(), drawn[fitted].log()
+    beta = 1.0
+    if slope and x.numel() > 1 and float(x.var()) > 0:
+        centred = x - x.mean()
+        beta = float((centred * (y - y.mean())).sum() / centred.square().sum())
+    alpha = float((y - beta * x).median())
+    corrected = exp(alpha) * own[held_out] ** beta
+    return Calibration(
+        alpha,
+        beta,
+        float((corrected / drawn[held_out] - 1).abs().mean()),
+        float((own[held_out] / drawn[held_out] - 1).abs().mean()),
+        n_mc,
+    )

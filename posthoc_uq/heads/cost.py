@@ -1,0 +1,63 @@
+"""What one forward pass takes, counted rather than timed: whatever is decided by it is the same in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_formulas = cast("dict[Any, Callable[..., int]]", flop_registry)
+
+
+class Cost(TorchDispatchMode):
+    """Counts what runs inside of ``with Cost() as cost``, in this thread alone.
+
+    Attributes:
+        operations: calls of torch's kernels, views included.
+        flops: floating-point operations of products (matrices, convolutions, attention); a multiply-add counts two.
+        largest: bytes of the largest tensor that an operation made; a view is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.flops = 0
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.operations += 1
+        formula = _formulas.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=out))
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        for found, declared in zip(outputs, func._schema.returns, strict=False):
+            if isinstance(found, Tensor) and declared.alias_info is None:
+                self.largest = max(self.largest, found.numel() * found.element_size())
+        return out
+
+
+def cost_of(run: Callable[[], Any]) -> Cost | None:
+    """What `run` takes without gradients, or None where that cannot be counted; an error of its own is raised.
+
+    Inference mode is switched off meanwhile, since operations reach a counter in parts only outside of it.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            with Cost() as cost:
+                run()
+            return cost
+        except Exception:
+            run()  # raises again if it was not the counting
+            return None

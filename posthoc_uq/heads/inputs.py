@@ -1,0 +1,63 @@
+"""The arguments of one call, for models that run on them one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.loaders import output_tensor
+
+
+class Inputs:
+    """One call's arguments, which every draw gets as they were, also from a model that changes its input in place.
+
+    Args:
+        args: positional arguments.
+        kwargs: named arguments.
+        dtype: what floating-point tensors among them are cast to, or None.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> None:
+        def cast(value: Any) -> Any:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if floating and dtype is not None else value
+
+        self._args = tuple(cast(value) for value in args)
+        self._kwargs = {name: cast(value) for name, value in kwargs.items()}
+        self._copy: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._versions: list[int] | None = None
+
+    def anew(self) -> Inputs:
+        """The same arguments for trials without gradients: copies made there are no part of a graph."""
+        return Inputs(self._args, self._kwargs, None)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes, types and devices of the tensors, for a dictionary."""
+        named = (*enumerate(self._args), *sorted(self._kwargs.items()))
+        return tuple((k, tuple(v.shape), v.dtype, v.device) for k, v in named if isinstance(v, Tensor))
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A copy of the arguments that nobody has changed yet."""
+        if self._copy is None or self._versions is None or self._versions != _versions(self._copy):
+            args = tuple(_clone(value) for value in self._args)
+            self._copy = args, {name: _clone(value) for name, value in self._kwargs.items()}
+            self._versions = _versions(self._copy)
+        return self._copy
+
+    def run(self, model: nn.Module) -> Tensor:
+        """The output tensor of `model`."""
+        args, kwargs = self.fresh()
+        return output_tensor(model(*args, **kwargs))
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _versions(call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[int] | None:
+    """How often each tensor was written, or None where one does not say (those of inference mode)."""
+    tensors = [value for value in (*call[0], *call[1].values()) if isinstance(value, Tensor)]
+    return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]

@@ -1,0 +1,214 @@
+"""Output covariances of a linearised model: backward passes whose catch is contracted layer by layer.
+
+``Cov = sum_l J_l Sigma_l J_l^T`` over the posterior's blocks, with J of any functions of the outputs: one backward pass
+pulls one function of every sample back, and what it hands over of a layer is its activations and output gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.curvature.capture import Recording
+from posthoc_uq.curvature.caught import Caught
+from posthoc_uq.curvature.operands import Operand
+from posthoc_uq.heads.contraction import LayerCovariance
+from posthoc_uq.heads.products import Mode, gram
+from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.dense import DenseFactor
+from posthoc_uq.posteriors.numerics import as_double
+
+Gradient = Callable[[int], Tensor]
+
+
+@dataclass
+class Pulled:
+    """One layer's activations and the gradients at its outputs, of several functions of the model's outputs.
+
+    Attributes:
+        layer: the layer.
+        activations: of the batch.
+        gradients: by the place of the function, each ``(samples, G, T, m)``.
+    """
+
+    layer: Layer
+    activations: Operand
+    gradients: dict[int, Tensor] = field(default_factory=lambda: dict[int, Tensor]())
+
+    def stacked(self, functions: int) -> Tensor:
+        """All gradients, ``(samples, G, functions, m, T)``; zero where none came back."""
+        like = next(iter(self.gradients.values()))
+        found = [self.gradients.get(index, torch.zeros_like(like)) for index in range(functions)]
+        if like.stride(3) == 1:  # a linear layer's: copied in the order in which they lie
+            return torch.stack(found, dim=3).permute(0, 1, 3, 4, 2)
+        return torch.stack([gradient.transpose(2, 3) for gradient in found], dim=2)
+
+
+def pull(
+    recording: Recording, gradient: Gradient, numbers: range, dtype: torch.dtype, last: bool
+) -> list[Pulled]:
+    """Pull functions of the outputs back.
+
+    Args:
+        gradient: gives a function's gradient by the outputs, shaped like them, by the function's number.
+        numbers: of the functions.
+        last: nothing else is pulled back through this recording.
+    """
+    found: dict[str, Pulled] = {}
+    for place, number in enumerate(numbers):
+
+        def keep(caught: Caught, place: int = place) -> None:
+            name = caught.layer.name
+            activations, gradients = caught.operands(dtype)
+            if name not in found:
+                found[name] = Pulled(caught.layer, activations)
+            found[name].gradients[place] = gradients
+
+        recording.pull_back(gradient(number), keep, last=last and place == len(numbers) - 1)
+    return list(found.values())
+
+
+class WeightCovariance:
+    """A posterior's covariance at its present settings, made ready once for Jacobians of many batches.
+
+    Args:
+        posterior: the posterior.
+        dtype: of activations and output gradients.
+        device: likewise.
+        limit: bytes that one temporary may take.
+    """
+
+    def __init__(self, posterior: Posterior, dtype: torch.dtype, device: torch.device, limit: int) -> None:
+        self.layers: dict[str, LayerCovariance] = {}
+        self._dense: list[tuple[list[Layer], DenseFactor]] = []
+        self._own: dict[str, Tensor] = {}
+        self._limit = limit
+        for name, members in posterior.members.items():
+            factor = posterior.factor(name)
+            form = factor.form()
+            if form is not None:
+                self.layers[name] = LayerCovariance(form, dtype, device, limit)
+            elif isinstance(factor, DenseFactor):
+                self._dense.append(([posterior.layers[member] for member in members], factor))
+            else:
+                raise AssertionError(f"block '{name}' has neither a form nor a dense factor")
+
+    def contract(self, pulled: list[Pulled], samples: int, functions: int, mode: Mode) -> Tensor:
+        """``J Sigma J^T`` in the shapes of `gram`, in float64. What was pulled is given up layer by layer."""
+        size = samples * functions
+        shape = {
+            "variance": (samples, functions),
+            "covariance": (samples, functions, functions),
+            "joint": (size, size),
+        }
+        total = torch.zeros(shape[mode], dtype=torch.float64)
+        kept: dict[str, Pulled] = {}
+        while pulled:
+            layer = pulled.pop()
+            if layer.layer.name in self.layers:
+                own = self.layers[layer.layer.name]
+                found = own.contract(layer.activations, layer.stacked(functions), mode)
+                total = total.to(found.device) + found
+            else:
+                kept[layer.layer.name] = layer
+        for layers, factor in self._dense:
+            if any(layer.name in kept for layer in layers):
+                found = self._contract_dense(layers, factor, kept, samples, functions, mode)
+                total = total.to(found.device) + found
+        return total
+
+    def own_variance(self, layer: str, activations: Tensor) -> Tensor:
+        """Variance of a layer's own outputs, ``(samples, m)``, for activations ``(samples, n)``; one group."""
+        if layer in self.layers:
+            return self.layers[layer].own_variance(activations)
+        rows = as_double(activations)
+        own = self._dense_rows(layer).diagonal(dim1=0, dim2=2).to(rows.device)
+        return torch.einsum("ijo,si,sj->so", own, rows, rows)
+
+    def own_covariance(self, layer: str, activations: Tensor, joint: bool) -> Tensor:
+        """Covariance of a layer's own outputs, ``(samples, m, m)``, or ``(samples * m, samples * m)`` with `joint`."""
+        if layer in self.layers:
+            return self.layers[layer].own_covariance(activations, joint)
+        rows, own = as_double(activations), self._dense_rows(layer).to(activations.device)
+        if joint:
+            size = rows.shape[0] * own.shape[0]
+            return torch.einsum("oipj,si,tj->sotp", own, rows, rows).reshape(size, size)
+        return torch.einsum("oipj,si,sj->sop", own, rows, rows)
+
+    def _dense_rows(self, layer: str) -> Tensor:
+        """Covariance of one layer's weights in a block of several, ``(m, n, m, n)``."""
+        if layer not in self._own:
+            for layers, factor in self._dense:
+                start = 0
+                for spec in layers:
+                    if spec.name == layer:
+                        part = slice(start, start + spec.parameters)
+                        shape = (spec.outputs, spec.inputs)
+                        self._own[layer] = factor.covariance()[part, part].reshape(*shape, *shape)
+                    start += spec.parameters
+        return self._own[layer]
+
+    def _contract_dense(
+        self,
+        layers: list[Layer],
+        factor: DenseFactor,
+        pulled: dict[str, Pulled],
+        samples: int,
+        functions: int,
+        mode: Mode,
+    ) -> Tensor:
+        """Of a block whose layers are correlated: its Jacobian is formed, a few samples at a time."""
+        size = sum(layer.parameters for layer in layers)
+        step = samples if mode == "joint" else max(1, self._limit // (8 * functions * size))
+        found: list[Tensor] = []
+        for start in range(0, samples, step):
+            part = slice(start, min(samples, start + step))
+            rows = self._rows(layers, pulled, part, functions)
+            white = factor.whiten(rows.flatten(0, 1)).reshape(rows.shape)
+            found.append(gram(white, mode))
+        return found[0] if mode == "joint" else torch.cat(found)
+
+    def _rows(self, layers: list[Layer], pulled: dict[str, Pulled], part: slice, functions: int) -> Tensor:
+        """The layers' Jacobians side by side, ``(samples, functions, parameters)``; unused layers count as zero."""
+        columns: list[Tensor] = []
+        like = next(iter(pulled.values())).stacked(functions)[part]
+        for layer in layers:
+            own = pulled.get(layer.name)
+            if own is None:
+                columns.append(like.new_zeros(like.shape[0], functions, layer.parameters))
+                continue
+            gradients = own.stacked(functions)[part].flatten(2, 3).transpose(2, 3)
+            jacobian = own.activations.part(part).gradients(gradients, self._limit)
+            jacobian = jacobian.reshape(like.shape[0], layer.groups, functions, layer.outputs, layer.inputs)
+            columns.append(jacobian.transpose(1, 2).flatten(2))
+        return as_double(torch.cat(columns, dim=2))
+
+
+def one_output(outputs: Tensor, indices: Tensor | None) -> Gradient:
+    """Gradients of single outputs: of the i-th of all, or of every sample's own ``indices[:, i]``."""
+    samples, size = outputs.shape[0], outputs[0].numel()
+
+    def gradient(number: int) -> Tensor:
+        found = torch.zeros(samples, size, dtype=outputs.dtype, device=outputs.device)
+        if indices is None:
+            found[:, number] = 1
+        else:
+            found.scatter_(1, indices[:, number : number + 1], 1)
+        return found.reshape(outputs.shape)
+
+    return gradient
+
+
+def random_signs(outputs: Tensor, numbers: int, generator: torch.Generator) -> Gradient:
+    """Gradients of sums of all outputs with random signs, the same for every sample (Rademacher vectors)."""
+    shape = (numbers, *outputs.shape[1:])
+    signs = torch.randint(0, 2, shape, generator=generator).to(outputs) * 2 - 1
+
+    def gradient(number: int) -> Tensor:
+        return signs[number].expand(outputs.shape)
+
+    return gradient

@@ -1,0 +1,431 @@
+"""The linearised head: the mean is the trained network's output, the covariance that of its linearisation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.curvature.capture import Recording
+from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.curvature.operands import temporary_limit
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.function_draws import function_draws
+from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
+from posthoc_uq.heads.links import check_link, from_gaussian
+from posthoc_uq.heads.prediction import Prediction
+from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.products import Mode
+from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
+from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.loaders import Batch
+from posthoc_uq.memory import default_budget
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
+
+Engine = Literal["auto", "exact", "jvp", "last_layer"]
+
+ALL_OUTPUTS = 20  # up to which `outputs="auto"` takes all of them
+TOP = 10  # classes that "topk" takes
+_COVARIANCE_CLASSES = 50  # up to which the links that can use a covariance get one
+_STORED = 4  # memory budgets that output gradients may take before the batch is cut
+_PREPARING = threading.RLock()
+
+
+class LinearizedPredictor(Predictor):
+    """Predicts with the network linearised in its weights: outputs ``N(f(x; theta), J(x) Sigma J(x)^T)``.
+
+    For a Laplace posterior this is the predictive that the Gauss-Newton approximation stands for (Khan, Immer, Abedi,
+    Korzepa 2019, "Approximate inference turns deep networks into Gaussian processes"; Immer, Korzepa, Bauer 2021,
+    "Improving predictions of Bayesian neural nets via local linearization"). There is no sampling noise, and the mean
+    is the trained network's own output.
+
+    Engines:
+
+    * ``"exact"``: one forward pass, and one backward pass for every output used. ``J`` is contracted layer by layer as
+      it comes: no tensor of (batch, outputs, parameters) exists.
+    * ``"last_layer"``: where the posterior covers one layer and that layer's outputs are the model's. A closed form
+      without a backward pass, for all outputs whatever `outputs` says.
+    * ``"jvp"``: `n_probes` draws of the weights, kept, and one forward-mode pass for each: all outputs at once,
+      unbiased, with a relative standard deviation of ``sqrt(2 / n_probes)`` of every variance.
+    * ``"auto"``: the closed form where it holds, found by numbers on every batch, and ``"exact"`` elsewhere.
+
+    With many classes ``outputs="topk"`` pulls only those with the largest logits of each input back. All other classes
+    get the variance that the last layer's weights alone give them, which is too small. Where the posterior does not
+    cover the last layer (or the model changes its outputs), nothing is known of them, and they get the mean variance of
+    the classes that were looked at, so that they count neither as more nor as less certain.
+
+    The posterior's settings are looked at on every call, and a change of them makes the head prepare itself anew.
+
+    Args:
+        model: the model the posterior was fitted on.
+        posterior: of any method.
+        link: from Gaussian logits to probabilities; see `from_gaussian`. ``"mc"`` and ``"bridge"`` use the covariance
+            of all classes where all are used and there are at most 50, the variances elsewhere.
+        n_draws: of the logits, for ``"mc"``.
+        outputs: ``"all"``, ``"topk"`` (10 classes), ``"topk:K"``, K, or ``"auto"``: all up to 20 outputs and all of a
+            regression, otherwise ``"topk"``.
+        engine: see above.
+        n_probes: draws of ``"jvp"``, and random vectors of `functional_trace`.
+        memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
+
+    Raises:
+        PosthocUQError: an option is none of the above.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        posterior: Posterior,
+        *,
+        link: str = "probit",
+        n_draws: int = 100,
+        outputs: str | int = "auto",
+        engine: str = "auto",
+        n_probes: int = 32,
+        memory_budget: int | None = None,
+    ) -> None:
+        super().__init__(model, posterior)
+        check_link(link, n_draws)
+        if engine not in get_args(Engine):
+            raise PosthocUQError(f"engine must be one of {get_args(Engine)}, not {engine!r}.")
+        if n_probes < 1:
+            raise PosthocUQError(f"n_probes must be at least 1, not {n_probes}.")
+        if memory_budget is not None and memory_budget < 1:
+            raise PosthocUQError(f"memory_budget must be a positive number of bytes, not {memory_budget}.")
+        self._link, self._n_draws = link, n_draws
+        self._top = _top_of(outputs)
+        if isinstance(self._top, int) and not isinstance(posterior.likelihood, Categorical):
+            raise PosthocUQError(
+                f"outputs={outputs!r} picks classes by their logits; use outputs='all' for likelihood "
+                f"{posterior.likelihood.name!r}."
+            )
+        self._engine, self._n_probes, self._budget = engine, n_probes, memory_budget
+        self._dtype = statistics_dtype(unwrap(model), None)
+        with isolated_random_state():  # copying a module may run its code
+            self._twin: tuple[nn.Module] = (replicate(model),)
+            # one whose weights are swapped while it runs, so that no other thread may use it for its mean
+            self._swapped = (replicate(model),) if engine == "jvp" else self._twin
+        self._ready: Tracked | None = None
+        self._weights: tuple[Any, WeightCovariance] | None = None
+        self._drawn: tuple[Any, dict[str, Tensor]] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Prediction:
+        """The prediction for a batch: `ClassPrediction` or `RegressionPrediction` by the likelihood.
+
+        Raises:
+            PosthocUQError: the engine cannot serve this model, or the likelihood is one that no prediction is defined
+                for.
+        """
+        with _own_modes():
+            batch, samples = _batch(args, kwargs)
+            covariance: Tensor | None = None
+            if self._engine == "jvp":
+                mean, deviations = self._draw(batch, samples)
+                if self._wants_covariance(mean):
+                    covariance = torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
+                variance = deviations.square().mean(0)
+            else:
+                recording = self._run(batch, samples)
+                mean = recording.outputs.detach()
+                if self._wants_covariance(mean):
+                    covariance = self._covariance(recording, batch, samples, None, joint=False)
+                    variance = covariance.diagonal(dim1=1, dim2=2)
+                else:
+                    variance = self._variance(recording, samples)
+            return from_gaussian(
+                mean,
+                variance.reshape(mean.shape),
+                self._posterior,
+                covariance=covariance,
+                link=self._link,
+                n_draws=self._n_draws,
+            )
+
+    def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``f(x; theta)``, the trained network's outputs as it gives them."""
+        with _own_modes():
+            return own_copy(_batch(args, kwargs)[0]).call(self._twin[0])
+
+    def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
+
+        Raises:
+            PosthocUQError: the engine cannot serve this model.
+        """
+        with _own_modes():
+            batch, samples = _batch(args, kwargs)
+            if self._engine == "jvp":
+                mean, deviations = self._draw(batch, samples)
+                return deviations.square().mean(0).reshape(mean.shape)
+            recording = self._run(batch, samples)
+            return self._variance(recording, samples).reshape(recording.outputs.shape)
+
+    def functional_covariance(self, *args: Any, joint: bool = False, **kwargs: Any) -> Tensor:
+        """Covariance of the outputs by the weights.
+
+        Args:
+            joint: also between the inputs of the batch.
+
+        Returns:
+            ``(batch, outputs, outputs)``, or with `joint` ``(batch * outputs, batch * outputs)`` with the outputs of
+            one input side by side. Where only the top classes are used, `outputs` are these, the largest logit first,
+            as in ``functional_mean(...).topk(K).indices``.
+
+        Raises:
+            PosthocUQError: the engine cannot serve this model.
+        """
+        with _own_modes():
+            batch, samples = _batch(args, kwargs)
+            if self._engine == "jvp":
+                mean, deviations = self._draw(batch, samples)
+                indices = self._indices(mean)
+                if indices is not None:
+                    deviations = deviations.gather(2, indices.expand(len(deviations), -1, -1))
+                if joint:
+                    flat = deviations.flatten(1)
+                    return flat.T @ flat / len(flat)
+                return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
+            recording = self._run(batch, samples)
+            indices = self._indices(recording.outputs.detach())
+            return self._covariance(recording, batch, samples, indices, joint)
+
+    def functional_trace(self, *args: Any, n_probes: int | None = None, **kwargs: Any) -> Tensor:
+        """The sum of all outputs' variances for every input, ``(batch,)``: one number of uncertainty a sample.
+
+        With more outputs than `n_probes`, the exact engine estimates it by the mean of ``u^T J Sigma J^T u`` over
+        random signs ``u``, the same for all inputs and calls (Hutchinson 1990): one backward pass each, whatever the
+        number of outputs.
+
+        Args:
+            n_probes: random vectors; by default the predictor's.
+
+        Raises:
+            PosthocUQError: the engine cannot serve this model, or there is no probe.
+        """
+        probes = self._n_probes if n_probes is None else n_probes
+        if probes < 1:
+            raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
+        with _own_modes():
+            batch, samples = _batch(args, kwargs)
+            if self._engine == "jvp":
+                return self._draw(batch, samples)[1].square().mean(0).sum(1)
+            recording = self._run(batch, samples)
+            outputs = recording.outputs.detach()
+            size = outputs[0].numel()
+            with torch.autocast(outputs.device.type, enabled=False):
+                closed = self._closed_form(recording)
+                if closed is not None:
+                    found = self._covariances(outputs.device).own_variance(*closed)
+                elif size <= probes:
+                    found = self._variances(recording, one_output(outputs, None), size, samples)
+                else:
+                    signs = random_signs(outputs, probes, torch.Generator().manual_seed(0))
+                    found = self._variances(recording, signs, probes, samples) / probes
+                return found.sum(1).to(outputs.device, self._dtype)
+
+    def _wants_covariance(self, mean: Tensor) -> bool:
+        """Whether the link can use one: of two classes any can, by the variance of their difference."""
+        if not isinstance(self._posterior.likelihood, Categorical) or self._number_used(mean) is not None:
+            return False
+        classes = mean[0].numel()
+        return classes == 2 or (self._link != "probit" and classes <= _COVARIANCE_CLASSES)
+
+    def _number_used(self, outputs: Tensor) -> int | None:
+        """How many of a sample's outputs are used, or None for all."""
+        size = outputs[0].numel()
+        if self._top == "all":
+            return None
+        if isinstance(self._top, int):
+            return None if self._top >= size else self._top
+        many = size > ALL_OUTPUTS and isinstance(self._posterior.likelihood, Categorical)
+        return TOP if many else None
+
+    def _indices(self, outputs: Tensor) -> Tensor | None:
+        """The outputs used, ``(samples, k)``, or None for all."""
+        used = self._number_used(outputs)
+        return None if used is None else outputs.flatten(1).topk(used).indices
+
+    def _run(self, batch: Batch, samples: int) -> Recording:
+        recording = self._prepared(batch).capture.run(own_copy(batch), samples)
+        _check_outputs(recording.outputs, samples)
+        return recording
+
+    def _variance(self, recording: Recording, samples: int) -> Tensor:
+        """Of every output, ``(samples, outputs)``."""
+        outputs = recording.outputs.detach()
+        with torch.autocast(outputs.device.type, enabled=False):
+            closed = self._closed_form(recording)
+            if closed is not None:
+                found = self._covariances(outputs.device).own_variance(*closed)
+                return found.clamp(min=0).to(outputs.device, self._dtype)
+            indices, size = self._indices(outputs), outputs[0].numel()
+            number = size if indices is None else indices.shape[1]
+            last = None if indices is None else self._last_layer(recording)
+            found = self._variances(recording, one_output(outputs, indices), number, samples)
+            found = found.clamp(min=0).to(outputs.device, self._dtype)
+            if indices is None:
+                return found
+            if last is None:
+                others = found.mean(1, keepdim=True).expand(samples, size)
+            else:
+                others = self._covariances(outputs.device).own_variance(*last).clamp(min=0)
+            return others.to(found).scatter(1, indices, found)
+
+    def _variances(self, recording: Recording, gradient: Gradient, number: int, samples: int) -> Tensor:
+        """Of some functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
+        weights = self._covariances(recording.outputs.device)
+        step = max(1, self._stored(recording) // max(1, self._size(recording)))
+        found: list[Tensor] = []
+        for start in range(0, number, step):
+            numbers = range(start, min(number, start + step))
+            pulled = pull(recording, gradient, numbers, self._dtype, last=numbers.stop == number)
+            found.append(weights.contract(pulled, samples, len(numbers), "variance"))
+        return torch.cat(found, dim=1)
+
+    def _covariance(
+        self, recording: Recording, batch: Batch, samples: int, indices: Tensor | None, joint: bool
+    ) -> Tensor:
+        """Of all outputs, or of those at `indices`; a batch whose output gradients are too many is cut in two."""
+        outputs = recording.outputs.detach()
+        weights = self._covariances(outputs.device)
+        number = outputs[0].numel() if indices is None else indices.shape[1]
+        with torch.autocast(outputs.device.type, enabled=False):
+            closed = self._closed_form(recording)
+            if closed is not None and indices is None:
+                found = weights.own_covariance(*closed, joint)
+                return found.to(outputs.device, self._dtype)
+        if not joint and samples > 1 and self._size(recording) * number > self._stored(recording):
+            del recording
+            parts: list[Tensor] = []
+            for start, stop in ((0, samples // 2), (samples // 2, samples)):
+                half, size = batch.narrow(start, stop - start, samples), stop - start
+                own = None if indices is None else indices[start:stop]
+                parts.append(self._covariance(self._run(half, size), half, size, own, joint))
+            return torch.cat(parts)
+        mode: Mode = "joint" if joint else "covariance"
+        with torch.autocast(outputs.device.type, enabled=False):
+            pulled = pull(recording, one_output(outputs, indices), range(number), self._dtype, last=True)
+            found = weights.contract(pulled, samples, number, mode)
+        return found.to(outputs.device, self._dtype)
+
+    def _closed_form(self, recording: Recording) -> tuple[str, Tensor] | None:
+        """Name and activations of the last layer, if the posterior covers no other and the engine may use it."""
+        if self._engine == "exact":
+            return None
+        found = self._last_layer(recording) if len(self._posterior.layers) == 1 else None
+        if found is None and self._engine == "last_layer":
+            raise PosthocUQError(
+                f"engine='last_layer' needs a posterior of one layer whose outputs are the model's; this one has "
+                f"{len(self._posterior.layers)} layers ({list(self._posterior.layers)[-3:]}). Fit with layers='last', "
+                f"or use engine='exact'."
+            )
+        return found
+
+    def _last_layer(self, recording: Recording) -> tuple[str, Tensor] | None:
+        """Name and activations of the layer whose outputs are the model's, if the posterior covers it."""
+        ready = self._ready
+        assert ready is not None
+        if ready.last is None:
+            return None
+        with torch.autocast(recording.outputs.device.type, enabled=False):
+            rows = output_layer(recording, ready.capture, ready.last, self._dtype)
+        return None if rows is None else (ready.last, rows)
+
+    def _draw(self, batch: Batch, samples: int) -> tuple[Tensor, Tensor]:
+        """Outputs ``(samples, ...)``, and draws of their deviation ``(n_probes, samples, outputs)``."""
+        outputs, deviations = function_draws(self._swapped[0], batch, self._deviations())
+        _check_outputs(outputs, samples)
+        return outputs, deviations.to(self._dtype).flatten(2) if outputs.ndim > 1 else deviations.unsqueeze(2)
+
+    def _size(self, recording: Recording) -> int:
+        """Bytes of output gradients that one backward pass hands over."""
+        return recording.numbers * torch.finfo(self._dtype).bits // 8
+
+    def _stored(self, recording: Recording) -> int:
+        device = recording.outputs.device
+        return _STORED * (default_budget(device) if self._budget is None else self._budget)
+
+    def _settings(self) -> Any:
+        posterior = self._posterior
+        priors = tuple(posterior.layer_prior(name) for name in posterior.layers)
+        return posterior.scale, posterior.noise_scale, posterior.residual_weight, priors
+
+    def _covariances(self, device: torch.device) -> WeightCovariance:
+        """The posterior's covariance at its present settings."""
+        settings, found = self._settings(), self._weights
+        if found is None or found[0] != settings:
+            with _PREPARING:
+                found = self._weights
+                if found is None or found[0] != settings:
+                    budget = default_budget(device) if self._budget is None else self._budget
+                    limit = temporary_limit(budget, device)
+                    made = WeightCovariance(self._posterior, self._dtype, device, limit)
+                    self._weights = found = (settings, made)
+        return found[1]
+
+    def _deviations(self) -> dict[str, Tensor]:
+        """Draws of the weights' deviation from the trained ones, by parameter, the same until settings change."""
+        settings, found = self._settings(), self._drawn
+        if found is None or found[0] != settings:
+            with _PREPARING:
+                found = self._drawn
+                if found is None or found[0] != settings:
+                    draws = self._posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
+                    device = model_device(self._twin[0])
+                    made = {name: (d - self._posterior.mean[name]).to(device) for name, d in draws.items()}
+                    self._drawn = found = (settings, made)
+        return found[1]
+
+    def _prepared(self, batch: Batch) -> Tracked:
+        if self._ready is None:
+            with _PREPARING, isolated_random_state():
+                if self._ready is None:
+                    self._ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
+        return self._ready
+
+
+@contextmanager
+def _own_modes() -> Generator[None]:
+    """Whatever mode the caller is in: autograd is used inside, and needs no gradient to come out."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, int]:
+    """The model's arguments, and how many samples they are."""
+    batch = Batch(args, None, kwargs)
+    return batch, count_samples(batch)
+
+
+def _check_outputs(outputs: Tensor, samples: int) -> None:
+    if outputs.ndim not in (1, 2) or outputs.shape[0] != samples:
+        raise PosthocUQError(
+            f"The linearised head needs outputs of shape (batch,) or (batch, outputs), and {samples} inputs gave "
+            f"{tuple(outputs.shape)}."
+        )
+
+
+def _top_of(outputs: str | int) -> int | str:
+    """``"all"``, ``"auto"``, or a number of classes.
+
+    Raises:
+        PosthocUQError: it is nothing of these.
+    """
+    if outputs in ("all", "auto"):
+        return str(outputs)
+    number: Any = outputs
+    if outputs == "topk":
+        number = TOP
+    elif isinstance(outputs, str) and outputs.startswith("topk:") and outputs[5:].isdecimal():
+        number = int(outputs[5:])
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise PosthocUQError(
+            f"outputs must be 'auto', 'all', 'topk', 'topk:K' or a positive number of classes, not {outputs!r}."
+        )
+    return number

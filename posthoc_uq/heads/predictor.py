@@ -1,0 +1,78 @@
+"""What all heads share: a model and a posterior as one module that predicts batches and whole loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from posthoc_uq.heads.prediction import Prediction, cat
+from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import model_device
+
+
+class Predictor(nn.Module):
+    """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
+    takes and returns a `ClassPrediction` or a `RegressionPrediction`.
+
+    Always in eval mode. The user's model is no submodule of it, so moving a predictor leaves the model alone, and its
+    weights are never written: one predictor may serve several threads.
+
+    Args:
+        model: the model the posterior was fitted on.
+        posterior: of any method.
+    """
+
+    def __init__(self, model: nn.Module, posterior: Posterior) -> None:
+        super().__init__()
+        self._model: tuple[nn.Module] = (model,)  # a tuple hides it from `nn.Module`
+        self._posterior = posterior
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior whose uncertainty this is."""
+        return self._posterior
+
+    @property
+    def device(self) -> torch.device:
+        """Where it predicts: the device of its own weights, or of the user's model if it has none."""
+        return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
+
+    def train(self, mode: bool = True) -> Predictor:
+        """Does nothing: predictors stay in eval mode."""
+        return super().train(False)
+
+    def predict(
+        self,
+        loader: Iterable[Any],
+        *,
+        batch_to_inputs: BatchFunction | None = None,
+        progress: bool = True,
+    ) -> Prediction:
+        """Predict every batch of a loader, on the predictor's device; results lie on the CPU, in the loader's order.
+
+        No gradients are kept, and the global random state is as it was afterwards, whatever the loader draws.
+
+        Args:
+            loader: of inputs, or of pairs whose targets are left aside.
+            batch_to_inputs: takes the model's inputs out of a batch of any other form.
+            progress: whether to show a bar.
+
+        Returns:
+            One prediction for all samples.
+
+        Raises:
+            PosthocUQError: the loader is none, yields no batch, or batches of an unknown form.
+        """
+        check_loader(loader)
+        reader = BatchReader(self.device, batch_to_inputs)
+        found: list[Prediction] = []
+        with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
+            for batch in batches(loader, reader):
+                found.append(self(*batch.args, **batch.kwargs).to("cpu"))
+                bar.advance(len(found[-1]))
+        return cat(found)

@@ -1,0 +1,175 @@
+"""A prediction from draws that come one after another, none of which is kept.
+
+Sums over draws are in float64 (float32 on MPS, which has no other), so the order and the grouping of the draws make
+no difference beyond the rounding of what is returned. Memory is a few tensors of the size of one draw's outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.classification import ClassPrediction
+from posthoc_uq.heads.prediction import Prediction, no_prediction, noise_of
+from posthoc_uq.heads.regression import RegressionPrediction
+from posthoc_uq.heads.samples import (
+    at_least_float32,
+    class_votes,
+    entropy_from,
+    log_probabilities,
+    smallest_counts,
+)
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
+from posthoc_uq.posteriors.base import Posterior
+
+BLOCK_BYTES = 2**17  # outputs that are summed at once (a single draw may be larger): they stay in the cache
+
+
+class Moments:
+    """Mean and unbiased variance over draws, from blocks ``(draws, ...)``.
+
+    Sums of ``x - c`` and of its square with the first draw as ``c``, which takes the cancellation out of
+    ``sum x^2 - (sum x)^2 / S`` (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"). Minus
+    infinity in any draw makes the mean minus infinity and the variance 0: a masked class is certain. A NaN stays
+    in its element.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def add(self, block: Tensor) -> None:
+        """Take in a block ``(draws, ...)``."""
+        masked = torch.isneginf(block)
+        values = _wide(block).masked_fill(masked, 0.0)
+        if self._parts is None:
+            zeros = torch.zeros_like(values[0])
+            # a copy: a view would keep the whole block alive
+            self._parts = values[0].clone(), zeros, zeros, torch.zeros_like(masked[0])
+        shift, total, squares, was_masked = self._parts
+        centred = values - shift
+        self._parts = (
+            shift,
+            total + centred.sum(dim=0),
+            squares + centred.square().sum(dim=0),
+            was_masked | masked.any(dim=0),
+        )
+        self.count += block.shape[0]
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance, in the precision of the sums; variance 0 for a single draw.
+
+        Raises:
+            PosthocUQError: no draw was added.
+        """
+        if self._parts is None or self.count == 0:
+            raise PosthocUQError("A prediction needs at least one weight sample.")
+        shift, total, squares, masked = self._parts
+        mean = shift + total / self.count
+        variance = torch.zeros_like(mean)
+        if self.count > 1:
+            variance = ((squares - total.square() / self.count) / (self.count - 1)).clamp(min=0)
+        masked = masked & ~mean.isnan()
+        return mean.masked_fill(masked, -math.inf), variance.masked_fill(masked, 0.0)
+
+
+class ClassStatistics:
+    """What a `ClassPrediction` needs of draws of the logits; the same numbers as `ClassPrediction.from_logits`.
+
+    Args:
+        binary: the model has one Bernoulli logit.
+    """
+
+    def __init__(self, binary: bool = False) -> None:
+        self._binary = binary
+        self._logits, self._probs = Moments(), Moments()
+        self._dtype = torch.float32
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add(self, logits: Tensor) -> None:
+        """Take in logits ``(draws, batch, classes)``; with `binary` ``(draws, batch)`` or ``(draws, batch, 1)``.
+
+        Raises:
+            PosthocUQError: another number of dimensions, fewer than two classes, or numbers that are no floats.
+        """
+        logits, log_probs = log_probabilities(logits, self._binary)
+        probs = log_probs.exp()
+        self._dtype = probs.dtype
+        self._logits.add(logits)
+        self._probs.add(probs)
+        log_sum = _wide(torch.logsumexp(log_probs, dim=0))
+        entropy = _wide(entropy_from(probs, log_probs)).sum(dim=0)
+        votes = class_votes(log_probs)
+        if self._sums is not None:
+            before = self._sums
+            log_sum, entropy = torch.logaddexp(before[0], log_sum), before[1] + entropy
+            votes = before[2] + votes
+        self._sums = log_sum, entropy, votes
+
+    def prediction(self) -> ClassPrediction:
+        """The prediction of all draws so far.
+
+        Raises:
+            PosthocUQError: no draw was added.
+        """
+        mean, variance = self._logits.result()
+        probs, probs_variance = self._probs.result()
+        assert self._sums is not None
+        log_sum, entropy, votes = self._sums
+        count, dtype = self._logits.count, self._dtype
+        return ClassPrediction(
+            probs=probs.to(dtype),
+            logits_mean=mean.to(dtype),
+            logits_variance=variance.to(dtype),
+            sample_entropy=(entropy / count).to(dtype),
+            log_probs=(log_sum - math.log(count)).to(dtype),
+            probs_variance=probs_variance.to(dtype),
+            votes=smallest_counts(votes, count),
+        )
+
+
+def summarise(blocks: Iterable[Tensor], posterior: Posterior) -> Prediction:
+    """The prediction from blocks ``(draws, batch, ...)`` of outputs, by the posterior's likelihood.
+
+    Raises:
+        PosthocUQError: the likelihood is one that no prediction is defined for, or the outputs do not fit it.
+    """
+    likelihood = posterior.likelihood
+    if isinstance(likelihood, (Categorical, Bernoulli)):
+        classes = ClassStatistics(binary=isinstance(likelihood, Bernoulli))
+        for block in gathered(blocks):
+            classes.add(block)
+        return classes.prediction()
+    if isinstance(likelihood, Gaussian):
+        values, dtype = Moments(), torch.float32
+        for block in gathered(blocks):
+            block = at_least_float32(block)
+            dtype = block.dtype
+            values.add(block)
+        mean, variance = (moment.to(dtype) for moment in values.result())
+        return RegressionPrediction(mean, variance, noise_of(posterior, mean.device))
+    raise no_prediction(likelihood)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Float64 where the device has it."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def gathered(blocks: Iterable[Tensor], limit: int = BLOCK_BYTES) -> Iterator[Tensor]:
+    """Small blocks ``(draws, ...)`` joined up to `limit` bytes, so that few and larger operations sum them."""
+    waiting: list[Tensor] = []
+    held = 0
+    for block in blocks:
+        size = block.numel() * block.element_size()
+        if waiting and held + size > limit:
+            yield torch.cat(waiting)
+            waiting, held = [], 0
+        waiting.append(block)
+        held += size
+    if waiting:
+        yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]

@@ -1,0 +1,132 @@
+"""Which of a posterior's layers a model uses, and which of them is its last."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.curvature.capture import Capture, Recording
+from posthoc_uq.curvature.caught import Caught
+from posthoc_uq.curvature.dryrun import count_samples, prepare
+from posthoc_uq.errors import PosteriorMismatchError
+from posthoc_uq.layers import Call
+from posthoc_uq.loaders import Batch
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.replica import model_device
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What the first batch showed.
+
+    Attributes:
+        capture: of the posterior's layers, all by the interceptor, which several threads can use at once.
+        last: the layer whose outputs are the model's, if it is one of them.
+    """
+
+    capture: Capture
+    last: str | None
+
+
+def own_copy(batch: Batch) -> Batch:
+    """A copy that belongs to no graph, for one run: the model may change its input in place."""
+
+    def copy(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    return Batch(
+        tuple(copy(value) for value in batch.args), None, {name: copy(v) for name, v in batch.kwargs.items()}
+    )
+
+
+def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> Tracked:
+    """Find the posterior's layers in a pass of the model, and prove that their gradients are caught.
+
+    Raises:
+        PosteriorMismatchError: a layer is used in another way than in the fit.
+        UnsupportedLayerError: a layer's gradient cannot be caught.
+    """
+    autocast = torch.is_autocast_enabled(model_device(model).type)
+    chosen = prepare(
+        model, batch, lambda name, _: name in posterior.layers, autocast=autocast
+    ).capture.tracked
+    for name, tracked in chosen.items():
+        if tracked.layer != posterior.layers[name]:
+            raise PosteriorMismatchError(
+                f"Layer '{name}' is {tracked.layer} in the model, and the posterior was fitted on "
+                f"{posterior.layers[name]}."
+            )
+    unused = [name for name in posterior.layers if name not in chosen]
+    if unused:
+        warnings.warn(
+            f"The model does not use these layers of the posterior for such inputs, so they add no uncertainty: "
+            f"{unused}.",
+            stacklevel=6,
+        )
+    capture = Capture(model)
+    capture.track([replace(tracked, engine="hooks", module=None) for tracked in chosen.values()])
+    return Tracked(capture, _find_last(capture, batch, dtype))
+
+
+def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None:
+    """The layer whose outputs are the model's: the numbers are the same, and a gradient arrives as it was sent."""
+    samples = count_samples(batch)
+    batch, samples = batch.narrow(0, min(samples, 2), samples), min(samples, 2)
+    recording = capture.run(batch, samples)
+    outputs = recording.outputs.detach()
+    with torch.autocast(outputs.device.type, enabled=False):
+        for name in reversed(list(capture.tracked)):
+            if output_layer(recording, capture, name, dtype) is not None:
+                break
+        else:
+            return None
+        sent = torch.cos(torch.arange(outputs.numel(), device=outputs.device) + 1.0).reshape(outputs.shape)
+        sent = sent.to(outputs)
+        arrived: list[bool] = []
+
+        def compare(caught: Caught) -> None:
+            if caught.layer.name == name:
+                gradient = caught.calls[0].output_gradient
+                assert gradient is not None
+                same = gradient.numel() == sent.numel()
+                arrived.append(same and torch.allclose(gradient.reshape(sent.shape).to(sent), sent))
+
+        recording.pull_back(sent, compare, last=True)
+    return name if arrived == [True] else None
+
+
+def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch.dtype) -> Tensor | None:
+    """The activations ``(samples, n)`` of a layer whose outputs are the model's, as they came out of this pass; None
+    where they are not.
+
+    That is settled by numbers: ``W a`` is recomputed from the layer's input and compared with the model's outputs.
+    """
+    calls, tracked = recording.calls.get(name, []), capture.tracked[name]
+    outputs, layer = recording.outputs.detach(), tracked.layer
+    samples, size = outputs.shape[0], outputs[0].numel()
+    if len(calls) != 1 or layer.groups != 1 or layer.outputs != size or tracked.batch_axis != 0:
+        return None
+    wide = outputs.to(dtype).reshape(samples, size)
+    if layer.kind == "linear":
+        if calls[0].input.numel() != samples * calls[0].input.shape[-1]:
+            return None
+    elif calls[0].input.shape[0] != samples:
+        return None
+    call = Call(layer, calls[0].input, calls[0].geometry, wide)
+    activations, _ = Caught(layer, [call], samples, tracked.batch_axis).operands(dtype)
+    if activations.positions != 1:
+        return None
+    rows = activations.rows()[:, 0, 0]
+    weights = dict(capture.twin.named_parameters())
+    bias = None if layer.bias is None else weights[layer.bias]
+    matrix = layer.to_matrix(weights[layer.weight], bias)[0].to(dtype)
+    own = rows @ matrix.T
+    # half precision rounds what it multiplies, float32 on a GPU may too
+    narrow = torch.finfo(recording.outputs.dtype).eps > 1e-5 or outputs.device.type == "cuda"
+    scale = own.abs().amax().clamp(min=torch.finfo(dtype).tiny)
+    same = (own - wide).abs().amax() <= (2e-2 if narrow else 1e-5) * scale
+    return rows if bool(same) else None

@@ -1,0 +1,20 @@
+"""The table of rules: importing this package fills it. One file a kind of function."""
+
+from posthoc_uq.moments import fallback
+from posthoc_uq.moments.rules import affine, arithmetic, attention, elementwise, normalisation, pooling, shape
+from posthoc_uq.moments.tensor import MomentTensor, Noises, Pass, Rules
+
+__all__ = [
+    "MomentTensor",
+    "Noises",
+    "Pass",
+    "Rules",
+    "affine",
+    "arithmetic",
+    "attention",
+    "elementwise",
+    "fallback",
+    "normalisation",
+    "pooling",
+    "shape",
+]

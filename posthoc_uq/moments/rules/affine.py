@@ -1,0 +1,209 @@
+"""Linear and convolution layers, with the posterior of their weights, and BatchNorm.
+
+``m_y = W m + b`` and ``v_y = (W o W) v + S (m^2 + v)`` for weights of variance S (element by element), the bias a
+column with input 1. Fused: ``(W o W + S) v + S m^2``, so that a layer costs two products more than it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.moments.tensor import (
+    AFFINE,
+    MomentTensor,
+    Pass,
+    WeightNoise,
+    full_precision,
+    moments_of,
+    rule,
+)
+from posthoc_uq.moments.unscented import is_recorded
+
+_CONVOLUTIONS = {
+    1: F.conv1d,
+    2: F.conv2d,
+    3: F.conv3d,
+}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def _plain_weights(state: Pass, weight: Any, bias: Any) -> None:
+    if isinstance(weight, MomentTensor) or isinstance(bias, MomentTensor):
+        raise state.refusal(
+            "a layer's weight is itself uncertain, being computed from another layer's output",
+            "leave the layer that it comes from out of the fit with layers=...",
+        )
+
+
+@rule(F.linear)
+def linear(state: Pass, input: Any, weight: Any, bias: Any = None) -> MomentTensor:
+    _plain_weights(state, weight, bias)
+    noise = state.noises.of(weight)
+    m, v = (input.moment_mean, input.moment_variance) if isinstance(input, MomentTensor) else (input, None)
+    mean = F.linear(m, weight, bias)
+    with full_precision(m):
+        if state.rules.cov == "full" and m.ndim == 2:
+            return _full(input, mean, m, v, weight, noise)
+        wide = m.to(noise.variances.dtype) if noise is not None else m
+        if noise is None:
+            assert v is not None
+            variance = F.linear(v, weight.detach().to(v).square())
+        elif noise.row and m.ndim == 2:
+            variance = noise.row_variance(wide, v)
+            if v is not None:
+                variance = variance + F.linear(v, weight.detach().to(v).square())
+        elif v is None:
+            variance = F.linear(wide.square(), noise.variances, noise.bias_variances)
+        else:
+            variance = F.linear(v, _summed(noise, weight), noise.bias_variances)
+            variance = variance + F.linear(wide.square(), noise.variances)
+    return MomentTensor(mean, variance)
+
+
+def _full(
+    input: Any, mean: Tensor, m: Tensor, v: Tensor | None, weight: Tensor, noise: WeightNoise | None
+) -> MomentTensor:
+    """Linear layers on ``(batch, inputs)`` with covariances: ``W C W^T``, and the covariance that the weights give."""
+    covariance = input.moment_covariance if isinstance(input, MomentTensor) else None
+    wide = weight.detach().to(v if v is not None else m)
+    total: Tensor | None = None
+    if covariance is not None:
+        total = wide @ covariance @ wide.T
+    elif v is not None:
+        total = (wide * v.unsqueeze(1)) @ wide.T
+    if noise is not None:
+        kind = noise.variances.dtype
+        if covariance is None and v is not None:
+            covariance = torch.diag_embed(v)
+        own = noise.covariance(m.to(kind), None if covariance is None else covariance.to(kind))
+        total = own if total is None else total + own
+    assert total is not None
+    return MomentTensor(mean, total.diagonal(dim1=1, dim2=2).clamp(min=0), total)
+
+
+def _summed(noise: WeightNoise, weight: Tensor) -> Tensor:
+    """``W o W + S``, prepared or made now."""
+    prepared = noise.summed
+    return noise.variances + weight.detach().square() if prepared is None else prepared
+
+
+def _convolution(
+    state: Pass, function: Any, input: Any, weight: Any, bias: Any, args: dict[str, Any]
+) -> MomentTensor:
+    _plain_weights(state, weight, bias)
+    noise = state.noises.of(weight)
+    m, v = (input.moment_mean, input.moment_variance) if isinstance(input, MomentTensor) else (input, None)
+    mean = function(m, weight, bias, **args)
+    with full_precision(m):
+        if noise is None:
+            assert v is not None
+            return MomentTensor(mean, function(v, weight.detach().to(v).square(), None, **args))
+        wide = m.to(noise.variances.dtype)
+        if v is None:
+            return MomentTensor(mean, function(wide.square(), noise.variances, noise.bias_variances, **args))
+        if args["groups"] == 1 and function in _CONVOLUTIONS.values():
+            variance = function(_beside(v, wide), _joined(noise, weight), noise.bias_variances, **args)
+        else:
+            variance = function(v, _summed(noise, weight), noise.bias_variances, **args)
+            variance = variance + function(wide.square(), noise.variances, None, **args)
+    return MomentTensor(mean, variance)
+
+
+def _beside(variance: Tensor, mean: Tensor) -> Tensor:
+    """Variances and squared means as twice as many channels, for one convolution in place of two and a sum."""
+    if is_recorded(mean, variance):
+        return torch.cat([variance, mean.square()], dim=1)
+    channels = mean.shape[1]
+    joined = variance.new_empty(mean.shape[0], 2 * channels, *mean.shape[2:])
+    joined[:, :channels] = variance
+    torch.mul(mean, mean, out=joined[:, channels:])
+    return joined
+
+
+def _joined(noise: WeightNoise, weight: Tensor) -> Tensor:
+    """``[W o W + S, S]`` along the input channels, prepared or made now."""
+    prepared = noise.joined
+    return torch.cat([_summed(noise, weight), noise.variances], dim=1) if prepared is None else prepared
+
+
+def _register(dims: int) -> None:
+    @rule(_CONVOLUTIONS[dims])
+    def convolution(
+        state: Pass,
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        lacks_batch = (
+            input.ndim == dims + 1
+            if not isinstance(input, MomentTensor)
+            else input.moment_mean.ndim == dims + 1
+        )
+        if lacks_batch:
+            raise state.refusal("a convolution was called on an input without a batch dimension", "add one")
+        args = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return _convolution(state, _CONVOLUTIONS[dims], input, weight, bias, args)
+
+    @rule(_TRANSPOSED[dims])
+    def transposed(
+        state: Pass,
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        args = {
+            "stride": stride,
+            "padding": padding,
+            "output_padding": output_padding,
+            "groups": groups,
+            "dilation": dilation,
+        }
+        return _convolution(state, _TRANSPOSED[dims], input, weight, bias, args)
+
+    AFFINE.update({_CONVOLUTIONS[dims], _TRANSPOSED[dims]})
+
+
+for _dims in (1, 2, 3):
+    _register(_dims)
+AFFINE.add(F.linear)
+
+
+@rule(F.batch_norm, torch.batch_norm)
+def batch_norm(
+    state: Pass,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> MomentTensor:
+    if training or running_mean is None:
+        raise PosthocUQError(
+            "BatchNorm without running statistics (training mode, or track_running_stats=False) mixes the samples of "
+            "a batch, so that no moments belong to one of them; predict with head='sampling'."
+        )
+    m, v = moments_of(input)
+    mean = F.batch_norm(m, running_mean, running_var, weight, bias, False, momentum, eps)
+    with full_precision(m):
+        scale = (running_var.to(v) + eps).rsqrt()
+        if weight is not None:
+            scale = scale * weight.detach().to(v)
+        return MomentTensor(mean, v * scale.square().reshape(1, -1, *[1] * (m.ndim - 2)))

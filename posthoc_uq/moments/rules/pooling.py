@@ -1,0 +1,221 @@
+"""Averages, sums and maxima over windows or dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posthoc_uq.moments import maximum
+from posthoc_uq.moments.tensor import RULES, MomentTensor, Pass, moments_of, named, rule
+
+_AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+_MAXIMA = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
+_INDEXED = {1: F.max_pool1d_with_indices, 2: F.max_pool2d_with_indices, 3: F.max_pool3d_with_indices}
+_ADAPTIVE_MAXIMA = {
+    1: (torch.adaptive_max_pool1d, F.adaptive_max_pool1d_with_indices),
+    2: (F.adaptive_max_pool2d, F.adaptive_max_pool2d_with_indices),
+    3: (F.adaptive_max_pool3d, F.adaptive_max_pool3d_with_indices),
+}
+
+
+def _averaged(state: Pass, mean: Tensor, variance: Tensor, pool: Any, cells: Any) -> MomentTensor:
+    """``(1 - rho) pool(v) / n + rho pool(sqrt v)^2`` for a mean over n cells of common correlation rho."""
+    rho = state.rules.pool_rho
+    found = pool(variance) / cells
+    if rho > 0:
+        found = (1 - rho) * found + rho * pool(variance.sqrt()).square()
+    return MomentTensor(mean, found)
+
+
+def _register(dims: int) -> None:
+    average, adaptive = _AVERAGES[dims], _ADAPTIVE[dims]
+
+    @rule(average)
+    def avg_pool(
+        state: Pass,
+        input: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: Any = None,
+    ) -> MomentTensor:
+        m, v = moments_of(input)
+        extra = {} if dims == 1 else {"divisor_override": divisor_override}
+        stride = kernel_size if stride is None or stride == () else stride
+
+        def pool(x: Tensor) -> Tensor:
+            return average(x, kernel_size, stride, padding, ceil_mode, count_include_pad, **extra)
+
+        # The divisor of each window: what a window over ones sums to, over what it averages to.
+        ones = torch.ones((1, 1, *m.shape[m.ndim - dims :]), dtype=v.dtype, device=v.device)
+        kernel = torch.ones((1, 1, *_tuple(kernel_size, dims)), dtype=v.dtype, device=v.device)
+        averaged = pool(ones)
+        steps, pads = _tuple(stride, dims), _tuple(padding, dims)
+        sides = [side for p, k in zip(pads, _tuple(kernel_size, dims), strict=True) for side in (p + k, p)]
+        padded = F.pad(ones, sides[::-1])
+        convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
+        counted = convolve(padded, kernel, stride=steps)
+        counted = counted[(..., *[slice(0, size) for size in averaged.shape[2:]])]
+        divisor = (counted / averaged).reshape(averaged.shape[2:])
+        return _averaged(state, pool(m), v, pool, divisor)
+
+    @rule(adaptive)
+    def adaptive_avg_pool(state: Pass, input: Any, output_size: Any) -> MomentTensor:
+        m, v = moments_of(input)
+        mean = adaptive(m, output_size)
+        cells: Any = torch.ones((), dtype=v.dtype, device=v.device)
+        for axis in range(dims):
+            size, steps = m.shape[m.ndim - dims + axis], mean.shape[mean.ndim - dims + axis]
+            index = torch.arange(steps, device=v.device)
+            count = ((index + 1) * size + steps - 1) // steps - index * size // steps
+            cells = cells * count.to(v.dtype).reshape(-1, *[1] * (dims - 1 - axis))
+        return _averaged(state, mean, v, lambda x: adaptive(x, output_size), cells)
+
+    def max_pool(
+        state: Pass,
+        input: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> MomentTensor:
+        if return_indices:
+            raise state.refusal(
+                "max-pooling returns indices", "which are uncertain themselves: pool without them"
+            )
+        m, v = moments_of(input)
+        stride = kernel_size if stride is None or stride == () or stride == [] else stride
+        if state.rules.max_pool == "argmax":
+            mean, where = _INDEXED[dims](m, kernel_size, stride, padding, dilation, ceil_mode, True)
+            return _taken(mean, v, where, dims)
+        sizes = _tuple(kernel_size, dims), _tuple(stride, dims), _tuple(padding, dims), _tuple(dilation, dims)
+        mean, variance = maximum.pooled(m.to(v.dtype), v, *sizes, ceil_mode)
+        return MomentTensor(mean.to(m.dtype), variance)
+
+    for function in (
+        _MAXIMA[dims],
+        _INDEXED[dims],
+        *named(f"max_pool{dims}d", f"_max_pool{dims}d", places=(F,)),
+    ):
+        RULES[function] = max_pool
+
+    def adaptive_max_pool(
+        state: Pass, input: Any, output_size: Any, return_indices: bool = False
+    ) -> MomentTensor:
+        if return_indices:
+            raise state.refusal(
+                "max-pooling returns indices", "which are uncertain themselves: pool without them"
+            )
+        m, v = moments_of(input)
+        spatial = m.shape[m.ndim - dims :]
+        target = tuple(
+            o if o is not None else s for o, s in zip(_tuple(output_size, dims), spatial, strict=True)
+        )
+        if all(s % o == 0 for s, o in zip(spatial, target, strict=True)):
+            window = tuple(s // o for s, o in zip(spatial, target, strict=True))
+            return max_pool(state, input, window)
+        pool: Any = _ADAPTIVE_MAXIMA[dims][1]
+        mean, where = pool(m, target)  # windows of several sizes: the variance of the largest mean
+        return _taken(mean, v, where, dims)
+
+    pools = named(f"adaptive_max_pool{dims}d", f"_adaptive_max_pool{dims}d", places=(F,))
+    for function in (*_ADAPTIVE_MAXIMA[dims], *pools):
+        RULES[function] = adaptive_max_pool
+
+
+for _dims in (1, 2, 3):
+    _register(_dims)
+
+
+def _taken(mean: Tensor, variance: Tensor, where: Tensor, dims: int) -> MomentTensor:
+    """The variances at indices into the flattened spatial dimensions."""
+    lead = mean.ndim - dims
+    return MomentTensor(mean, variance.flatten(lead).gather(-1, where.flatten(lead)).reshape(mean.shape))
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(value) * dims if len(value) == 1 else tuple(value)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    return (value,) * dims
+
+
+def _dimensions(x: Tensor, dim: Any) -> tuple[int, ...]:
+    if dim is None or dim == () or dim == []:
+        return tuple(range(x.ndim))
+    return tuple(d % x.ndim for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+
+
+@rule(*named("mean"))
+def mean(
+    state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> MomentTensor:
+    m, v = moments_of(input)
+    dims = _dimensions(m, dim)
+    cells = 1
+    for d in dims:
+        cells *= m.shape[d]
+    averaged = m.mean(dims, keepdim, dtype=dtype)
+    return _averaged(state, averaged, v, lambda x: x.mean(dims, keepdim), cells)
+
+
+@rule(*named("sum"))
+def total(
+    state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> MomentTensor:
+    m, v = moments_of(input)
+    dims, rho = _dimensions(m, dim), state.rules.pool_rho
+    found = v.sum(dims, keepdim)
+    if rho > 0:
+        found = (1 - rho) * found + rho * v.sqrt().sum(dims, keepdim).square()
+    return MomentTensor(m.sum(dims, keepdim, dtype=dtype), found)
+
+
+@rule(*named("cumsum"))
+def cumsum(state: Pass, input: Any, dim: int, *, dtype: Any = None) -> MomentTensor:
+    m, v = moments_of(input)
+    return MomentTensor(m.cumsum(dim, dtype=dtype), v.cumsum(dim))
+
+
+@rule(*named("amax"))
+def amax(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> MomentTensor:
+    m, v = moments_of(input)
+    mean, variance, kind = m.to(v.dtype), v, m.dtype
+    for d in sorted(_dimensions(m, dim), reverse=True):
+        if state.rules.max_pool == "argmax":
+            where = mean.argmax(d, keepdim=True)
+            mean, variance = mean.gather(d, where).squeeze(d), variance.gather(d, where).squeeze(d)
+        else:
+            mean, variance = maximum.along(mean, variance, d)
+        if keepdim:
+            mean, variance = mean.unsqueeze(d), variance.unsqueeze(d)
+    return MomentTensor(mean.to(kind), variance)
+
+
+@rule(*named("amin"))
+def amin(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> MomentTensor:
+    found = amax(state, MomentTensor(-input.moment_mean, input.moment_variance), dim, keepdim)
+    return MomentTensor(-found.moment_mean, found.moment_variance)
+
+
+@rule(*named("maximum"))
+def pairwise_maximum(state: Pass, input: Any, other: Any) -> MomentTensor:
+    (m1, v1), (m2, v2) = moments_of(input), moments_of(other)
+    kind = v1.dtype if isinstance(input, MomentTensor) else v2.dtype
+    mean, variance = maximum.larger((m1.to(kind), v1.to(kind)), (m2.to(kind), v2.to(kind)))
+    return MomentTensor(mean, variance)
+
+
+@rule(*named("minimum"))
+def pairwise_minimum(state: Pass, input: Any, other: Any) -> MomentTensor:
+    (m1, v1), (m2, v2) = moments_of(input), moments_of(other)
+    kind = v1.dtype if isinstance(input, MomentTensor) else v2.dtype
+    mean, variance = maximum.larger((-m1.to(kind), v1.to(kind)), (-m2.to(kind), v2.to(kind)))
+    return MomentTensor(-mean, variance)

@@ -1,0 +1,303 @@
+"""A tensor that carries a mean and a variance through unchanged model code, and the pass that dispatches it.
+
+Every torch function that meets a `MomentTensor` goes to a rule (Schodt 2024, section 4, carries the same two
+moments). What has no rule follows the policy of the pass; nothing loses its variance in silence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from posthoc_uq.attention import open_attention
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.moments.unscented import Moments
+
+Unknown = Literal["error", "mc", "delta"]
+
+
+class WeightNoise(Protocol):
+    """The posterior of one layer's weights, as the affine rules need it.
+
+    Attributes:
+        layer: its name.
+        row: whether correlations inside a row of the weight matrix are kept.
+        variances: marginal variances, in the weight's shape.
+        bias_variances: of the bias, or None.
+        summed: ``W o W + S``, or None where it is to be made at every call.
+        joined: ``[W o W + S, S]`` along the input channels of a convolution, or None.
+    """
+
+    layer: str
+    row: bool
+    variances: Tensor
+    bias_variances: Tensor | None
+    summed: Tensor | None
+    joined: Tensor | None
+
+    def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
+        """Variance by the weights alone of ``W x + b``, ``(rows, outputs)``, for inputs ``(rows, inputs)``."""
+        ...
+
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        """Covariance by the weights alone, ``(rows, outputs, outputs)``, for inputs of covariance ``(rows, inputs,
+        inputs)``, or certain ones.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which form of a rule is taken where there is a choice.
+
+    Attributes:
+        relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.
+        max_pool: ``"clark"``, or ``"argmax"``: the variance of the largest mean.
+        pool_rho: correlation assumed between the cells that an average runs over, in [0, 1].
+        cov: ``"diag"``, or ``"full"``: covariances through linear and element-wise layers.
+        unknown: what happens to a function without a rule: ``"error"``; ``"mc"``, draws of its inputs; ``"delta"``,
+            a linearisation by random probes.
+    """
+
+    relu: str = "unscented"
+    max_pool: str = "clark"
+    pool_rho: float = 0.0
+    cov: str = "diag"
+    unknown: Unknown = "error"
+
+
+class MomentTensor(Tensor):
+    """Mean and variance of every entry of a tensor; made and read by rules only.
+
+    The tensor itself holds no numbers: an operation that a rule does not see fails instead of losing variance.
+
+    Attributes:
+        moment_mean: the means.
+        moment_variance: the variances, of the same shape; in float32 at least.
+        moment_covariance: ``(batch, n, n)`` beside a mean ``(batch, n)``, or None.
+        moment_note: what a later rule may want to know of where this came from.
+    """
+
+    moment_mean: Tensor
+    moment_variance: Tensor
+    moment_covariance: Tensor | None
+    moment_note: Any
+    moment_base: Any
+
+    @staticmethod
+    def __new__(
+        cls: type[MomentTensor], mean: Tensor, variance: Tensor, covariance: Tensor | None = None
+    ) -> MomentTensor:
+        made = Tensor._make_wrapper_subclass(cls, mean.shape, dtype=mean.dtype, device=mean.device)  # type: ignore[attr-defined]
+        made.moment_mean, made.moment_variance, made.moment_covariance = mean, variance, covariance
+        made.moment_note, made.moment_base = None, None
+        return made
+
+    def __init__(self, mean: Tensor, variance: Tensor, covariance: Tensor | None = None) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"MomentTensor(shape={tuple(self.moment_mean.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise PosthocUQError(
+            f"{function_name(func)} was called on a tensor with moments outside the pass that made it; a model must "
+            f"not keep activations between calls."
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise PosthocUQError(
+            f"{func} met a tensor with moments below torch's Python functions; it has no rule."
+        )
+
+
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+QUERIES: set[Any] = set()
+FALLBACKS: dict[str, Callable[[Any, Any, Any], Any]] = {}
+
+
+def rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register ``rule(pass, *args, **kwargs)`` for torch functions; its parameters have their public names."""
+
+    def register(implementation: Rule) -> Rule:
+        for function in functions:
+            RULES[function] = implementation
+        return implementation
+
+    return register
+
+
+def named(*names: str, places: Sequence[Any] = (torch, F, Tensor)) -> list[Any]:
+    """The torch functions and methods of these names, wherever they exist in this version."""
+    return [
+        getattr(place, name) for name in names for place in places if callable(getattr(place, name, None))
+    ]
+
+
+def function_name(func: Any) -> str:
+    """How a function is called in the docs, as well as that can be told."""
+    return resolve_name(func) or getattr(func, "__name__", repr(func))
+
+
+def moments_of(value: Any) -> Moments:
+    """Mean and variance of a tensor or number; variance 0 where it is certain."""
+    if isinstance(value, MomentTensor):
+        return value.moment_mean, value.moment_variance
+    # A number in full: a tensor of no dimensions leaves the other's precision as it is.
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    return tensor, torch.zeros((), dtype=variance_dtype(tensor.dtype), device=tensor.device).expand(
+        tensor.shape
+    )
+
+
+def mean_of(value: Any) -> Any:
+    """The mean where there is one, in lists, tuples and dictionaries too."""
+    return _mapped(value, lambda x: x.moment_mean)
+
+
+def variance_of(value: Any) -> Any:
+    """The variance in place of every moment tensor, anything else as it is."""
+    return _mapped(value, lambda x: x.moment_variance)
+
+
+def _mapped(value: Any, take: Callable[[MomentTensor], Tensor]) -> Any:
+    if isinstance(value, MomentTensor):
+        return take(value)
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, take) for item in cast(Sequence[Any], value)]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, take) for key, item in cast(Mapping[Any, Any], value).items()}
+    return value
+
+
+def variance_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Squares of small numbers are lost below float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rewrapped(mean: Any, variance: Any) -> Any:
+    """A tensor, or the tensors of a list or tuple, with their variances."""
+    if isinstance(mean, Tensor):
+        return MomentTensor(mean, variance)
+    parts = [rewrapped(m, v) for m, v in zip(mean, variance, strict=True)]
+    return parts if isinstance(mean, list) else tuple(parts)
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """No autocast: for arithmetic of variances."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+@dataclass
+class Noises:
+    """The posteriors of the model's layers by the identity of their weights, and which a pass has used."""
+
+    by_weight: Mapping[int, WeightNoise]
+    used: set[str] = field(default_factory=lambda: set[str]())
+
+    def of(self, weight: Any) -> WeightNoise | None:
+        """The posterior of a weight, noted as used."""
+        found = self.by_weight.get(id(weight))
+        if found is not None:
+            self.used.add(found.layer)
+        return found
+
+
+AFFINE: set[Any] = set()
+
+
+class Pass(TorchFunctionMode):
+    """One run of a model on tensors with moments; a context that lasts as long as the model runs.
+
+    Args:
+        rules: choices between forms of rules.
+        noises: where uncertainty comes in.
+        stack: names the module that is running, for messages.
+    """
+
+    def __init__(self, rules: Rules, noises: Noises, stack: Callable[[], str] = lambda: "") -> None:
+        super().__init__()
+        self.rules = rules
+        self.noises = noises
+        self.where = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return open_attention(*args, **kwargs)
+        if not any(issubclass(kind, MomentTensor) for kind in types):
+            if func in AFFINE:
+                weight = kwargs["weight"] if "weight" in kwargs else args[1] if len(args) > 1 else None
+                if id(weight) in self.noises.by_weight:
+                    return RULES[func](self, *args, **kwargs)
+            return func(*args, **kwargs)
+        found = RULES.get(func)
+        if found is not None:
+            return found(self, *args, **kwargs)
+        if func in QUERIES or getattr(func, "__name__", "") == "__get__":
+            answer = func(*mean_of(args), **mean_of(kwargs))
+            if func in QUERIES or not isinstance(answer, Tensor):
+                return answer
+        return self.unknown(func, args, kwargs)
+
+    def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function without a rule, by the policy."""
+        fallback = FALLBACKS.get(self.rules.unknown)
+        if fallback is not None:
+            return fallback(func, args, kwargs)
+        raise self.refusal(
+            f"no rule carries mean and variance through {function_name(func)}",
+            "pass unknown='mc' (draws of its inputs) or unknown='delta' (a linearisation)",
+        )
+
+    def refusal(self, problem: str, remedy: str) -> PosthocUQError:
+        """What to raise: where in the model, what is wrong, and the way out."""
+        where = self.where()
+        inside = f"In module '{where}' " if where else ""
+        text = f"{inside}{problem}" if inside else problem[0].upper() + problem[1:]
+        return PosthocUQError(f"{text}; {remedy}, or predict with head='sampling'.")
+
+    def replace(self, target: MomentTensor, found: MomentTensor) -> MomentTensor:
+        """Make an in-place operation's result the target's own, so that it also holds where the result is dropped.
+
+        Raises:
+            PosthocUQError: the target shares its memory with another tensor that is still in use.
+        """
+        base = target.moment_base() if target.moment_base is not None else None
+        if base is not None:
+            raise self.refusal(
+                "an operation in place changes a view of a tensor that is still in use",
+                "make it out of place",
+            )
+        target.moment_mean, target.moment_variance = found.moment_mean, found.moment_variance
+        target.moment_covariance, target.moment_note = found.moment_covariance, found.moment_note
+        return target
+
+
+def as_view(base: Any, view: Any) -> Any:
+    """Note that a tensor (or each of several) shares its memory with another."""
+    if isinstance(base, MomentTensor):
+        for part in view if isinstance(view, (tuple, list)) else (view,):
+            if isinstance(part, MomentTensor) and part is not base:
+                part.moment_base = weakref.ref(base)
+                # The base is as little free to change under the view.
+                base.moment_base = weakref.ref(part) if base.moment_base is None else base.moment_base
+    return view

@@ -1,0 +1,197 @@
+"""Variance and covariance that a layer's weights give to its outputs ``y = W x``, by family of posteriors.
+
+Row ``o`` of W has the covariance ``S_oo`` after the data, so that for inputs of mean ``m`` and variance ``v``
+``Var(y_o) = m^T S_oo m + sum_k v_k [S_oo]_kk``; across outputs ``Cov(y_o, y_o') = tr(S_oo' (m m^T + C))``. What depends
+on the posterior alone is computed once and kept. All tensors lead with the layer's groups (G); inputs include the
+bias's column.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.posteriors.numerics import as_double
+
+_CHUNK = 2**22  # numbers in a temporary of the contractions below
+
+
+class Rows(nn.Module):
+    """Covariance of the rows of a layer's weight matrix."""
+
+    marginal: Tensor  # (G, m, n)
+
+    def __init__(self, marginal: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("marginal", marginal)
+
+    @abstractmethod
+    def quadratic(self, mean: Tensor) -> Tensor:
+        """``m^T S_oo m``, ``(rows, G, m)``, of inputs ``(rows, G, n)``."""
+
+    @abstractmethod
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        """``tr(S_oo' (m m^T + C))``, ``(rows, m, m)``, of inputs ``(rows, n)`` with covariances ``(rows, n, n)`` or
+        certain ones; for layers of one group.
+        """
+
+    def variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
+        """``(rows, G, m)`` for inputs ``(rows, G, n)`` of these variances, or certain ones."""
+        found = self.quadratic(mean)
+        if variance is None:
+            return found
+        return found + torch.einsum("goi,rgi->rgo", self.marginal.to(variance), variance).to(found)
+
+
+class IndependentRows(Rows):
+    """Every weight independent of every other."""
+
+    def quadratic(self, mean: Tensor) -> Tensor:
+        return torch.einsum("goi,rgi->rgo", self.marginal.to(mean), mean.square())
+
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        second = mean.square()
+        if covariance is not None:
+            second = second + covariance.diagonal(dim1=1, dim2=2)
+        return torch.diag_embed(second @ self.marginal[0].to(second).T)
+
+
+class EigenbasisRows(Rows):
+    """``S = (U_G x U_A) diag(1 / P) (U_G x U_A)^T``: KFAC and EFB."""
+
+    input_basis: Tensor
+    output_basis: Tensor
+    inverse: Tensor
+    table: Tensor
+
+    def __init__(self, marginal: Tensor, input_basis: Tensor, output_basis: Tensor, inverse: Tensor) -> None:
+        super().__init__(marginal)
+        self.register_buffer("input_basis", input_basis)
+        self.register_buffer("output_basis", output_basis)
+        self.register_buffer("inverse", inverse)
+        self.register_buffer("table", output_basis.square() @ inverse)
+
+    def quadratic(self, mean: Tensor) -> Tensor:
+        squares = torch.einsum("rgi,gia->rga", mean, self.input_basis.to(mean)).square()
+        return torch.einsum("goa,rga->rgo", self.table.to(mean), squares)
+
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        basis, outer = self.input_basis[0].to(mean), self.output_basis[0].to(mean)
+        squares = (mean @ basis).square()
+        if covariance is not None:
+            squares = squares + torch.einsum("ia,rij,ja->ra", basis, covariance, basis)
+        directions = squares @ self.inverse[0].to(mean).T  # variance along each direction of the output basis
+        return (outer * directions.unsqueeze(1)) @ outer.T
+
+
+class InformationRows(Rows):
+    """``S_oo = H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``: INF, in float64, since two large numbers cancel along stiff
+    directions.
+    """
+
+    inverse: Tensor
+    shrunk: Tensor
+    input_basis: Tensor
+    row_roots: Tensor
+    columns: Tensor
+    output_basis: Tensor
+
+    def __init__(
+        self,
+        marginal: Tensor,
+        inverse: Tensor,
+        shrunk: Tensor,
+        input_basis: Tensor,
+        output_basis: Tensor,
+        row_roots: Tensor,
+        columns: Tensor,
+    ) -> None:
+        """
+        Args:
+            inverse: H, ``(G, m, n)``.
+            shrunk: s H, ``(G, m, n)``.
+            input_basis: ``U_a``, ``(G, n, a)``.
+            output_basis: ``U_g``, ``(G, m, g)``.
+            row_roots: ``T_o``, ``(G, m, a, a)``.
+            columns: ``R^-1 diag(sqrt(scale lambda))``, ``(G, L, g, a)``.
+        """
+        super().__init__(marginal)
+        for name, tensor in (
+            ("inverse", inverse),
+            ("shrunk", shrunk),
+            ("input_basis", input_basis),
+            ("output_basis", output_basis),
+            ("row_roots", row_roots),
+            ("columns", columns),
+        ):
+            self.register_buffer(name, as_double(tensor))
+
+    def quadratic(self, mean: Tensor) -> Tensor:
+        wide = as_double(mean)
+        found = torch.einsum("goi,rgi->rgo", self.inverse, wide.square())
+        step = max(1, _CHUNK // max(1, self.shrunk.numel()))
+        # Under a tracer the number of rows is a symbol, and the rows go together.
+        split = wide.split(step) if isinstance(wide.shape[0], int) and wide.shape[0] > step else (wide,)
+        parts: list[Tensor] = []
+        for part in split:
+            weighted = self.shrunk * part.unsqueeze(2)  # (rows, G, m, n)
+            reached = weighted @ self.input_basis  # (rows, G, m, a)
+            parts.append(torch.einsum("rgoa,goba->rgob", reached, self.row_roots).square().sum(-1))
+        low = torch.cat(parts)
+        # Rounding may leave a row that the data settle completely a little below zero.
+        return (found - low).clamp(min=0).to(mean)
+
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        wide = as_double(mean)
+        inverse, shrunk, basis = self.inverse[0], self.shrunk[0], self.input_basis[0]
+        second = wide.square()
+        if covariance is not None:
+            second = second + as_double(covariance.diagonal(dim1=1, dim2=2))
+        found = torch.diag_embed(second @ inverse.T)
+        moment = wide.unsqueeze(2) * wide.unsqueeze(1)
+        if covariance is not None:
+            moment = moment + as_double(covariance)
+        outputs, inputs = inverse.shape
+        columns = self.columns[0]
+        step = max(1, _CHUNK // max(1, outputs * inputs))
+        for start in range(0, columns.shape[0], step):
+            # Rows q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
+            mixed = torch.einsum("og,lga->loa", self.output_basis[0], columns[start : start + step])
+            rows = (mixed @ basis.T) * shrunk
+            if covariance is None:
+                reached = torch.einsum("loi,ri->rlo", rows, wide)
+                found = found - reached.transpose(1, 2) @ reached
+            else:
+                for row in rows:
+                    found = found - row @ moment @ row.T
+        return found.to(mean)
+
+
+class DenseRows(Rows):
+    """Blocks of an explicit covariance, ``(G, m, G, m, n, n)`` by pairs of rows."""
+
+    pairs: Tensor
+
+    def __init__(self, marginal: Tensor, covariance: Tensor) -> None:
+        """
+        Args:
+            covariance: ``(G m n, G m n)`` of this layer.
+        """
+        super().__init__(marginal)
+        groups, outputs, inputs = marginal.shape
+        pairs = covariance.reshape(groups * outputs, inputs, groups * outputs, inputs)
+        self.register_buffer("pairs", pairs.permute(0, 2, 1, 3).contiguous())
+
+    def quadratic(self, mean: Tensor) -> Tensor:
+        groups, outputs, inputs = self.marginal.shape
+        rows = self.pairs.diagonal(dim1=0, dim2=1).permute(2, 0, 1).to(mean)
+        rows = rows.reshape(groups, outputs, inputs, inputs)
+        return torch.einsum("rgi,goij,rgj->rgo", mean, rows, mean)
+
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        moment = mean.unsqueeze(2) * mean.unsqueeze(1)
+        if covariance is not None:
+            moment = moment + covariance
+        return torch.einsum("opij,rij->rop", self.pairs.to(mean), moment)

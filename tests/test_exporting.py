@@ -1,0 +1,119 @@
+"""Exported programs: a CNN and a ViT, both heads, from the file, in equal numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.exporting import ClassTensors, ValueTensors, export, exportable, tensors_of
+
+
+def cnn() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    ).eval()
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=48, num_heads=2, num_classes=5
+    ).eval()
+
+
+def fitted(net: nn.Module, **options: Any) -> uq.Posterior:
+    x = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return uq.fit(net, [(x, torch.arange(12) % 5)], prior_precision=200.0, rank=10, progress=False, **options)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "sampling": {"head": "sampling", "n_samples": 4},
+    "moments": {"head": "moments"},
+    "moments, draws of logits": {"head": "moments", "link": "mc"},
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("build", [cnn, vit])
+def test_exported_programs_give_equal_results_from_their_file(build: Any, head: str, tmp_path: Path) -> None:
+    net = build()
+    predictor = uq.wrap(net, fitted(net), **HEADS[head])
+    x = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        expected = tensors_of(predictor(x))
+        program = export(predictor, x)
+        torch.export.save(program, tmp_path / "p.pt2")
+        loaded = torch.export.load(tmp_path / "p.pt2").module()
+        found = loaded(x)
+        assert isinstance(found, ClassTensors)
+        for name, one, other in zip(found._fields, found, expected, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=1e-4, atol=1e-6, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        more = torch.randn(7, 3, 32, 32)  # another batch size
+        torch.testing.assert_close(loaded(more).probs, predictor(more).probs, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
+
+
+def test_a_regression_exports(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    x = torch.randn(20, 4)
+    own = uq.fit(
+        net,
+        [(x, x[:, :2])],
+        likelihood="regression",
+        noise_variance=0.1,
+        prior_precision=10.0,
+        progress=False,
+    )
+    for options in (
+        {"head": "moments"},
+        {"head": "moments", "cov": "full"},
+        {"head": "sampling", "n_samples": 3},
+    ):
+        predictor = uq.wrap(net, own, **options)  # type: ignore[arg-type]
+        program = export(predictor, x)
+        found = program.module()(x)
+        assert isinstance(found, ValueTensors)
+        expected = predictor(x)
+        assert isinstance(expected, uq.RegressionPrediction)
+        torch.testing.assert_close(found.variance, expected.variance, rtol=1e-4, atol=1e-7)
+
+
+def test_the_linearised_head_is_refused() -> None:
+    net = cnn()
+    predictor = uq.wrap(net, fitted(net, layers="last"), head="linearized")
+    with pytest.raises(uq.PosthocUQError, match="Only the heads"):
+        exportable(predictor)
+
+
+def test_a_prediction_without_draws_has_no_mutual_information() -> None:
+    net = cnn()
+    found = tensors_of(uq.wrap(net, fitted(net), head="moments")(torch.randn(2, 3, 32, 32)))
+    assert isinstance(found, ClassTensors) and bool(found.mutual_information.isnan().all())
+    assert isinstance(found.entropy, Tensor)
+
+
+def test_onnx_files_give_equal_results(tmp_path: Path) -> None:
+    net = cnn()
+    predictor = uq.wrap(net, fitted(net), head="moments")
+    x = torch.randn(3, 3, 32, 32)
+    torch.onnx.export(exportable(predictor), (x,), tmp_path / "p.onnx", dynamo=True)
+    session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
+    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(outputs[0]), predictor(x).probs, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,876 @@
+"""The linearised head against dense Jacobians and dense covariances, in float64."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import posthoc_uq as uq
+from posthoc_uq.heads.function_draws import function_draws
+from posthoc_uq.heads.linearized import LinearizedPredictor
+from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import Bernoulli, Categorical
+from posthoc_uq.loaders import Batch
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.dense import DenseBlock
+from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.record import Evidence
+
+FAMILIES: list[dict[str, Any]] = [
+    {"method": "diag"},
+    {"method": "kfac"},
+    {"method": "efb"},
+    {"method": "inf", "rank": 6, "correction": "rescale"},
+    {"method": "inf", "rank": 6, "correction": "clamp"},
+    {"method": "inf", "rank": 6, "correction": "none"},
+    {"method": "inf", "rank": 0.9},
+    {"method": "full"},
+]
+
+
+def family_name(options: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in options.values())
+
+
+class Shared(nn.Module):
+    """One layer used twice, and a weight used in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.shared(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(self.shared(hidden)))
+
+
+class SharedConvolution(nn.Module):
+    """A convolution on maps of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.shared(torch.tanh(self.first(x))))
+        hidden = torch.tanh(self.shared(nn.functional.avg_pool2d(hidden, 2)))
+        return self.last(hidden.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Tokens through multi-head attention, the samples in the first or second dimension."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=batch_first)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x if self.batch_first else x.transpose(0, 1)
+        return self.last(self.block(tokens).mean(1 if self.batch_first else 0))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3)
+    )
+
+
+def cnn() -> nn.Module:
+    """Stride, dilation, groups, depthwise, pointwise, string padding."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 6, 3, groups=2, padding=2, dilation=2, bias=False),
+        nn.Tanh(),
+        nn.Conv2d(6, 6, 3, groups=6, padding="same"),
+        nn.Tanh(),
+        nn.Conv2d(6, 4, 1, stride=2, groups=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def cnn1d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 3, 3), nn.Tanh(), nn.AdaptiveAvgPool1d(1), nn.Conv1d(3, 4, 1), nn.Flatten()
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (4,)),
+    "cnn": (cnn, (2, 7, 7)),
+    "cnn1d": (cnn1d, (2, 6)),
+    "shared": (Shared, (4,)),
+    "shared convolution": (SharedConvolution, (1, 4, 4)),
+    "attention": (lambda: Attention(True), (3, 4)),
+    "attention, tokens first": (lambda: Attention(False), (3, 4)),
+}
+
+
+def build(name: str, samples: int = 5, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
+    make, shape = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = make().to(dtype).eval()
+        return model, torch.randn(samples, *shape, dtype=dtype)
+
+
+def fitted(model: nn.Module, x: Tensor, **options: Any) -> Posterior:
+    likelihood = options.pop("likelihood", "classification")
+    return uq.fit(
+        model, [x], likelihood=likelihood, prior_precision=1.3, progress=False, fisher="exact", **options
+    )
+
+
+def setting(name: str, options: dict[str, Any], samples: int = 5) -> tuple[nn.Module, Posterior, Tensor]:
+    """A model, a posterior with a prior precision for every layer, and inputs that it was not fitted on."""
+    model, x = build(name, samples + 8)
+    posterior = fitted(model, x[samples:], **options)
+    posterior.scale, posterior.residual_weight = 40.0, 0.7
+    posterior.prior_precision = {layer: 0.5 + 0.4 * i for i, layer in enumerate(posterior.layers)}
+    return model, posterior, x[:samples]
+
+
+def dense_jacobian(model: nn.Module, posterior: Posterior, x: Tensor) -> dict[str, Tensor]:
+    """Layer name to ``(samples * outputs, G m n)``, by reverse-mode differentiation through autograd."""
+    twin = {name: p.detach() for name, p in model.named_parameters()}
+    names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
+
+    def run(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, twin | parameters, (x,)).flatten()
+
+    found = jacrev(run)({name: twin[name] for name in names})
+    rows: dict[str, Tensor] = {}
+    for name, layer in posterior.layers.items():
+        weight = found[layer.weight]
+        bias = found[layer.bias] if layer.bias is not None else None
+        rows[name] = layer.to_matrix(weight, bias).flatten(1)
+    return rows
+
+
+def dense_covariance(model: nn.Module, posterior: Posterior, x: Tensor) -> Tensor:
+    """``J Sigma J^T``, ``(samples * outputs, samples * outputs)``, with every precision inverted as a dense matrix."""
+    jacobian = dense_jacobian(model, posterior, x)
+    total = torch.zeros(())
+    for name, block in posterior.blocks.items():
+        members = posterior.members[name]
+        rows = torch.cat([jacobian[member] for member in members], dim=1)
+        prior = torch.cat(
+            [
+                torch.full((posterior.layers[m].parameters,), posterior.layer_prior(m), dtype=torch.float64)
+                for m in members
+            ]
+        )
+        wide = block.restore(block.attributes(), {key: t.double() for key, t in block.tensors().items()})
+        fisher = wide.dense(posterior.scale, posterior.residual_weight)
+        precision = torch.block_diag(*fisher) + prior.diag()
+        total = total + rows.double() @ torch.linalg.inv(precision) @ rows.double().T
+    return total
+
+
+def blocks_of(joint: Tensor, samples: int) -> Tensor:
+    """The samples' own blocks ``(samples, outputs, outputs)`` of a joint covariance."""
+    outputs = joint.shape[0] // samples
+    square = joint.reshape(samples, outputs, samples, outputs)
+    return torch.stack([square[i, :, i] for i in range(samples)])
+
+
+def variances_of(joint: Tensor, samples: int) -> Tensor:
+    return joint.diagonal().reshape(samples, -1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", FAMILIES, ids=family_name)
+def test_equals_dense_jacobians_and_covariances(name: str, options: dict[str, Any]) -> None:
+    model, posterior, x = setting(name, options)
+    expected = dense_covariance(model, posterior, x)
+    predictor = LinearizedPredictor(model, posterior)
+    size = {"atol": 1e-8 * float(expected.abs().max()), "rtol": 1e-8}
+    torch.testing.assert_close(predictor.functional_covariance(x, joint=True), expected, **size)
+    torch.testing.assert_close(predictor.functional_covariance(x), blocks_of(expected, len(x)), **size)
+    torch.testing.assert_close(predictor.functional_variance(x), variances_of(expected, len(x)), **size)
+    torch.testing.assert_close(predictor.functional_trace(x), variances_of(expected, len(x)).sum(1), **size)
+    torch.testing.assert_close(predictor.functional_mean(x), model(x).detach(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", FAMILIES, ids=family_name)
+def test_the_closed_form_of_the_last_layer(name: str, options: dict[str, Any]) -> None:
+    model, posterior, x = setting(name, options | {"layers": "last"})
+    expected = dense_covariance(model, posterior, x)
+    size = {"atol": 1e-10 * float(expected.abs().max()), "rtol": 1e-9}
+    for engine in ("last_layer", "auto", "exact"):
+        predictor = LinearizedPredictor(model, posterior, engine=engine)
+        torch.testing.assert_close(predictor.functional_covariance(x, joint=True), expected, **size)
+        torch.testing.assert_close(predictor.functional_covariance(x), blocks_of(expected, len(x)), **size)
+        torch.testing.assert_close(predictor.functional_variance(x), variances_of(expected, len(x)), **size)
+
+
+@pytest.mark.parametrize("options", FAMILIES, ids=family_name)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
+def test_small_budgets_change_nothing(name: str, options: dict[str, Any]) -> None:
+    """Batches cut in two, outputs one by one, Jacobians row by row."""
+    model, posterior, x = setting(name, options)
+    expected = dense_covariance(model, posterior, x)
+    for budget in (1, 3000):
+        small = LinearizedPredictor(model, posterior, memory_budget=budget)
+        torch.testing.assert_close(small.functional_covariance(x), blocks_of(expected, len(x)))
+        torch.testing.assert_close(small.functional_variance(x), variances_of(expected, len(x)))
+        torch.testing.assert_close(small.functional_covariance(x, joint=True), expected)
+
+
+class _Largest(TorchDispatchMode):
+    """The most numbers that any operation gave back."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.numbers = max(self.numbers, min(tensor.numel(), storage))
+        return result
+
+
+@pytest.mark.parametrize("wanted", ["variance", "covariance"])
+def test_jacobians_of_a_batch_never_exist(wanted: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 16, 3),
+            nn.Tanh(),
+            nn.Conv2d(16, 16, 3),
+            nn.Flatten(),
+            nn.Linear(16 * 16, 64),
+            nn.Tanh(),
+            nn.Linear(64, 10),
+        )
+        x = torch.randn(16, 1, 8, 8)
+    posterior = uq.fit(model, [x], prior_precision=1.0, rank=5, progress=False)
+    predictor = LinearizedPredictor(model, posterior, memory_budget=2**18)
+    predictor(x)
+    jacobian = 16 * 10 * posterior.layers["2"].parameters
+    with _Largest() as largest:
+        if wanted == "variance":
+            predictor.functional_variance(x)
+        else:
+            predictor.functional_covariance(x)
+    # what is largest are the gradients of all outputs at the first layer
+    assert largest.numbers <= 16 * 10 * 16 * 36 < jacobian / 4
+
+
+def net_of_the_table() -> tuple[nn.Module, Tensor]:
+    """The 2-2-2 tanh network of the specification."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[0.5, -1.0], [1.5, 0.25]]))
+        model[0].bias.copy_(torch.tensor([0.1, -0.2]))
+        model[2].weight.copy_(torch.tensor([[1.0, -0.5], [0.2, 0.8]]))
+        model[2].bias.copy_(torch.tensor([0.3, 0.0]))
+    return model, torch.tensor([[1.0, 2.0], [-1.0, 0.5], [0.0, -1.0]], dtype=torch.float64)
+
+
+def layers_of(model: nn.Module, names: list[str]) -> dict[str, Layer]:
+    modules = dict(model.named_modules())
+    found: dict[str, Layer] = {}
+    for name in names:
+        outputs, inputs = modules[name].weight.shape
+        found[name] = Layer(
+            name, "linear", f"{name}.weight", f"{name}.bias", 1, outputs, inputs + 1, (outputs, inputs)
+        )
+    return found
+
+
+def isotropic(model: nn.Module, names: list[str], variance: float) -> Posterior:
+    layers = layers_of(model, names)
+    blocks = {
+        name: DiagonalBlock(torch.zeros(layer.matrix_shape, dtype=torch.float64))
+        for name, layer in layers.items()
+    }
+    mean = {name: p.detach() for name, p in model.named_parameters()}
+    posterior = Posterior(
+        "diag", layers, blocks, {name: [name] for name in names}, mean, Categorical(), Evidence(3)
+    )
+    posterior.prior_precision = 1 / variance
+    return posterior
+
+
+def parts(covariance: Tensor) -> Tensor:
+    """``v0, c01, v1`` of every sample."""
+    return torch.stack([covariance[:, 0, 0], covariance[:, 0, 1], covariance[:, 1, 1]], dim=1)
+
+
+def near(found: Tensor, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1.1e-6)
+
+
+def test_the_table_of_the_specification() -> None:
+    model, x = net_of_the_table()
+    near(model(x).detach(), [[-1.058755, 0.580374], [0.042611, -0.877514], [1.311449, -0.177419]])
+    everywhere = LinearizedPredictor(model, isotropic(model, ["0", "2"], 0.1))
+    near(
+        parts(everywhere.functional_covariance(x)),
+        [[0.297671, 0.003033, 0.273268], [0.290289, 0.008433, 0.241258], [0.241469, -0.048894, 0.269400]],
+    )
+    for engine in ("exact", "last_layer"):
+        last = LinearizedPredictor(model, isotropic(model, ["2"], 0.1), engine=engine)
+        near(
+            parts(last.functional_covariance(x)),
+            [[0.268029, 0.0, 0.268029], [0.235547, 0.0, 0.235547], [0.181880, 0.0, 0.181880]],
+        )
+
+
+def test_the_laplace_posterior_of_the_table() -> None:
+    """Full Gauss-Newton on the three points: covariances, and the probabilities that follow by probit."""
+    model, x = net_of_the_table()
+    posterior = uq.fit(
+        model, [x], method="full", fisher="exact", prior_precision=1.0, dtype=torch.float64, progress=False
+    )
+    fisher = next(iter(posterior.blocks.values()))
+    assert isinstance(fisher, DenseBlock)
+    precision = 3 * fisher.fisher + torch.eye(12, dtype=torch.float64)
+    assert float(torch.linalg.inv(precision).trace()) == pytest.approx(10.628330, abs=1e-6)
+    predictor = LinearizedPredictor(model, posterior)
+    covariance = predictor.functional_covariance(x)
+    near(
+        parts(covariance),
+        [[2.280005, 0.667668, 2.149537], [2.083934, 0.766363, 1.843489], [1.721979, 0.261070, 1.879238]],
+    )
+    # two classes: by the variance of the difference of their logits
+    found = predictor(x)
+    near(found.probs[:, :1], [[0.249491], [0.659382], [0.731395]])
+    torch.testing.assert_close(found.logits_variance, covariance.diagonal(dim1=1, dim2=2))
+    difference = found.logits_mean[:, 0] - found.logits_mean[:, 1]
+    near(difference.unsqueeze(1), [[-1.639129], [0.920124], [1.488868]])
+
+
+def test_a_linear_model_has_the_analytic_variance() -> None:
+    """Bayesian linear regression: ``x^T (X^T X / noise + tau)^-1 x``, bias included."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        x, new = torch.randn(30, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    posterior = uq.fit(
+        model,
+        [(x, torch.zeros(30, 1, dtype=torch.float64))],
+        method="full",
+        likelihood="regression",
+        fisher="exact",
+        noise_variance=0.3,
+        prior_precision=2.0,
+        dtype=torch.float64,
+        progress=False,
+    )
+    rows, wanted = nn.functional.pad(x, (0, 1), value=1.0), nn.functional.pad(new, (0, 1), value=1.0)
+    sigma = torch.linalg.inv(rows.T @ rows / 0.3 + 2 * torch.eye(4, dtype=torch.float64))
+    predictor = LinearizedPredictor(model, posterior)
+    expected = wanted @ sigma @ wanted.T
+    torch.testing.assert_close(predictor.functional_covariance(new, joint=True), expected)
+    prediction = predictor(new)
+    torch.testing.assert_close(prediction.epistemic_variance, expected.diagonal().unsqueeze(1))
+    torch.testing.assert_close(prediction.noise_variance, torch.full((4, 1), 0.3, dtype=torch.float64))
+    # and equals what sampling says: the model is its own linearisation
+    draws = uq.wrap(model, posterior, n_samples=2000).outputs(new)
+    torch.testing.assert_close(draws.var(0), expected.diagonal().unsqueeze(1), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_without_uncertainty_it_is_the_plain_network(link: str) -> None:
+    model, posterior, x = setting("cnn", {"method": "inf", "rank": 6})
+    posterior.prior_precision = 1e12
+    prediction = LinearizedPredictor(model, posterior, link=link)(x)
+    torch.testing.assert_close(prediction.probs, model(x).detach().softmax(1), atol=1e-5, rtol=0)
+
+
+def test_what_a_batch_is_does_not_matter() -> None:
+    model, posterior, x = setting("cnn", {"method": "inf", "rank": 6}, samples=9)
+    predictor = LinearizedPredictor(model, posterior)
+    whole = predictor(x)
+    one_by_one = torch.cat([predictor(x[i : i + 1]).probs for i in range(9)])
+    torch.testing.assert_close(one_by_one, whole.probs)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(predictor(x[order]).probs, whole.probs[order])
+    loaded = predictor.predict([x[:4], x[4:]], progress=False)
+    torch.testing.assert_close(loaded.probs, whole.probs)
+    alone = LinearizedPredictor(model, posterior)  # whose first batch is one sample
+    torch.testing.assert_close(alone(x[:1]).probs, whole.probs[:1])
+    torch.testing.assert_close(alone(x).probs, whole.probs)
+
+
+def many_classes(**options: Any) -> tuple[nn.Module, Posterior, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 30)).double()
+        x = torch.randn(12, 1, 4, 4, dtype=torch.float64)
+    return model, fitted(model, x[4:], rank=8, **options), x[:4]
+
+
+@pytest.mark.parametrize("outputs, number", [("auto", 10), ("topk", 10), ("topk:3", 3), (5, 5), (99, 30)])
+def test_the_classes_with_the_largest_logits(outputs: str | int, number: int) -> None:
+    model, posterior, x = many_classes()
+    whole = LinearizedPredictor(model, posterior, outputs="all")
+    some = LinearizedPredictor(model, posterior, outputs=outputs)
+    full, found = whole.functional_variance(x), some.functional_variance(x)
+    top = model(x).topk(number).indices
+    torch.testing.assert_close(found.gather(1, top), full.gather(1, top))
+    last = LinearizedPredictor(model, fitted_last(posterior), engine="last_layer")
+    rest = torch.ones_like(full, dtype=torch.bool).scatter(1, top, False)
+    torch.testing.assert_close(found[rest], last.functional_variance(x)[rest])
+    assert bool((found[rest] < full[rest]).all())
+    covariance = whole.functional_covariance(x)
+    picked = covariance.gather(1, top.unsqueeze(2).expand(-1, -1, 30))
+    picked = picked.gather(2, top.unsqueeze(1).expand(-1, number, -1))
+    if number < 30:
+        torch.testing.assert_close(some.functional_covariance(x), picked)
+        joint = blocks_of(some.functional_covariance(x, joint=True), len(x))
+        torch.testing.assert_close(joint, picked)
+    else:
+        torch.testing.assert_close(some.functional_covariance(x), covariance)
+
+
+def fitted_last(posterior: Posterior) -> Posterior:
+    """The same posterior of the last layer alone."""
+    name = list(posterior.layers)[-1]
+    last = Posterior(
+        posterior.method,
+        {name: posterior.layers[name]},
+        {name: posterior.blocks[name]},
+        {name: [name]},
+        posterior.mean,
+        posterior.likelihood,
+        posterior.evidence,
+    )
+    last.prior_precision = posterior.layer_prior(name)
+    return last
+
+
+def test_classes_of_which_nothing_is_known() -> None:
+    """Without the last layer in the posterior, the others get the mean of those that were looked at."""
+    model, posterior, x = many_classes(layers=["0"])
+    full = LinearizedPredictor(model, posterior, outputs="all").functional_variance(x)
+    found = LinearizedPredictor(model, posterior, outputs=4).functional_variance(x)
+    top = model(x).topk(4).indices
+    expected = full.gather(1, top).mean(1, keepdim=True).expand(-1, 30).scatter(1, top, full.gather(1, top))
+    torch.testing.assert_close(found, expected)
+
+
+def test_classes_under_a_full_posterior() -> None:
+    """The last layer's own share of a covariance that correlates layers."""
+    model, x = build("mlp", 9)
+    posterior = fitted(model, x, method="full")
+    predictor = LinearizedPredictor(model, posterior, outputs=1)
+    covariance = next(iter(posterior.blocks.values())).dense(posterior.scale)[0]
+    covariance = torch.linalg.inv(covariance + 1.3 * torch.eye(len(covariance), dtype=torch.float64))
+    own = covariance[-18:, -18:].reshape(3, 6, 3, 6)
+    rows = nn.functional.pad(model[:4](x).detach(), (0, 1), value=1.0)
+    expected = torch.stack([torch.stack([r @ own[o, :, o] @ r for o in range(3)]) for r in rows])
+    full = variances_of(dense_covariance(model, posterior, x), 9)
+    top = model(x).argmax(1, keepdim=True)
+    torch.testing.assert_close(
+        predictor.functional_variance(x), expected.scatter(1, top, full.gather(1, top))
+    )
+
+
+@pytest.mark.parametrize("name", ["cnn", "shared", "attention"])
+def test_forward_derivatives(name: str) -> None:
+    """``J delta`` against the dense Jacobian; fused attention has no forward derivative of its own."""
+    model, posterior, x = setting(name, {"method": "diag"})
+    draws = posterior.sample(3, torch.Generator().manual_seed(0))
+    deviations = {key: draw - posterior.mean[key] for key, draw in draws.items()}
+    outputs, found = function_draws(model, Batch((x,)), deviations)
+    torch.testing.assert_close(outputs, model(x).detach(), rtol=0, atol=1e-13)
+    jacobian = dense_jacobian(model, posterior, x)
+    expected = torch.zeros(3, outputs.numel(), dtype=torch.float64)
+    for layer_name, layer in posterior.layers.items():
+        bias = deviations[layer.bias] if layer.bias is not None else None
+        expected += layer.to_matrix(deviations[layer.weight], bias).flatten(1) @ jacobian[layer_name].T
+    torch.testing.assert_close(found.flatten(1), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", FAMILIES[::3] + FAMILIES[-1:], ids=family_name)
+def test_sampling_in_function_space_agrees(options: dict[str, Any]) -> None:
+    model, posterior, x = setting("shared", options)
+    exact = LinearizedPredictor(model, posterior)
+    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=1500)
+    ratio = drawn.functional_variance(x) / exact.functional_variance(x)
+    assert float((ratio - 1).abs().max()) < 5 * sqrt(2 / 1500)
+    size = exact.functional_variance(x).sqrt()
+    error = drawn.functional_covariance(x) - exact.functional_covariance(x)
+    assert float((error / (size.unsqueeze(2) * size.unsqueeze(1))).abs().max()) < 5 * sqrt(2 / 1500)
+    joint = drawn.functional_covariance(x, joint=True)
+    torch.testing.assert_close(blocks_of(joint, len(x)), drawn.functional_covariance(x))
+    torch.testing.assert_close(drawn.functional_trace(x), drawn.functional_variance(x).sum(1))
+    assert float((drawn(x).probs - exact(x).probs).abs().max()) < 0.02
+
+
+def test_the_trace_of_many_outputs() -> None:
+    model, posterior, x = many_classes()
+    whole = LinearizedPredictor(model, posterior, outputs="all").functional_variance(x).sum(1)
+    predictor = LinearizedPredictor(model, posterior, n_probes=5)
+    torch.testing.assert_close(predictor.functional_trace(x, n_probes=30), whole)
+    probed = predictor.functional_trace(x, n_probes=20)
+    torch.testing.assert_close(predictor.functional_trace(x, n_probes=20), probed, rtol=0, atol=0)
+    # The variance of u^T C u is at most 2 |C|^2.
+    covariance = LinearizedPredictor(model, posterior, outputs="all").functional_covariance(x)
+    spread = (2 * covariance.square().sum((1, 2)) / 20).sqrt()
+    assert bool(((probed - whole).abs() < 4 * spread).all())
+    assert not torch.equal(predictor.functional_trace(x), probed)
+
+
+def test_what_comes_after_the_last_layer() -> None:
+    """A layer feeds the outputs directly only if its outputs are the model's, on every batch."""
+
+    class Ending(nn.Module):
+        def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.inner, self.end = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), end
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.inner(x))
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(12, 4, dtype=torch.float64)
+        for end, direct in (
+            (lambda out: out.unsqueeze(-1).flatten(1), True),
+            (lambda out: torch.log_softmax(out, 1), False),
+            (lambda out: 1e-9 * out, False),
+            (lambda out: out.relu_() + 0.0, False),
+            (lambda out: out + 1e-3 * out.sin(), False),
+        ):
+            model = Ending(end).double()
+            posterior = fitted(model, x, method="kfac", layers="last")
+            auto = LinearizedPredictor(model, posterior)
+            expected = dense_covariance(model, posterior, x)
+            torch.testing.assert_close(auto.functional_covariance(x), blocks_of(expected, 12))
+            strict = LinearizedPredictor(model, posterior, engine="last_layer")
+            if direct:
+                torch.testing.assert_close(strict.functional_variance(x), variances_of(expected, 12))
+            else:
+                with pytest.raises(uq.PosthocUQError, match="last_layer"):
+                    strict(x)
+
+
+def test_outputs_that_are_direct_for_some_inputs() -> None:
+    """Clamped outputs are the layer's own as long as nothing is clamped."""
+    model, x = build("mlp", 8)
+    largest = model(x).detach().abs().amax(1)
+    bound = float(largest.median()) + 1e-3
+    model, inside = nn.Sequential(*model, nn.Hardtanh(-bound, bound)), largest < bound
+    posterior = fitted(model, x, method="kfac", layers="last")
+    assert bool(inside.any()) and not bool(inside.all())
+    predictor = LinearizedPredictor(model, posterior)
+    for part in (x[inside], x):
+        expected = variances_of(dense_covariance(model, posterior, part), len(part))
+        torch.testing.assert_close(predictor.functional_variance(part), expected)
+
+
+@pytest.mark.parametrize("shape", ["(batch,)", "(batch, 1)", "(batch, 25)"])
+@pytest.mark.parametrize("engine", ["auto", "jvp"])
+def test_regression(shape: str, engine: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        size = 25 if "25" in shape else 1
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, size)]
+        model = nn.Sequential(*layers, *([nn.Flatten(0)] if shape == "(batch,)" else [])).double()
+        x = torch.randn(10, 3, dtype=torch.float64)
+    y = model(x).detach() + 0.1
+    posterior = uq.fit(
+        model, [(x, y)], likelihood="regression", fisher="exact", prior_precision=1.0, progress=False
+    )
+    predictor = LinearizedPredictor(model, posterior, engine=engine, n_probes=600)
+    expected = variances_of(dense_covariance(model, posterior, x), 10).reshape(y.shape)
+    prediction = predictor(x)
+    tolerance = {"rtol": 0.35, "atol": 0.0} if engine == "jvp" else {"rtol": 1e-9, "atol": 1e-14}
+    torch.testing.assert_close(prediction.epistemic_variance, expected, **tolerance)
+    torch.testing.assert_close(predictor.functional_variance(x), expected, **tolerance)
+    torch.testing.assert_close(prediction.mean, model(x).detach())
+    assert prediction.noise_variance.shape == y.shape and float(prediction.noise_variance.min()) > 0
+    assert predictor.functional_covariance(x).shape == (10, size, size)
+    posterior.noise_scale = 4.0  # less is known of the weights where the data are noisier
+    again = predictor(x)
+    torch.testing.assert_close(again.noise_variance, 4 * prediction.noise_variance)
+    assert bool((again.epistemic_variance > prediction.epistemic_variance).all())
+    with pytest.raises(uq.PosthocUQError, match="logits"):
+        LinearizedPredictor(model, posterior, outputs="topk")
+
+
+@pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
+def test_one_logit(link: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        x = torch.randn(10, 3, dtype=torch.float64)
+    posterior = uq.fit(model, [x], likelihood="binary", fisher="exact", prior_precision=1.0, progress=False)
+    assert isinstance(posterior.likelihood, Bernoulli)
+    prediction = LinearizedPredictor(model, posterior, link=link)(x)
+    expected = variances_of(dense_covariance(model, posterior, x), 10)
+    torch.testing.assert_close(prediction.logits_variance, expected)
+    assert prediction.probs.shape == (10, 2)
+    if link == "probit":
+        scaled = model(x).detach() / (1 + torch.pi * expected / 8).sqrt()
+        torch.testing.assert_close(prediction.probs[:, 1:], scaled.sigmoid())
+
+
+def test_links_get_the_covariance() -> None:
+    """Monte Carlo with correlated logits: against draws made here."""
+    model, posterior, x = setting("mlp", {"method": "inf", "rank": 6})
+    prediction = LinearizedPredictor(model, posterior, link="mc", n_draws=4000)(x)
+    covariance = blocks_of(dense_covariance(model, posterior, x), len(x))
+    root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(3, dtype=torch.float64))
+    normals = torch.randn(
+        20_000, len(x), 3, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    logits = model(x).detach() + (root @ normals).squeeze(-1)
+    torch.testing.assert_close(prediction.probs, logits.softmax(-1).mean(0), rtol=0, atol=0.012)
+    assert prediction.sample_entropy is not None
+
+
+def test_temperature() -> None:
+    model, posterior, x = setting("mlp", {"method": "diag"})
+    predictor = LinearizedPredictor(model, posterior)
+    variance = predictor.functional_variance(x)
+    posterior.temperature = 2.0
+    hot = predictor(x)
+    torch.testing.assert_close(hot.logits_variance, variance / 4)
+    torch.testing.assert_close(hot.logits_mean, model(x).detach() / 2)
+    torch.testing.assert_close(predictor.functional_variance(x), variance)
+
+
+@pytest.mark.parametrize("engine", ["auto", "jvp"])
+def test_changed_settings_are_seen(engine: str) -> None:
+    model, posterior, x = setting("mlp", {"method": "inf", "rank": 6})
+    predictor = LinearizedPredictor(model, posterior, engine=engine)
+    before = predictor.functional_variance(x)
+    for name, value in (("scale", 3.0), ("prior_precision", 30.0), ("residual_weight", 0.1)):
+        setattr(posterior, name, value)
+        fresh = LinearizedPredictor(model, posterior, engine=engine).functional_variance(x)
+        torch.testing.assert_close(predictor.functional_variance(x), fresh, rtol=0, atol=0)
+        assert not torch.allclose(fresh, before)
+        before = fresh
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize("scale", [1e3, 1e8])
+def test_stiff_posteriors_in_float32(name: str, layers: str, scale: float) -> None:
+    """Nearly all of a variance may cancel along directions that the data settled."""
+    model, x = build(name, 20, torch.float32)
+    posterior = uq.fit(model, [x], rank=1000, layers=layers, prior_precision=1e-2, progress=False)
+    posterior.scale = scale
+    expected = dense_covariance(model.double(), posterior, x.double())
+    predictor = LinearizedPredictor(model.float(), posterior)
+    found = predictor.functional_variance(x)
+    assert found.dtype == torch.float32
+    # The float32 Jacobian itself is known to rounding of its own size, which the prior alone does not damp.
+    torch.testing.assert_close(found.double(), variances_of(expected, 20), rtol=2e-3, atol=0)
+    whole = LinearizedPredictor(model, posterior).functional_covariance(x).double()
+    size = variances_of(expected, 20).sqrt()
+    error = (whole - blocks_of(expected, 20)).abs() / (size.unsqueeze(1) * size.unsqueeze(2))
+    assert float(error.max()) < 2e-3
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, module in model.named_modules():
+        hooks = [
+            len(getattr(module, key)) for key in ("_forward_hooks", "_backward_hooks", "_forward_pre_hooks")
+        ]
+        found[f"{name} module"] = (module.training, hooks, sorted(vars(module)))
+    for name, parameter in model.named_parameters():
+        found[f"{name} flags"] = (parameter.requires_grad, parameter.grad is None, parameter._version)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["auto", "exact", "jvp"])
+def test_the_model_and_the_random_state_are_left_alone(engine: str) -> None:
+    model, posterior, x = setting("cnn", {"method": "inf", "rank": 6})
+    model.train()
+    model[0].weight.requires_grad_(False)
+    before, state = state_of(model), torch.get_rng_state()
+    x.requires_grad_(True)
+    kept = x.detach().clone()
+    predictor = LinearizedPredictor(model, posterior, engine=engine)
+    predictor.train()
+    first = predictor(x)
+    predictor.functional_covariance(x)
+    predictor.functional_trace(x)
+    after = state_of(model)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
+    assert torch.equal(state, torch.get_rng_state())
+    assert x.grad is None and torch.equal(x, kept)
+    assert not first.probs.requires_grad
+    assert torch.equal(predictor(x).probs, first.probs)
+
+
+@pytest.mark.parametrize("engine", ["exact", "jvp"])
+def test_whatever_mode_the_caller_is_in(engine: str) -> None:
+    model, posterior, x = setting("cnn", {"method": "inf", "rank": 6})
+    expected = LinearizedPredictor(model, posterior, engine=engine)(x).probs
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            mine = x.clone()  # in inference mode, one that autograd cannot save
+            predictor = LinearizedPredictor(model, posterior, engine=engine)
+            torch.testing.assert_close(predictor(mine).probs, expected)
+    torch.testing.assert_close(predictor(x).probs, expected)
+
+
+def test_models_that_change_their_input() -> None:
+    """The caller's tensor stays as it was, and every run of the model sees it so."""
+    model, posterior, x = setting("mlp", {"method": "diag"})
+    expected = LinearizedPredictor(model, posterior, engine="jvp").functional_variance(x - 0.5)
+    shifted = nn.Sequential(*model)
+    shifted.register_forward_pre_hook(lambda _, args: (args[0].sub_(0.5),))
+    predictor = LinearizedPredictor(shifted, posterior, engine="jvp")
+    kept = x.clone()
+    for _ in range(2):
+        torch.testing.assert_close(predictor.functional_variance(x), expected)
+        covariance = predictor.functional_covariance(x)
+        torch.testing.assert_close(covariance.diagonal(dim1=1, dim2=2), expected)
+    torch.testing.assert_close(predictor.functional_mean(x), model(x - 0.5).detach())
+    assert torch.equal(x, kept)
+
+
+def test_autocast() -> None:
+    model, posterior, x = setting("mlp", {"method": "inf", "rank": 6})
+    model, x = model.float(), x.float()
+    posterior = fitted(model, x, rank=6)
+    plain = LinearizedPredictor(model, posterior)
+    exact = plain.functional_variance(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for predictor in (plain, LinearizedPredictor(model, posterior)):
+            found = predictor.functional_variance(x)
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, exact, rtol=0.1, atol=0)
+            assert predictor(x).probs.dtype == torch.float32
+    torch.testing.assert_close(plain.functional_variance(x), exact)
+
+
+@pytest.mark.parametrize("engine", ["exact", "jvp"])
+def test_two_threads_predict_at_once(engine: str) -> None:
+    model, posterior, x = setting("shared convolution", {"method": "inf", "rank": 6})
+    other = 2 * x
+    single = LinearizedPredictor(model, posterior, engine=engine)
+    expected = {
+        0: (single(x).probs, single.functional_mean(x)),
+        1: (single(other).probs, single.functional_mean(other)),
+    }
+    predictor = LinearizedPredictor(model, posterior, engine=engine)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        inputs = (x, other)[number % 2]
+        probs, mean = expected[number % 2]
+        for _ in range(15):
+            if not torch.allclose(predictor(inputs).probs, probs, atol=1e-12):
+                wrong.append("probabilities")
+            if not torch.equal(predictor.functional_mean(inputs), mean):
+                wrong.append("mean")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Branches(nn.Module):
+    """Uses one layer or the other, by a flag among its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, *, side: str = "both") -> dict[str, Tensor]:
+        left = 0 if side == "right" else self.left(x)
+        right = 0 if side == "left" else self.right(x)
+        return {"logits": self.last(torch.tanh(left + right))}
+
+
+def test_layers_that_a_pass_does_not_use_are_named() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Branches().double(), torch.randn(6, 4, dtype=torch.float64)
+    posterior = fitted(model, x, method="kfac")
+    predictor = LinearizedPredictor(model, posterior)
+    with pytest.warns(UserWarning, match=r"\['right'\]"):
+        found = predictor(x, side="left")
+    assert found.probs.shape == (6, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LinearizedPredictor(model, posterior)(x)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"engine": "fast"}, "engine must be one of"),
+        ({"link": "logit"}, "link must be one of"),
+        ({"n_draws": 0}, "n_draws=0"),
+        ({"n_probes": 0}, "n_probes must be at least 1"),
+        ({"memory_budget": 0}, "memory_budget"),
+        ({"outputs": "some"}, "outputs must be"),
+        ({"outputs": "topk:0"}, "outputs must be"),
+        ({"outputs": 0}, "outputs must be"),
+        ({"outputs": True}, "outputs must be"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    model, posterior, _ = setting("mlp", {"method": "diag"})
+    with pytest.raises(uq.PosthocUQError, match=message):
+        LinearizedPredictor(model, posterior, **options)
+
+
+def test_what_it_cannot_serve() -> None:
+    model, posterior, x = setting("mlp", {"method": "diag"})
+    with pytest.raises(uq.PosthocUQError, match="layers='last'"):
+        LinearizedPredictor(model, posterior, engine="last_layer")(x)
+    with pytest.raises(uq.PosthocUQError, match="at least 1"):
+        LinearizedPredictor(model, posterior).functional_trace(x, n_probes=0)
+    with pytest.raises(uq.PosthocUQError, match="no input tensor"):
+        LinearizedPredictor(model, posterior)(x[:0])
+    images = nn.Sequential(*model, nn.Unflatten(1, (3, 1)))
+    with pytest.raises(uq.PosthocUQError, match=r"\(batch, outputs\)"):
+        LinearizedPredictor(images, posterior)(x)
+    wider = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with pytest.raises(uq.PosteriorMismatchError, match="'0'"):
+        LinearizedPredictor(wider, posterior)(x)
+
+
+def test_an_operation_without_forward_derivative() -> None:
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0]
+
+    class Custom(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Backward.apply(x)  # type: ignore[no-any-return]
+
+    inner, x = build("mlp")
+    model = nn.Sequential(inner, Custom())
+    posterior = fitted(model, x, method="diag")
+    assert LinearizedPredictor(model, posterior)(x).probs.shape == (5, 3)
+    with pytest.raises(uq.PosthocUQError, match="engine='exact'"):
+        LinearizedPredictor(model, posterior, engine="jvp")(x)
