@@ -235,17 +235,27 @@ def laplace_predictor(kind: str, backend: str, subset: str) -> Callable[[Trained
 
 
 def fastbnns_predictor(trained: Trained, prior: float) -> PeerPredictor:
-    """fastbnns' moments of the outputs by the unscented transform, with the variances that were handed over."""
+    """fastbnns' moments of the outputs by the unscented transform, with the variances that were handed over.
+
+    The transform's constants are its defaults, given in the data's precision: its own are rounded to float32.
+    """
     from fastbnns.bnn.base import BNN
+    from fastbnns.bnn.inference import UnscentedTransform
     from fastbnns.bnn.types import MuVar
 
-    network = BNN(trained.model, wrapper_kwargs_global={"resample_mean": False}).to(trained.inputs.dtype)
+    kind = trained.inputs.dtype
+    scale, weights = torch.tensor(3.0, dtype=kind).sqrt(), torch.tensor([4.0, 1.0, 1.0], dtype=kind) / 6
+    network = BNN(
+        trained.model,
+        wrapper_kwargs_global={"resample_mean": False},
+        wrapper_kwargs_type={"ReLU": {"moment_propagator": UnscentedTransform(scale, weights)}},
+    ).to(kind)
     for name, variance in trained.variances.items():
         layer, _, parameter = name.rpartition(".")
         own = network.bnn.get_submodule(layer)._module_params
         assert torch.equal(own[f"{parameter}_mean"], trained.model.get_parameter(name))
         deviation = variance.double().sqrt()  # which is softplus of what is kept
-        own[f"{parameter}_rho"].data = deviation.expm1().log().to(trained.inputs.dtype)
+        own[f"{parameter}_rho"].data = deviation.expm1().log().to(kind)
     network.eval()
 
     def moments(x: Tensor) -> Moments:

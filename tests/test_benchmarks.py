@@ -199,7 +199,7 @@ def test_moments_accuracy_compares_with_monte_carlo(
     assert (diag["head"], full["head"]) == ("diag", "full")
     assert full["error"] < 0.1 < diag["error"]
     body = {row["head"]: row for row in rows if row["noisy"] == "body" and "no skips" in row["net"]}
-    assert body["diag, rho 0"]["ratio"] < body["diag, rho 1"]["ratio"] < 1
+    assert body["diag, rho 0"]["ratio"] < 0.5 < body["diag, rho 1"]["ratio"]
     assert body["diag, rho 0, calibrated"]["error"] < 0.7 * body["diag, rho 0"]["error"]
 
 

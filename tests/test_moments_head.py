@@ -479,6 +479,22 @@ def test_covariances_reach_probabilities_and_maps() -> None:
     assert (variance / difference.var(0)).mean().item() == pytest.approx(1, abs=0.05)
 
 
+def test_batch_norm_keeps_covariances() -> None:
+    net = trained(
+        nn.Sequential(
+            nn.Linear(20, 64),
+            nn.BatchNorm1d(64),
+            nn.ReLU(),
+            nn.Linear(64, 64),
+            nn.BatchNorm1d(64),
+            nn.Tanh(),
+            nn.Linear(64, 10),
+        )
+    ).eval()
+    own = relative(net, torch.randn(2, 20), 0.1)
+    assert agreement(net, own, 1000, cov="full")["error"] < 0.04 < agreement(net, own, 1000)["error"]
+
+
 def test_a_budget_cuts_batches_of_covariances(monkeypatch: pytest.MonkeyPatch) -> None:
     net = mlp(2, nn.ReLU())
     own = fitted(net, "diag", 2000.0, (20,), 10)
@@ -567,3 +583,34 @@ def test_attention_modules_and_encoders() -> None:
     torch.testing.assert_close(mean, net(x), atol=0.05, rtol=0.05)
     drawn = uq.wrap(net, own, n_samples=500).outputs(x)  # type: ignore[attr-defined]
     assert 0.4 < (variance.sqrt() / drawn.std(0)).median().item() < 1.4
+
+
+def test_predictions_follow_the_posteriors_settings() -> None:
+    net = trained(mlp(2, nn.ReLU()))
+    own = fitted(net, "diag", 100.0, (20,), 10)
+    x = torch.randn(20, 20)
+    predictor = MomentsPredictor(net, own)
+    before = predictor.functional_variance(x)
+    own.prior_precision = 5000.0
+    after = predictor.functional_variance(x)
+    assert (after < before).all()
+    torch.testing.assert_close(after, MomentsPredictor(net, own).functional_variance(x))
+    found = predictor.calibrate([x], n_mc=50, progress=False)
+    torch.testing.assert_close(MomentsPredictor(net, own).functional_variance(x), found.apply(after))
+
+
+def test_calibration_of_outputs_without_a_dimension() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).squeeze(1)
+
+    net, x = Flat(), torch.randn(30, 4)
+    own = uq.fit(
+        net, [(x, x[:, 0])], likelihood="regression", noise_variance=0.1, prior_precision=5.0, progress=False
+    )
+    found = uq.wrap(net, own, head="moments").calibrate([x], n_mc=400, progress=False)
+    assert found.residual < 0.1 and abs(found.alpha) < 0.1

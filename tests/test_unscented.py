@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posthoc_uq.moments.maximum import along, larger, pooled
 from posthoc_uq.moments.unscented import (
-    BLOCK,
+    block_size,
     blockwise,
     rectified,
     slope,
@@ -162,14 +162,14 @@ def test_blocks_change_nothing(layout: str) -> None:
     generator = torch.Generator().manual_seed(0)
     m = torch.randn(2, 8, 96, 96, generator=generator)
     v = torch.rand(2, 8, 96, 96, generator=generator)
-    assert m.numel() > BLOCK
+    assert m.numel() > block_size()
     if layout == "channels_last":
         m, v = m.to(memory_format=torch.channels_last), v.to(memory_format=torch.channels_last)
     elif layout == "transposed":
         m = m.transpose(2, 3)
     elif layout == "expanded":
         v = v[:, :, :1].expand(2, 8, 96, 96)
-    found = blockwise(lambda a, b: unscented(torch.relu, a, b), m, v)
+    found = blockwise(lambda a, b, out: unscented(torch.relu, a, b, out), m, v)
     expected = unscented(torch.relu, m, v)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

@@ -59,14 +59,16 @@ class Calibration:
             "before": self.before,
             "n_mc": self.n_mc,
             "head": dict(settings),
-            "posterior": _posterior_settings(posterior),
+            "posterior": posterior_settings(posterior),
         }
 
 
-def _posterior_settings(posterior: Posterior) -> dict[str, Any]:
+def posterior_settings(posterior: Posterior) -> dict[str, Any]:
+    """What a propagated variance depends on beside the blocks."""
+    prior = posterior.prior_precision
     return {
         "scale": posterior.scale,
-        "prior_precision": posterior.prior_precision,
+        "prior_precision": dict(prior) if isinstance(prior, dict) else prior,
         "residual_weight": posterior.residual_weight,
         "noise_scale": posterior.noise_scale,
     }
@@ -80,7 +82,7 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Ca
     kept = posterior.record.calibration
     if not kept or dict(kept["head"]) != dict(settings):
         return None
-    if kept["posterior"] != _posterior_settings(posterior):
+    if kept["posterior"] != posterior_settings(posterior):
         warnings.warn(
             "The posterior's scale or prior precision changed after calibrate(); the calibration is not used. "
             "Calibrate again.",
@@ -124,18 +126,19 @@ def calibrate(
             count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
             if seen + count > samples:
                 batch = batch.narrow(0, samples - seen, count)
-            own.append(as_double(variance(*batch.args, **batch.kwargs)).cpu().flatten(1))
+            own.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
             outputs = sampler.outputs(*batch.args, **batch.kwargs) * posterior.temperature
             if output_map is not None:
                 outputs = torch.stack([output_map(one) for one in outputs])
-            drawn.append(as_double(outputs).var(0).cpu().flatten(1))
+            drawn.append(as_double(outputs).var(0).cpu())
             seen += own[-1].shape[0]
             bar.advance(own[-1].shape[0])
             if seen >= samples:
                 break
     if seen < 2:
         raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
-    return _fitted(torch.cat(own).sqrt(), torch.cat(drawn).sqrt(), n_mc, slope)
+    first, second = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (own, drawn))
+    return _fitted(first, second, n_mc, slope)
 
 
 def _fitted(own: Tensor, drawn: Tensor, n_mc: int, slope: bool) -> Calibration:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from posthoc_uq.loaders import output_tensor
 
@@ -24,8 +25,7 @@ class Inputs:
             floating = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(dtype) if floating and dtype is not None else value
 
-        self._args = tuple(cast(value) for value in args)
-        self._kwargs = {name: cast(value) for name, value in kwargs.items()}
+        self._args, self._kwargs = tree_map(cast, (args, kwargs))
         self._copy: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._versions: list[int] | None = None
 
@@ -36,16 +36,16 @@ class Inputs:
     @property
     def shapes(self) -> tuple[Any, ...]:
         """Shapes, types and devices of the tensors, for a dictionary."""
-        named = (*enumerate(self._args), *sorted(self._kwargs.items()))
-        return tuple((k, tuple(v.shape), v.dtype, v.device) for k, v in named if isinstance(v, Tensor))
+        leaves = enumerate(tree_leaves((self._args, self._kwargs)))
+        return tuple((k, tuple(v.shape), v.dtype, v.device) for k, v in leaves if isinstance(v, Tensor))
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A copy of the arguments that nobody has changed yet."""
-        if self._copy is None or self._versions is None or self._versions != _versions(self._copy):
-            args = tuple(_clone(value) for value in self._args)
-            self._copy = args, {name: _clone(value) for name, value in self._kwargs.items()}
-            self._versions = _versions(self._copy)
-        return self._copy
+        copy = self._copy
+        if copy is None or self._versions is None or self._versions != _versions(copy):
+            copy = tree_map(_clone, (self._args, self._kwargs))
+            self._copy, self._versions = copy, _versions(copy)
+        return copy
 
     def run(self, model: nn.Module) -> Tensor:
         """The output tensor of `model`."""
@@ -59,5 +59,5 @@ def _clone(value: Any) -> Any:
 
 def _versions(call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[int] | None:
     """How often each tensor was written, or None where one does not say (those of inference mode)."""
-    tensors = [value for value in (*call[0], *call[1].values()) if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
     return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]

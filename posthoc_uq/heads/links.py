@@ -144,10 +144,14 @@ def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     classes = mean.shape[1]
     sums = covariance.sum(-1)
     total = sums.sum(-1, keepdim=True)
-    # Without any uncertainty there is nothing to project along.
-    total = torch.where(total > 0, total, torch.ones_like(total))
-    projected = mean - sums * mean.sum(-1, keepdim=True) / total
-    spread = covariance.diagonal(dim1=-2, dim2=-1) - sums.square() / total
+    # Logits that are certain of their sum are projected by taking off their mean.
+    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    known = total <= 100 * torch.finfo(mean.dtype).eps * trace
+    total = torch.where(known, torch.ones_like(total), total)
+    plain = mean - mean.mean(-1, keepdim=True)
+    projected = torch.where(known, plain, mean - sums * mean.sum(-1, keepdim=True) / total)
+    removed = torch.where(known, torch.zeros_like(sums), sums.square() / total)
+    spread = covariance.diagonal(dim1=-2, dim2=-1) - removed
     exponent = projected + torch.logsumexp(-projected, -1, keepdim=True) - 2 * log(classes)
     share = exponent
     if classes > 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
+from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
 from posthoc_uq.heads.links import check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction
@@ -24,6 +25,8 @@ from posthoc_uq.moments.unscented import unscented_map
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
+
+_PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weights": WEIGHTS,
@@ -43,7 +46,9 @@ class MomentsPredictor(Predictor):
     ``cov="diag"`` activations are taken to be independent of each other, which loses part of the variance of anything
     deeper than one hidden layer**: the ranking of inputs stays useful, the scale does not; `calibrate` mends the
     scale and says what error is left. ``cov="full"`` carries covariances through chains of linear and element-wise
-    layers, where it agrees with Monte Carlo, and falls back to independence at any other operation.
+    layers, where it agrees with Monte Carlo, and falls back to independence at any other operation. A layer that is
+    used several times is taken to be independent of itself in both. The posterior's settings may change between
+    predictions.
 
     Args:
         model: the model the posterior was fitted on; its code may be anything built from functions that have a rule.
@@ -52,8 +57,11 @@ class MomentsPredictor(Predictor):
             sample, ``"marginal"`` their variances only; ``"auto"`` is ``"row"``. Convolutions, and linear layers on
             tokens, always use variances.
         cov: ``"diag"`` or ``"full"``.
-        relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.
-        max_pool: ``"clark"`` or ``"argmax"``, which is faster and worse.
+        relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU (where no covariance is
+            carried).
+        max_pool: ``"clark"``, the maximum of independent Gaussians, or ``"argmax"``, which is faster and moves all
+            cells of a window together: worse for small, independent noise, nearer to the truth for broad posteriors, whose
+            weights move neighbouring cells alike.
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` (32 draws of its inputs),
             ``"delta"`` (a linearisation by 32 random probes).
@@ -94,9 +102,16 @@ class MomentsPredictor(Predictor):
         self._link, self._n_draws, self._output_map = link, n_draws, output_map
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model)
-        self.noises = nn.ModuleList(layer_noises(self.network, posterior, weights, cov).values())
         self._checked = False
-        self._calibration = fitting_calibration(posterior, self.settings())
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Take the posterior's present settings."""
+        self.noises = nn.ModuleList(
+            layer_noises(self.network, self._posterior, self._weights, self._rules.cov).values()
+        )
+        self._taken = posterior_settings(self._posterior)
+        self._calibration = fitting_calibration(self._posterior, self.settings())
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""
@@ -105,7 +120,15 @@ class MomentsPredictor(Predictor):
     @property
     def calibration(self) -> Calibration | None:
         """How the variance is corrected, or None."""
+        self._follow()
         return self._calibration
+
+    def _follow(self) -> None:
+        """Notice that the posterior was tuned since; predictions under way in other threads end as they began."""
+        if self._taken != posterior_settings(self._posterior):
+            with _PREPARING:
+                if self._taken != posterior_settings(self._posterior):
+                    self._prepare()
 
     def extra_repr(self) -> str:
         """The choices, and the calibration with the error it leaves."""
@@ -130,6 +153,7 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function has no rule, or writes into an activation.
         """
+        self._follow()
         parameters = dict(self.network.named_parameters())
         layers = self._posterior.layers
         by_weight = {id(parameters[layers[n.layer].weight]): n for n in self._own_noises()}

@@ -40,7 +40,8 @@ class SamplingPredictor(Predictor):
             whose draws are products with the full eigenbases. Under autograd the graph holds all draws either way.
         antithetic: draw in pairs ``mean + d, mean - d`` with the same deviation; of an odd number the last draw is
             alone. Halves the drawing, and takes out of the predictive mean what is odd in the deviation; the
-            variance over the draws is that of fewer independent ones.
+            variance over the draws is that of half as many independent ones, and for a nearly linear model
+            ``S / (S - 1)`` times too large on average.
         dtype: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``: what all weights of the ensemble are
             rounded to, and the inputs cast to; outputs come back in float32. None runs in the model's own.
         batched: run many draws in one pass with `torch.func.vmap`: True, False, or ``"auto"`` where that is

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.caught import Caught
@@ -38,9 +39,8 @@ def own_copy(batch: Batch) -> Batch:
     def copy(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    return Batch(
-        tuple(copy(value) for value in batch.args), None, {name: copy(v) for name, v in batch.kwargs.items()}
-    )
+    args, kwargs = tree_map(copy, (batch.args, batch.kwargs))
+    return Batch(args, None, kwargs)
 
 
 def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> Tracked:

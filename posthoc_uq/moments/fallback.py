@@ -26,29 +26,31 @@ def draws(func: Any, args: Any, kwargs: Any) -> Any:
     """Mean and variance of the function's outputs over `DRAWS` Gaussian draws of its inputs, by a fixed seed, in
     antithetic pairs.
     """
+    _refuse_in_place(func)
     inputs, build = _inputs(args, kwargs)
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
     for _ in range(DRAWS // 2):
-        noise = [torch.randn(x.moment_mean.shape, generator=generator) for x in inputs]
+        noise = [torch.randn(_one(x), generator=generator) for x in inputs]
         for sign in (1.0, -1.0):
             values = [
                 x.moment_mean + (sign * e.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
                 for x, e in zip(inputs, noise, strict=True)
             ]
             found.append(_call(func, build(values)))
-    return _summary(func, found, lambda stack: (stack.mean(0), stack.var(0)))
+    return _summary(func, found, lambda stack: (stack.mean(0), stack.var(0, correction=0)))
 
 
 def delta(func: Any, args: Any, kwargs: Any) -> Any:
     """``f(mean)`` and ``1 / R sum_r (J (sqrt(v) e_r))^2`` for random signs ``e_r``, by forward-mode differentiation."""
+    _refuse_in_place(func)
     inputs, build = _inputs(args, kwargs)
     generator = torch.Generator().manual_seed(0)
     means = tuple(x.moment_mean for x in inputs)
     primal: Any = None
     tangents: list[Any] = []
     for _ in range(DRAWS):
-        signs = [torch.randint(0, 2, x.moment_mean.shape, generator=generator) * 2.0 - 1.0 for x in inputs]
+        signs = [torch.randint(0, 2, _one(x), generator=generator) * 2.0 - 1.0 for x in inputs]
         steps = tuple(
             (e.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
             for x, e in zip(inputs, signs, strict=True)
@@ -57,11 +59,28 @@ def delta(func: Any, args: Any, kwargs: Any) -> Any:
         def run(*values: Tensor) -> Any:
             return _call(func, build(list(values)))
 
+        _summary(
+            func, [_call(func, build(list(means)))], lambda stack: (stack[0], stack[0])
+        )  # refuses numbers
         primal, tangent = cast(tuple[Any, Any], torch.func.jvp(run, means, steps))
         tangents.append(tangent)
     centre = _summary(func, [primal], lambda stack: (stack[0], stack[0]))
     spread = _summary(func, tangents, lambda stack: (stack[0], stack.square().mean(0)))
     return _joined(centre, spread)
+
+
+def _one(x: MomentTensor) -> tuple[int, ...]:
+    """The shape of one sample: all samples get the same draws, so that none depends on its place in the batch."""
+    return tuple(x.moment_mean.shape[1:])
+
+
+def _refuse_in_place(func: Any) -> None:
+    name = getattr(func, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
+        raise PosthocUQError(
+            f"{function_name(func)} works in place and has no rule, so that its variance would be lost; use the form "
+            f"that returns a new tensor, or predict with head='sampling'."
+        )
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[list[MomentTensor], Callable[[list[Tensor]], tuple[Any, Any]]]:
@@ -94,7 +113,10 @@ def _summary(func: Any, found: list[Any], summarise: Callable[[Tensor], tuple[Te
         return MomentTensor(mean, variance.to(variance_dtype(mean.dtype)))
     if isinstance(first, (tuple, list)):
         return tuple(_summary(func, list(parts), summarise) for parts in zip(*found, strict=True))
-    return first
+    raise PosthocUQError(
+        f"{function_name(func)} makes a {type(first).__name__} of an uncertain activation, which has no variance; keep "
+        f"it out of the model's forward pass, or predict with head='sampling'."
+    )
 
 
 def _joined(centre: Any, spread: Any) -> Any:

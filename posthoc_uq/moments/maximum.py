@@ -9,28 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.moments.unscented import BLOCK, Moments, is_recorded
+from posthoc_uq.moments.unscented import Moments, block_size, is_recorded
 
-OUTSIDE = -1e4  # mean of padding, which never is the maximum
+OUTSIDE = float("-inf")  # mean of padding, which never is the maximum
 
 
 def larger(first: Moments, second: Moments) -> Moments:
     """Moments of the larger of two independent Gaussians, element by element.
 
     With ``d = m1 - m2``, ``a^2 = v1 + v2``, ``alpha = d / a``, ``P = Phi(alpha)``: ``E max = m2 + d P + a phi(alpha)``
-    and ``Var max = v1 P + v2 (1 - P) + d^2 P (1 - P) + d a phi (1 - 2 P) - a^2 phi^2``, where nothing large cancels.
+    and ``Var max = v1 P + v2 (1 - P) + d^2 P (1 - P) + d a phi (1 - 2 P) - a^2 phi^2``. The mean is written as the
+    larger mean and what is gained over it, so that it keeps its digits beside one that is far below, or minus
+    infinity.
     """
     (mean1, variance1), (mean2, variance2) = first, second
-    difference = mean1 - mean2
     spread = (variance1 + variance2).sqrt()
-    ratio = (difference / spread.clamp(min=torch.finfo(spread.dtype).tiny)).clamp(-40.0, 40.0)
+    difference = torch.where(mean1 == mean2, torch.zeros_like(spread), mean1 - mean2)
+    # Beyond twelve deviations nothing is left of the smaller one, and what is finite stays so.
+    ratio = (difference / spread.clamp(min=torch.finfo(spread.dtype).tiny)).clamp(-12.0, 12.0)
     half = 0.5 * torch.erf(ratio * sqrt(0.5))
     above, below = 0.5 + half, 0.5 - half
-    density = spread * torch.exp(-0.5 * ratio.square()) * (1 / sqrt(2 * pi))
-    variance = (
-        variance1 * above + variance2 * below + difference * (difference * above * below - 2 * density * half)
-    )
-    return mean2 + difference * above + density, (variance - density.square()).clamp(min=0)
+    density = torch.exp(-0.5 * ratio.square()) * (1 / sqrt(2 * pi))
+    gain = spread * (density - ratio.abs() * torch.minimum(above, below))
+    shape = ratio * (ratio * above * below - 2 * density * half) - density.square()
+    variance = variance1 * above + variance2 * below + spread.square() * shape
+    return torch.maximum(mean1, mean2) + gain.clamp(min=0), variance.clamp(min=0)
 
 
 def largest(parts: list[Moments]) -> Moments:
@@ -100,10 +103,10 @@ def by_planes(
     stays in the cache.
     """
     lead, plane = mean.shape[: mean.ndim - dims], mean.shape[mean.ndim - dims :]
-    if is_recorded(mean, variance) or mean.numel() <= BLOCK:
+    if is_recorded(mean, variance) or mean.numel() <= block_size():
         return rule(mean, variance)
     means, variances = mean.reshape(-1, *plane), variance.reshape(-1, *plane)
-    step = max(1, BLOCK // prod(plane))
+    step = max(1, block_size() // prod(plane))
     parts = [rule(means[i : i + step], variances[i : i + step]) for i in range(0, means.shape[0], step)]
     found = torch.cat([m for m, _ in parts]), torch.cat([v for _, v in parts])
     return found[0].reshape(*lead, *found[0].shape[1:]), found[1].reshape(*lead, *found[1].shape[1:])

@@ -80,26 +80,50 @@ class MomentTensor(Tensor):
     The tensor itself holds no numbers: an operation that a rule does not see fails instead of losing variance.
 
     Attributes:
-        moment_mean: the means.
-        moment_variance: the variances, of the same shape; in float32 at least.
         moment_covariance: ``(batch, n, n)`` beside a mean ``(batch, n)``, or None.
         moment_note: what a later rule may want to know of where this came from.
+        moment_aliases: weak references to all that share its memory, itself among them, in a list that all of them
+            share; or None where it has no views.
+        moment_parts: mean and variance, before `moment_scaling`.
+        moment_scaling: scale and shift by channel that are still to be applied, as BatchNorm leaves them for the
+            nonlinearity that follows, or None.
     """
 
-    moment_mean: Tensor
-    moment_variance: Tensor
     moment_covariance: Tensor | None
     moment_note: Any
-    moment_base: Any
+    moment_aliases: list[weakref.ref[MomentTensor]] | None
+    moment_parts: tuple[Tensor, Tensor]
+    moment_scaling: tuple[Tensor, Tensor] | None
 
     @staticmethod
     def __new__(
         cls: type[MomentTensor], mean: Tensor, variance: Tensor, covariance: Tensor | None = None
     ) -> MomentTensor:
+        kind = variance_dtype(mean.dtype)
+        variance = variance if variance.dtype == kind else variance.to(kind)
         made = Tensor._make_wrapper_subclass(cls, mean.shape, dtype=mean.dtype, device=mean.device)  # type: ignore[attr-defined]
-        made.moment_mean, made.moment_variance, made.moment_covariance = mean, variance, covariance
-        made.moment_note, made.moment_base = None, None
+        made.moment_parts, made.moment_covariance = (mean, variance), covariance
+        made.moment_note, made.moment_aliases, made.moment_scaling = None, None, None
         return made
+
+    @property
+    def moment_mean(self) -> Tensor:
+        """The means."""
+        return self._settled()[0]
+
+    @property
+    def moment_variance(self) -> Tensor:
+        """The variances, of the same shape; in float32 at least."""
+        return self._settled()[1]
+
+    def _settled(self) -> tuple[Tensor, Tensor]:
+        if self.moment_scaling is not None:
+            (mean, variance), (scale, shift) = self.moment_parts, self.moment_scaling
+            shape = (1, -1, *[1] * (mean.ndim - 2))
+            scaled = torch.addcmul(shift.reshape(shape), mean.to(scale), scale.reshape(shape)).to(mean.dtype)
+            self.moment_parts = scaled, variance * scale.to(variance).square().reshape(shape)
+            self.moment_scaling = None
+        return self.moment_parts
 
     def __init__(self, mean: Tensor, variance: Tensor, covariance: Tensor | None = None) -> None:
         super().__init__()
@@ -124,6 +148,7 @@ class MomentTensor(Tensor):
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 QUERIES: set[Any] = set()
+COMPARISONS: set[Any] = set()
 FALLBACKS: dict[str, Callable[[Any, Any, Any], Any]] = {}
 
 
@@ -249,9 +274,16 @@ class Pass(TorchFunctionMode):
                 if id(weight) in self.noises.by_weight:
                     return RULES[func](self, *args, **kwargs)
             return func(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            raise self.refusal(f"{function_name(func)} writes into out=", "use its result")
         found = RULES.get(func)
         if found is not None:
             return found(self, *args, **kwargs)
+        others = (*args[1:], *kwargs.values())
+        if func in QUERIES and func not in COMPARISONS and any(isinstance(x, MomentTensor) for x in others):
+            raise self.refusal(
+                f"{function_name(func)} takes an activation as a certain number", "do it otherwise"
+            )
         if func in QUERIES or getattr(func, "__name__", "") == "__get__":
             answer = func(*mean_of(args), **mean_of(kwargs))
             if func in QUERIES or not isinstance(answer, Tensor):
@@ -281,23 +313,24 @@ class Pass(TorchFunctionMode):
         Raises:
             PosthocUQError: the target shares its memory with another tensor that is still in use.
         """
-        base = target.moment_base() if target.moment_base is not None else None
-        if base is not None:
+        alive = [alias() for alias in target.moment_aliases or []]
+        if any(alias is not None and alias is not target for alias in alive):
             raise self.refusal(
                 "an operation in place changes a view of a tensor that is still in use",
                 "make it out of place",
             )
-        target.moment_mean, target.moment_variance = found.moment_mean, found.moment_variance
+        target.moment_parts, target.moment_scaling = found.moment_parts, found.moment_scaling
         target.moment_covariance, target.moment_note = found.moment_covariance, found.moment_note
         return target
 
 
 def as_view(base: Any, view: Any) -> Any:
-    """Note that a tensor (or each of several) shares its memory with another."""
+    """Note that a tensor (or each of several) shares its memory with another, and with all that other's views."""
     if isinstance(base, MomentTensor):
-        for part in view if isinstance(view, (tuple, list)) else (view,):
+        if base.moment_aliases is None:
+            base.moment_aliases = [weakref.ref(base)]
+        for part in cast(Sequence[Any], view) if isinstance(view, (tuple, list)) else (view,):
             if isinstance(part, MomentTensor) and part is not base:
-                part.moment_base = weakref.ref(base)
-                # The base is as little free to change under the view.
-                base.moment_base = weakref.ref(part) if base.moment_base is None else base.moment_base
+                base.moment_aliases.append(weakref.ref(part))
+                part.moment_aliases = base.moment_aliases
     return view

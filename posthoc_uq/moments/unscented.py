@@ -17,34 +17,49 @@ Function = Callable[[Tensor], Tensor]
 Moments = tuple[Tensor, Tensor]
 
 ROOT3 = sqrt(3.0)
-BLOCK = 2**16  # numbers that are worked on at once: what a block needs stays in the cache
+GRAIN = 2**15  # numbers of a block for each thread
 _SMALLEST = 1e-15  # spread below which a slope is taken as a derivative
 
 
-def unscented(function: Function, mean: Tensor, variance: Tensor) -> Moments:
-    """Mean and variance of ``f(x)``, ``x ~ N(mean, variance)`` element by element."""
-    spread = (3.0 * variance).sqrt()
+def unscented(function: Function, mean: Tensor, variance: Tensor, out: Moments | None = None) -> Moments:
+    """Mean and variance of ``f(x)``, ``x ~ N(mean, variance)`` element by element.
+
+    With ``u``, ``c``, ``l`` the upper, central and lower value: ``c + (u + l - 2 c) / 6`` and
+    ``(u - l)^2 / 12 + (u + l - 2 c)^2 / 18``, in which nothing cancels that the values themselves do not.
+
+    Args:
+        out: where to write, or None.
+    """
+    spread = variance.mul(3.0).sqrt_()
     centre, up, down = function(mean), function(mean + spread), function(mean - spread)
-    up, down = up - centre, down - centre
-    shift = (up + down) / 6.0
-    # sum w (f - mean f)^2, about the centre's value: nothing cancels where the spread is small.
-    return centre + shift, ((up.square() + down.square()) / 6.0 - shift.square()).clamp(min=0)
+    difference = up - down
+    bend = torch.sub(up + down, centre, alpha=2.0)
+    if out is not None:
+        torch.add(centre, bend, alpha=1 / 6, out=out[0])
+        torch.addcmul(difference.square_().mul_(1 / 12), bend, bend, value=1 / 18, out=out[1])
+        return out
+    found = torch.addcmul(difference.square() * (1 / 12), bend, bend, value=1 / 18)
+    return torch.add(centre, bend, alpha=1 / 6), found
 
 
-def unscented_positive(function: Function, mean: Tensor, variance: Tensor) -> Moments:
-    """`unscented` for functions that exist on one side of zero only (log, sqrt, powers): the outer points are drawn in
-    where they would cross it, and second differences stand for derivatives there.
+def unscented_positive(function: Function, mean: Tensor, variance: Tensor, edge: float = 0.0) -> Moments:
+    """`unscented` for functions that exist above an edge only (log, sqrt, powers): the outer points are drawn in where
+    they would cross it, and second differences stand for derivatives there.
     """
     spread = (3.0 * variance).sqrt()
-    step = torch.minimum(spread, 0.9 * mean.abs())
-    centre, up, down = function(mean), function(mean + step), function(mean - step)
+    room = (mean - edge).abs()
+    step = torch.minimum(spread, 0.9 * room)
+    # At the edge itself there is a way up only; twice that stands for both.
+    step = torch.where(room == 0, spread, step)
+    lower = torch.where(room == 0, mean, mean - step)
+    centre, up, down = function(mean), function(mean + step), function(lower)
     up, down = up - centre, down - centre
     widen = 3.0 * variance / step.square().clamp(min=torch.finfo(mean.dtype).tiny)
     widen = torch.where(step > 0, widen, torch.ones_like(widen))
     shift = (up + down) / 6.0 * widen
     inside = (up.square() + down.square()) / 6.0 - ((up + down) / 6.0).square()
     slope = (up - down).square() / 12.0 * widen  # ((f(+h) - f(-h)) / 2 h)^2 v
-    return centre + shift, torch.where(step < spread, slope, inside).clamp(min=0)
+    return centre + shift, torch.where((step < spread) & (room > 0), slope, inside).clamp(min=0)
 
 
 def slope(function: Function, mean: Tensor, variance: Tensor) -> Tensor:
@@ -99,23 +114,49 @@ def _second_tail(z: Tensor) -> Tensor:
     )
 
 
-def blockwise(rule: Callable[[Tensor, Tensor], Moments], mean: Tensor, variance: Tensor) -> Moments:
-    """An element-wise rule, block by block where the whole would go through memory again and again.
-
-    Only where no gradient is recorded and nothing traces; a rule's result does not depend on it.
+def blockwise(rule: Callable[..., Moments], mean: Tensor, variance: Tensor) -> Moments:
+    """An element-wise rule ``(mean, variance, out)``, block by block where the whole would go through memory again and
+    again; the result does not depend on it.
     """
-    if is_recorded(mean, variance) or mean.numel() <= BLOCK or mean.dtype != variance.dtype:
-        return rule(mean, variance)
+    block = block_size()
+    if is_recorded(mean, variance) or mean.numel() <= block or mean.dtype != variance.dtype:
+        return rule(mean, variance, None)
     flat_mean, flat_variance = _flat(mean), _flat(variance)
     if flat_mean is None or flat_variance is None or mean.stride() != variance.stride():
         mean, variance = mean.contiguous(), variance.contiguous()
         flat_mean, flat_variance = mean.view(-1), variance.view(-1)
     out_mean, out_variance = torch.empty_like(flat_mean), torch.empty_like(flat_variance)
-    for start in range(0, flat_mean.numel(), BLOCK):
-        part = slice(start, start + BLOCK)
-        out_mean[part], out_variance[part] = rule(flat_mean[part], flat_variance[part])
+    for start in range(0, flat_mean.numel(), block):
+        part = slice(start, start + block)
+        rule(flat_mean[part], flat_variance[part], (out_mean[part], out_variance[part]))
     size, stride = mean.shape, mean.stride()
     return out_mean.as_strided(size, stride), out_variance.as_strided(size, stride)
+
+
+def blockwise_scaled(
+    rule: Callable[..., Moments], mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor
+) -> Moments:
+    """`blockwise` of ``scale x + shift`` with numbers for each channel, ``(batch, channels, ...)`` contiguous: one way
+    through memory in place of two.
+    """
+    shape, block = mean.shape, block_size()
+    means, variances = mean.reshape(shape[0], shape[1], -1), variance.reshape(shape[0], shape[1], -1)
+    out_mean, out_variance = torch.empty_like(means), torch.empty_like(variances)
+    columns, squares = scale.unsqueeze(1), scale.square().unsqueeze(1)
+    offsets = shift.unsqueeze(1)
+    samples = max(1, block // max(1, means[0].numel()))
+    channels = shape[1] if means[0].numel() <= block else max(1, block // max(1, means.shape[2]))
+    for i in range(0, shape[0], samples):
+        for j in range(0, shape[1], channels):
+            at, c = (slice(i, i + samples), slice(j, j + channels)), slice(j, j + channels)
+            m = torch.addcmul(offsets[c], means[at], columns[c])
+            rule(m, variances[at] * squares[c], (out_mean[at], out_variance[at]))
+    return out_mean.reshape(shape), out_variance.reshape(shape)
+
+
+def block_size() -> int:
+    """Numbers that are worked on at once: what a block needs stays in the caches of the threads that share it."""
+    return GRAIN * max(2, torch.get_num_threads())
 
 
 def is_recorded(mean: Tensor, variance: Tensor) -> bool:

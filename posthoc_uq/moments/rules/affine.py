@@ -52,17 +52,26 @@ def linear(state: Pass, input: Any, weight: Any, bias: Any = None) -> MomentTens
         wide = m.to(noise.variances.dtype) if noise is not None else m
         if noise is None:
             assert v is not None
-            variance = F.linear(v, weight.detach().to(v).square())
+            variance = F.linear(v, weight.to(v).square())
         elif noise.row and m.ndim == 2:
             variance = noise.row_variance(wide, v)
             if v is not None:
-                variance = variance + F.linear(v, weight.detach().to(v).square())
+                variance = variance + F.linear(v, weight.to(v).square())
         elif v is None:
             variance = F.linear(wide.square(), noise.variances, noise.bias_variances)
         else:
             variance = F.linear(v, _summed(noise, weight), noise.bias_variances)
-            variance = variance + F.linear(wide.square(), noise.variances)
+            rows = variance.reshape(-1, variance.shape[-1])
+            rows = torch.addmm(
+                rows, wide.square().reshape(-1, wide.shape[-1]), noise.variances.T, out=_reused(rows)
+            )
+            variance = rows.reshape(variance.shape)
     return MomentTensor(mean, variance)
+
+
+def _reused(tensor: Tensor) -> Tensor | None:
+    """The tensor itself as the place for a result, where nobody records that."""
+    return None if is_recorded(tensor, tensor) else tensor
 
 
 def _full(
@@ -70,7 +79,7 @@ def _full(
 ) -> MomentTensor:
     """Linear layers on ``(batch, inputs)`` with covariances: ``W C W^T``, and the covariance that the weights give."""
     covariance = input.moment_covariance if isinstance(input, MomentTensor) else None
-    wide = weight.detach().to(v if v is not None else m)
+    wide = weight.to(v if v is not None else m)
     total: Tensor | None = None
     if covariance is not None:
         total = wide @ covariance @ wide.T
@@ -89,7 +98,7 @@ def _full(
 def _summed(noise: WeightNoise, weight: Tensor) -> Tensor:
     """``W o W + S``, prepared or made now."""
     prepared = noise.summed
-    return noise.variances + weight.detach().square() if prepared is None else prepared
+    return noise.variances + weight.square() if prepared is None else prepared
 
 
 def _convolution(
@@ -102,7 +111,7 @@ def _convolution(
     with full_precision(m):
         if noise is None:
             assert v is not None
-            return MomentTensor(mean, function(v, weight.detach().to(v).square(), None, **args))
+            return MomentTensor(mean, function(v, weight.to(v).square(), None, **args))
         wide = m.to(noise.variances.dtype)
         if v is None:
             return MomentTensor(mean, function(wide.square(), noise.variances, noise.bias_variances, **args))
@@ -110,7 +119,8 @@ def _convolution(
             variance = function(_beside(v, wide), _joined(noise, weight), noise.bias_variances, **args)
         else:
             variance = function(v, _summed(noise, weight), noise.bias_variances, **args)
-            variance = variance + function(wide.square(), noise.variances, None, **args)
+            more = function(wide.square(), noise.variances, None, **args)
+            variance = torch.add(variance, more, out=_reused(variance))
     return MomentTensor(mean, variance)
 
 
@@ -200,10 +210,17 @@ def batch_norm(
             "BatchNorm without running statistics (training mode, or track_running_stats=False) mixes the samples of "
             "a batch, so that no moments belong to one of them; predict with head='sampling'."
         )
-    m, v = moments_of(input)
-    mean = F.batch_norm(m, running_mean, running_var, weight, bias, False, momentum, eps)
+    (m, v), kind = moments_of(input), input.moment_variance.dtype
     with full_precision(m):
-        scale = (running_var.to(v) + eps).rsqrt()
+        scale = (running_var.to(kind) + eps).rsqrt()
         if weight is not None:
-            scale = scale * weight.detach().to(v)
-        return MomentTensor(mean, v * scale.square().reshape(1, -1, *[1] * (m.ndim - 2)))
+            scale = scale * weight.to(kind)
+        shift = -running_mean.to(kind) * scale
+        if bias is not None:
+            shift = shift + bias.to(kind)
+    covariance = input.moment_covariance
+    if covariance is not None:
+        covariance = covariance * scale.unsqueeze(1) * scale.unsqueeze(0)
+    made = MomentTensor(m, v, covariance)
+    made.moment_scaling = scale, shift
+    return made

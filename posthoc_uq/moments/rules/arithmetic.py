@@ -22,7 +22,7 @@ from posthoc_uq.moments.tensor import (
 def _sum(first: Any, second: Any, alpha: float, sign: float) -> MomentTensor:
     (m1, v1), (m2, v2) = moments_of(first), moments_of(second)
     factor = sign * alpha
-    mean = torch.add(m1, m2, alpha=factor) if factor != 1 else m1 + m2
+    mean = _typed(torch.add(m1, m2, alpha=factor) if factor != 1 else m1 + m2, first, second)
     if first is second:  # x + x, x - x
         return MomentTensor(mean, v1 * (1 + factor) ** 2)
     covariance: Tensor | None = None
@@ -35,6 +35,14 @@ def _sum(first: Any, second: Any, alpha: float, sign: float) -> MomentTensor:
     else:
         variance = v1 + (v2 if factor**2 == 1 else v2 * factor**2)
     return MomentTensor(mean, variance, covariance)
+
+
+def _typed(mean: Tensor, first: Any, second: Any) -> Tensor:
+    """A number has no type of its own, also beside a tensor without dimensions."""
+    for one, other in ((first, second), (second, first)):
+        if not isinstance(one, Tensor) and isinstance(other, MomentTensor):
+            return mean.to(other.moment_mean.dtype)
+    return mean
 
 
 def _kept(x: MomentTensor, result: Tensor) -> Tensor | None:
@@ -65,7 +73,7 @@ def _product(state: Pass, first: Any, second: Any) -> MomentTensor:
     if first is second:
         return apply(state, torch.square, first)
     (m1, v1), (m2, v2) = moments_of(first), moments_of(second)
-    mean = m1 * m2
+    mean = _typed(m1 * m2, first, second)
     if not isinstance(second, MomentTensor):
         return _scaled(first, m2, mean)
     if not isinstance(first, MomentTensor):
@@ -76,7 +84,7 @@ def _product(state: Pass, first: Any, second: Any) -> MomentTensor:
 
 def _scaled(x: MomentTensor, factor: Tensor, mean: Tensor) -> MomentTensor:
     """Times something certain."""
-    wide = factor.detach().to(x.moment_variance) if factor.requires_grad else factor.to(x.moment_variance)
+    wide = factor.to(x.moment_variance)
     variance = x.moment_variance * wide.square()
     covariance = _kept(x, mean)
     if covariance is not None:
@@ -96,10 +104,7 @@ def div(state: Pass, input: Any, other: Any, *, rounding_mode: Any = None) -> An
         return state.unknown(torch.div, (input, other), {"rounding_mode": rounding_mode})
     if isinstance(other, MomentTensor):
         return _product(state, input, apply(state, torch.reciprocal, other, positive=True))
-    divisor = (
-        other if isinstance(other, Tensor) else torch.as_tensor(float(other), dtype=input.moment_mean.dtype)
-    )
-    divisor = divisor.to(input.moment_mean.device)
+    divisor = torch.as_tensor(other, dtype=input.moment_variance.dtype, device=input.moment_variance.device)
     return _scaled(input, divisor.reciprocal(), input.moment_mean / other)
 
 
@@ -186,9 +191,9 @@ def products(state: Pass, function: Any, first: Any, second: Any) -> MomentTenso
         kind = v1.dtype if isinstance(first, MomentTensor) else v2.dtype
         s1, s2 = m1.to(kind).square(), m2.to(kind).square()
         if not isinstance(second, MomentTensor):
-            variance = function(v1, s2.detach())
+            variance = function(v1, s2)
         elif not isinstance(first, MomentTensor):
-            variance = function(s1.detach(), v2)
+            variance = function(s1, v2)
         else:
             variance = function(v1, s2) + function(s1 + v1, v2)
     return MomentTensor(mean, variance)

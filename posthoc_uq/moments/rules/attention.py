@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.moments.rules.arithmetic import products
 from posthoc_uq.moments.rules.normalisation import Weights
-from posthoc_uq.moments.tensor import MomentTensor, Pass, full_precision, moments_of, named, rule
+from posthoc_uq.moments.tensor import MomentTensor, Pass, full_precision, mean_of, moments_of, named, rule
 
 
 def attended(
@@ -28,7 +28,9 @@ def attended(
         -2, keepdim=True
     )  # differences alone matter; fewer digits cancel about the mean
     centred = output - values.mean(-2, keepdim=True)
-    spread = g @ shifted.square() - 2 * centred * (g @ shifted) + centred.square() * g.sum(-1, keepdim=True)
+    both = g @ torch.cat([shifted.square(), shifted], dim=-1)
+    squared, plain = both.split(shifted.shape[-1], dim=-1)
+    spread = squared - centred * (2 * plain - centred * g.sum(-1, keepdim=True))
     return spread.clamp(min=0) + squares @ value_variances
 
 
@@ -67,11 +69,15 @@ def scaled_dot_product_attention(
                 if masked
                 else scores + _mean(attn_mask).to(wide)
             )
-        spread = (vq * factor**2) @ k.square().transpose(-1, -2)
-        spread = spread + ((q.square() + vq) * factor**2) @ vk.transpose(-1, -2)
+        queries = torch.cat([vq, q.square() + vq], dim=-1) * factor**2
+        spread = queries @ torch.cat([k.square(), vk], dim=-1).transpose(-1, -2)
         if isinstance(attn_mask, MomentTensor):
             spread = spread + attn_mask.moment_variance
         p = scores.softmax(-1)
+        if (
+            is_causal or attn_mask is not None
+        ):  # a query that may look at nothing gets zero, as torch gives it
+            p = p.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
         return MomentTensor((p @ values).to(mv.dtype), attended(p, spread, values, vv))
 
 
@@ -82,7 +88,7 @@ def _mean(mask: Tensor) -> Tensor:
 @rule(*named("matmul", "bmm"), Tensor.__matmul__)
 def matmul(state: Pass, input: Any, other: Any) -> MomentTensor:
     note = input.moment_note if isinstance(input, MomentTensor) else None
-    if not isinstance(note, Weights):
+    if not isinstance(note, Weights) or mean_of(other).ndim < 2:
         return products(state, torch.matmul, input, other)
     (m, v), wide = moments_of(other), note.probabilities.dtype
     with full_precision(m):

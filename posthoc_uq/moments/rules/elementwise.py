@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from posthoc_uq.moments.unscented import (
     Function,
     Moments,
     blockwise,
+    blockwise_scaled,
+    is_recorded,
     rectified,
     slope,
     unscented,
@@ -27,23 +30,50 @@ _SMOOTH = (
 _ONE_SIDED = ["log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"]
 
 
+_EDGES = {"log1p": -1.0}
+
+Run = Callable[[Tensor, Tensor, "Moments | None"], Moments]
+
+
 def apply(
-    state: Pass, function: Function, x: MomentTensor, positive: bool = False, blocks: bool = True
+    state: Pass,
+    function: Function,
+    x: MomentTensor,
+    positive: bool = False,
+    blocks: bool = True,
+    edge: float = 0.0,
 ) -> MomentTensor:
     """An element-wise function of a moment tensor, by three points; its covariance by the slopes between them.
 
     Args:
-        positive: the function exists on one side of zero only.
+        positive: the function exists above an edge only.
+        edge: that edge.
         blocks: it may be called on parts of the tensor.
     """
+
+    def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
+        if not positive:
+            return unscented(function, a, b, out)
+        found = unscented_positive(function, a, b, edge)
+        return found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
+
+    return _by_blocks(x, run, function) if blocks else _whole(x, run, function)
+
+
+def _whole(x: MomentTensor, run: Run, function: Function) -> MomentTensor:
     m, v = x.moment_mean, x.moment_variance
-    wide = m.to(v.dtype)
-    transform = unscented_positive if positive else unscented
+    mean, variance = run(m.to(v.dtype), v, None)
+    return _with_covariance(x, function, mean.to(m.dtype), variance)
 
-    def run(a: Tensor, b: Tensor) -> Moments:
-        return transform(function, a, b)
 
-    mean, variance = blockwise(run, wide, v) if blocks else run(wide, v)
+def _by_blocks(x: MomentTensor, run: Run, function: Function) -> MomentTensor:
+    (m, v), scaling = x.moment_parts, x.moment_scaling
+    dense = m.is_contiguous() and v.is_contiguous() and m.dtype == v.dtype and not is_recorded(m, v)
+    if scaling is not None and dense and x.moment_covariance is None and not is_recorded(*scaling):
+        mean, variance = blockwise_scaled(run, m, v, *scaling)
+        return MomentTensor(mean, variance)
+    m, v = x.moment_mean, x.moment_variance
+    mean, variance = blockwise(run, m.to(v.dtype), v)
     return _with_covariance(x, function, mean.to(m.dtype), variance)
 
 
@@ -66,7 +96,9 @@ def _register(name: str, positive: bool) -> None:
                 isinstance(other, MomentTensor) for other in others
             ):
                 return state.unknown(_call, (input, *args), kwargs)
-            found = apply(state, lambda x: _call(x, *args, **kwargs), input, positive, not others)
+            found = apply(
+                state, lambda x: _call(x, *args, **kwargs), input, positive, not others, _EDGES.get(name, 0.0)
+            )
             return state.replace(input, found) if inplace else found
 
         RULES[function] = run
@@ -75,7 +107,7 @@ def _register(name: str, positive: bool) -> None:
     for variant in {in_place, getattr(torch, name + "_", None), getattr(F, name + "_", None)} - {None}:
 
         def change(state: Pass, input: Any, *args: Any, _call: Any = own, **kwargs: Any) -> Any:
-            return state.replace(input, apply(state, lambda x: _call(x, *args, **kwargs), input, positive))
+            return state.replace(input, RULES[_call](state, input, *args, **kwargs))
 
         RULES[variant] = change
 
@@ -86,15 +118,21 @@ for _name in _ONE_SIDED:
     _register(_name, True)
 
 
+def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
+    def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
+        found = rectified(a, b, negative)
+        return found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
+
+    return _by_blocks(x, run, lambda y: torch.nn.functional.leaky_relu(y, negative))
+
+
 def _rectifier(original: Rule) -> Rule:
     def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
         if state.rules.relu != "exact" or input.moment_covariance is not None:
             return original(state, input, *args, **kwargs)
         inplace = kwargs.pop("inplace", False) or (len(args) > 1 and bool(args[1]))
         negative = kwargs.get("negative_slope", args[0] if args and not isinstance(args[0], bool) else 0.0)
-        m, v = input.moment_mean, input.moment_variance
-        mean, variance = blockwise(lambda a, b: rectified(a, b, negative), m.to(v.dtype), v)
-        found = MomentTensor(mean.to(m.dtype), variance)
+        found = _rectified(input, negative)
         return state.replace(input, found) if inplace else found
 
     return run
@@ -107,9 +145,7 @@ for _function in named("relu"):
 @rule(F.leaky_relu)
 def leaky_relu(state: Pass, input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
     if state.rules.relu == "exact" and input.moment_covariance is None:
-        m, v = input.moment_mean, input.moment_variance
-        mean, variance = blockwise(lambda a, b: rectified(a, b, negative_slope), m.to(v.dtype), v)
-        found = MomentTensor(mean.to(m.dtype), variance)
+        found = _rectified(input, negative_slope)
     else:
         found = apply(state, lambda x: F.leaky_relu(x, negative_slope), input)
     return state.replace(input, found) if inplace else found
@@ -118,7 +154,7 @@ def leaky_relu(state: Pass, input: Any, negative_slope: float = 0.01, inplace: b
 @rule(*named("prelu"))
 def prelu(state: Pass, input: Any, weight: Any) -> Any:
     m, v = input.moment_mean, input.moment_variance
-    mean, variance = unscented(lambda x: F.prelu(x, weight.detach().to(x)), m.to(v.dtype), v)
+    mean, variance = unscented(lambda x: F.prelu(x, weight.to(x)), m.to(v.dtype), v)
     return MomentTensor(mean.to(m.dtype), variance)
 
 

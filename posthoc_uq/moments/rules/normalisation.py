@@ -26,16 +26,15 @@ def _standardised(mean: Tensor, variance: Tensor, dims: tuple[int, ...], eps: fl
     weighted = variance * h
     v0, v1 = variance.sum(dims, keepdim=True), weighted.sum(dims, keepdim=True)
     v2 = (weighted * h).sum(dims, keepdim=True)
-    squares = h.square()
-    # The direct and the shared part, arranged as v (1 - 2/D) + V0/D^2 + 2 h V1/D^2 + h^2 (V2/D^2 - 2 v/D).
-    found = variance * (1 - 2 / size) + (v0 / size**2)
-    found = found + h * (2 / size**2 * v1) + squares * (v2 / size**2 - variance * (2 / size))
+    shared = torch.addcmul(v0, torch.addcmul(2 * v1, h, v2), h)
+    own = (1 - 2 / size) - h.square() * (2 / size)
+    found = torch.addcmul(shared * (1 / size**2), variance, own)
     return h, (found * inverse.square()).clamp(min=0)
 
 
 def _scaled(h: Tensor, variance: Tensor, weight: Any, bias: Any, kind: torch.dtype) -> MomentTensor:
     if weight is not None:
-        wide = weight.detach().to(variance)
+        wide = weight.to(variance)
         h, variance = h * weight, variance * wide.square()
     if bias is not None:
         h = h + bias
@@ -145,6 +144,7 @@ def softmax(
 ) -> MomentTensor:
     """``v_i = p_i^2 (v_i (1 - 2 p_i) + sum_j p_j^2 v_j)``."""
     m, v = moments_of(input)
+    dim = (0 if m.ndim in (0, 1, 3) else 1) if dim is None else dim  # torch's own choice
     mean = m.softmax(dim, dtype=dtype)
     p = mean.to(v.dtype)
     squares = p.square()
@@ -169,6 +169,7 @@ def log_softmax(
 ) -> MomentTensor:
     """``v_i (1 - 2 p_i) + sum_j p_j^2 v_j``."""
     m, v = moments_of(input)
+    dim = (0 if m.ndim in (0, 1, 3) else 1) if dim is None else dim
     mean = m.log_softmax(dim, dtype=dtype)
     p = mean.to(v.dtype).exp()
     return MomentTensor(mean, (v * (1 - 2 * p) + (p.square() * v).sum(dim, keepdim=True)).clamp(min=0))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.moments import maximum
-from posthoc_uq.moments.tensor import RULES, MomentTensor, Pass, moments_of, named, rule
+from posthoc_uq.moments.tensor import RULES, MomentTensor, Pass, full_precision, moments_of, named, rule
 
 _AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
@@ -25,9 +25,10 @@ _ADAPTIVE_MAXIMA = {
 def _averaged(state: Pass, mean: Tensor, variance: Tensor, pool: Any, cells: Any) -> MomentTensor:
     """``(1 - rho) pool(v) / n + rho pool(sqrt v)^2`` for a mean over n cells of common correlation rho."""
     rho = state.rules.pool_rho
-    found = pool(variance) / cells
-    if rho > 0:
-        found = (1 - rho) * found + rho * pool(variance.sqrt()).square()
+    with full_precision(mean):
+        found = pool(variance) / (cells() if callable(cells) else cells)
+        if rho > 0:
+            found = (1 - rho) * found + rho * pool(variance.sqrt()).square()
     return MomentTensor(mean, found)
 
 
@@ -52,17 +53,19 @@ def _register(dims: int) -> None:
         def pool(x: Tensor) -> Tensor:
             return average(x, kernel_size, stride, padding, ceil_mode, count_include_pad, **extra)
 
-        # The divisor of each window: what a window over ones sums to, over what it averages to.
-        ones = torch.ones((1, 1, *m.shape[m.ndim - dims :]), dtype=v.dtype, device=v.device)
-        kernel = torch.ones((1, 1, *_tuple(kernel_size, dims)), dtype=v.dtype, device=v.device)
-        averaged = pool(ones)
-        steps, pads = _tuple(stride, dims), _tuple(padding, dims)
-        sides = [side for p, k in zip(pads, _tuple(kernel_size, dims), strict=True) for side in (p + k, p)]
-        padded = F.pad(ones, sides[::-1])
-        convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
-        counted = convolve(padded, kernel, stride=steps)
-        counted = counted[(..., *[slice(0, size) for size in averaged.shape[2:]])]
-        divisor = (counted / averaged).reshape(averaged.shape[2:])
+        def divisor() -> Tensor:
+            # What a window over ones sums to, over what it averages to.
+            ones = torch.ones((1, 1, *m.shape[m.ndim - dims :]), dtype=v.dtype, device=v.device)
+            kernel = torch.ones((1, 1, *_tuple(kernel_size, dims)), dtype=v.dtype, device=v.device)
+            averaged, pads = pool(ones), _tuple(padding, dims)
+            sides = [
+                side for p, k in zip(pads, _tuple(kernel_size, dims), strict=True) for side in (p + k, p)
+            ]
+            convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
+            counted = convolve(F.pad(ones, sides[::-1]), kernel, stride=_tuple(stride, dims))
+            counted = counted[(..., *[slice(0, size) for size in averaged.shape[2:]])]
+            return (counted / averaged).reshape(averaged.shape[2:])
+
         return _averaged(state, pool(m), v, pool, divisor)
 
     @rule(adaptive)
@@ -155,10 +158,10 @@ def _dimensions(x: Tensor, dim: Any) -> tuple[int, ...]:
 
 @rule(*named("mean"))
 def mean(
-    state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None
 ) -> MomentTensor:
     m, v = moments_of(input)
-    dims = _dimensions(m, dim)
+    dims = _dimensions(m, dim if axis is None else axis)
     cells = 1
     for d in dims:
         cells *= m.shape[d]
@@ -168,10 +171,10 @@ def mean(
 
 @rule(*named("sum"))
 def total(
-    state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None
 ) -> MomentTensor:
     m, v = moments_of(input)
-    dims, rho = _dimensions(m, dim), state.rules.pool_rho
+    dims, rho = _dimensions(m, dim if axis is None else axis), state.rules.pool_rho
     found = v.sum(dims, keepdim)
     if rho > 0:
         found = (1 - rho) * found + rho * v.sqrt().sum(dims, keepdim).square()
@@ -207,15 +210,19 @@ def amin(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> Momen
 
 @rule(*named("maximum"))
 def pairwise_maximum(state: Pass, input: Any, other: Any) -> MomentTensor:
+    if input is other:
+        return input
     (m1, v1), (m2, v2) = moments_of(input), moments_of(other)
     kind = v1.dtype if isinstance(input, MomentTensor) else v2.dtype
     mean, variance = maximum.larger((m1.to(kind), v1.to(kind)), (m2.to(kind), v2.to(kind)))
-    return MomentTensor(mean, variance)
+    return MomentTensor(mean.to(torch.result_type(m1, m2)), variance)
 
 
 @rule(*named("minimum"))
 def pairwise_minimum(state: Pass, input: Any, other: Any) -> MomentTensor:
+    if input is other:
+        return input
     (m1, v1), (m2, v2) = moments_of(input), moments_of(other)
     kind = v1.dtype if isinstance(input, MomentTensor) else v2.dtype
     mean, variance = maximum.larger((-m1.to(kind), v1.to(kind)), (-m2.to(kind), v2.to(kind)))
-    return MomentTensor(-mean, variance)
+    return MomentTensor(-mean.to(torch.result_type(m1, m2)), variance)

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.moments.tensor import (
+    COMPARISONS,
     QUERIES,
     RULES,
     MomentTensor,
     Pass,
     Rule,
     as_view,
+    full_precision,
     mean_of,
     moments_of,
     named,
@@ -74,6 +76,7 @@ for _attribute in ("T", "mT", "H", "mH"):
 RULES[Tensor.data.__get__] = _moved(Tensor.detach, True)  # type: ignore[attr-defined]
 _KEEP_COVARIANCE = set(named("flatten", "reshape", "view", "contiguous", "clone", "detach"))
 QUERIES.update(named(*_QUERIES))
+COMPARISONS.update(named(*"eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ is_same_size".split()))
 QUERIES.add(Tensor.__hash__)
 
 
@@ -135,19 +138,31 @@ for _function in named(*"cat concat concatenate stack hstack vstack dstack row_s
     RULES[_function] = _join(_function)
 
 
-@rule(F.pad, torch.constant_pad_nd)
+@rule(torch.constant_pad_nd)
+def constant_pad(state: Pass, input: Any, pad: Any, value: float = 0.0) -> Any:
+    return MomentTensor(F.pad(input.moment_mean, pad, value=value), F.pad(input.moment_variance, pad))
+
+
+@rule(F.pad)
 def pad(state: Pass, input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     if mode == "constant":
         return MomentTensor(F.pad(input.moment_mean, pad, value=value), F.pad(input.moment_variance, pad))
     return MomentTensor(F.pad(input.moment_mean, pad, mode), F.pad(input.moment_variance, pad, mode))
 
 
-@rule(*named("masked_fill", "masked_fill_"))
+@rule(*named("masked_fill"))
 def masked_fill(state: Pass, input: Any, mask: Any, value: Any) -> Any:
     if not isinstance(input, MomentTensor) or isinstance(value, MomentTensor):
         return state.unknown(torch.masked_fill, (input, mask, value), {})
     m, v = moments_of(input)
     return MomentTensor(m.masked_fill(mask, value), v.masked_fill(mask, 0.0))
+
+
+@rule(Tensor.masked_fill_)
+def masked_fill_in_place(state: Pass, input: Any, mask: Any, value: Any) -> Any:
+    if not isinstance(input, MomentTensor):
+        raise state.refusal("a plain tensor is filled with an activation", "use torch.where")
+    return state.replace(input, masked_fill(state, input, mask, value))
 
 
 @rule(torch.where, Tensor.where)
@@ -186,21 +201,19 @@ def interpolate(
     if mode == "area":
         raise state.refusal("interpolation by area is an adaptive average", "call adaptive_avg_pool")
     mean = run(m)
-    # The weights of a separable interpolation: that of unit vectors along one dimension, the others left alone.
-    for axis in range(2, m.ndim):
-        before, after = m.shape[axis], mean.shape[axis]
-        shape = [1, before, *[1] * (m.ndim - 2)]
-        shape[axis] = before
-        unit = torch.eye(before, dtype=v.dtype, device=v.device).reshape(shape)
-        target = [1] * (m.ndim - 2)
-        target[axis - 2] = after
-        if scale_factor is not None and not recompute_scale_factor:
-            factors = [1.0] * (m.ndim - 2)
-            given = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * (m.ndim - 2)
-            factors[axis - 2] = given[axis - 2]
-            weights = F.interpolate(unit, None, factors, mode, align_corners, antialias=antialias)
-        else:
-            weights = F.interpolate(unit, target, None, mode, align_corners, antialias=antialias)
-        weights = weights.reshape(before, after)
-        v = (v.movedim(axis, -1) @ weights.square()).movedim(-1, axis)
+    with full_precision(m):
+        for axis in range(2, m.ndim):
+            v = (v.movedim(axis, -1) @ _weights(run, v, axis).square()).movedim(-1, axis)
     return MomentTensor(mean, v)
+
+
+def _weights(run: Any, like: Tensor, axis: int) -> Tensor:
+    """The matrix ``(before, after)`` of a separable interpolation along one axis: what it makes of unit vectors along
+    that axis, which are constant along the others.
+    """
+    size = like.shape[axis]
+    shape = [size, 1, *[1] * (like.ndim - 2)]
+    shape[axis] = size
+    unit = torch.eye(size, dtype=like.dtype, device=like.device).reshape(shape)
+    made = run(unit.expand(size, 1, *like.shape[2:]).contiguous())
+    return made.movedim(axis, -1).reshape(size, -1, made.shape[axis])[:, 0]
