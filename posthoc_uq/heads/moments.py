@@ -60,8 +60,8 @@ class MomentsPredictor(Predictor):
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU (where no covariance is
             carried).
         max_pool: ``"clark"``, the maximum of independent Gaussians, or ``"argmax"``, which is faster and moves all
-            cells of a window together: worse for small, independent noise, nearer to the truth for broad posteriors, whose
-            weights move neighbouring cells alike.
+            cells of a window together: worse for small, independent noise, nearer to the truth for broad posteriors,
+            whose weights move neighbouring cells alike.
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` (32 draws of its inputs),
             ``"delta"`` (a linearisation by 32 random probes).
