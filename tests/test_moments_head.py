@@ -29,6 +29,7 @@ from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
 from posthoc_uq.posteriors.record import Evidence
+from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
 
 METHODS = ["diag", "kfac", "efb", "inf", "full"]
 
@@ -427,6 +428,11 @@ def test_calibration_mends_the_scale_and_travels_with_the_posterior(tmp_path: Pa
     kept = uq.wrap(net, again, head="moments")
     torch.testing.assert_close(kept.functional_variance(x[:5]), found.apply(raw))  # type: ignore[operator]
     assert uq.wrap(net, again, head="moments", relu="exact").calibration is None
+    assert "error left" in str(again.report())
+    state = posterior_state(own)
+    state["attributes"]["record"]["calibration"] = {"alpha": "x"}
+    with pytest.raises(uq.CorruptPosteriorError):
+        posterior_from_state(state, own.mean)
     again.prior_precision = 3000.0
     with pytest.warns(UserWarning, match="Calibrate again"):
         assert uq.wrap(net, again, head="moments").calibration is None

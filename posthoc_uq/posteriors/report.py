@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import exp
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,5 +94,14 @@ def build_report(posterior: Posterior) -> Report:
         summary | posterior.record.fit,
         rows,
         dict(posterior.record.deterministic),
-        dict(posterior.record.tuning),
+        dict(posterior.record.tuning) | _calibrated(posterior.record.calibration),
     )
+
+
+def _calibrated(calibration: Mapping[str, Any]) -> dict[str, str]:
+    if not calibration:
+        return {}
+    return {
+        "moments head": f"standard deviations times {exp(calibration['alpha']):.3g} (power {calibration['beta']:.3g}), "
+        f"error left {calibration['residual']:.0%}, by {calibration['n_mc']} draws"
+    }

@@ -116,6 +116,15 @@ def expected_shapes(
     return shapes
 
 
+def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A calibration's plain values, all there and of their kinds, or none at all."""
+    if not kept:
+        return {}
+    numbers: dict[str, Any] = {name: float(kept[name]) for name in ("alpha", "beta", "residual", "before")}
+    settings = {name: dict(kept[name]) for name in ("head", "posterior")}
+    return {**numbers, "n_mc": int(kept["n_mc"]), **settings}
+
+
 def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -> Posterior:
     """The posterior that a state describes, centred on `mean` (the model's parameters by name).
 
@@ -157,7 +166,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 dict(record["fit"]),
                 dict(record["deterministic"]),
                 dict(record["tuning"]),
-                dict(record.get("calibration", {})),
+                _calibration(record.get("calibration", {})),
             ),
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
