@@ -8,7 +8,7 @@
 
 VENV      ?= .venv
 PIP_FLAGS ?=
-PYTEST_FLAGS ?=
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 DEMO_FLAGS ?=
 
 BIN       := $(VENV)/bin
@@ -27,7 +27,7 @@ demo: $(DEMO_ENV)
 	$(BIN)/python -m posthoc_uq.demo $(DEMO_FLAGS)
 
 test: $(DEV_ENV)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(DEV_ENV)
 	$(BIN)/ruff check .

@@ -133,7 +133,7 @@ class Study:
         return Study(self.grows, self.net, values, self.methods[-2:], 8, 128)
 
 
-SAMPLES = (256, 512, 1024, 2048, 4096)
+SAMPLES = (1024, 2048, 4096, 8192, 16384)
 STUDIES = (
     Study("samples", "LeNet", SAMPLES, ("diag", "kfac", "inf")),
     Study("samples", "small ResNet", SAMPLES, ("diag", "kfac", "inf")),

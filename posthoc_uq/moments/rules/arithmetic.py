@@ -79,7 +79,7 @@ def _product(state: Pass, first: Any, second: Any) -> MomentTensor:
     if not isinstance(first, MomentTensor):
         return _scaled(second, m1, mean)
     w1, w2 = m1.to(v1.dtype), m2.to(v2.dtype)
-    return MomentTensor(mean, v1 * (v2 + w2.square()) + w1.square() * v2)
+    return MomentTensor(mean, torch.addcmul(w1.square() * v2, v1, v2 + w2.square()))
 
 
 def _scaled(x: MomentTensor, factor: Tensor, mean: Tensor) -> MomentTensor:
