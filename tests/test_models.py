@@ -93,7 +93,8 @@ posterior = uq.fit(model, [images], progress=False)
 prediction = uq.wrap(model, posterior, n_samples=30)(images)
 assert torch.isfinite(prediction.probs).all()
 status = pathlib.Path("/proc/self/status")  # the resource module's peak may begin with the parent's
-own = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM")] if status.exists() else []
+lines = status.read_text().splitlines() if status.exists() else []
+own = [line.split()[1] for line in lines if line.startswith("VmHWM")]
 print(own[0] if own else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
