@@ -182,6 +182,7 @@ def fit(
     if run.checkpoint is not None:
         run.checkpoint.remove()
     return_freed_memory()
+    posterior.fingerprint = fingerprint(posterior.mean)
     return posterior
 
 

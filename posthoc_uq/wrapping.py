@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import unwrap
+from posthoc_uq.storage.schema import check_unchanged
 
 # A head's options are the arguments of its class.
 _CLASSES: dict[str, type[Predictor]] = {
@@ -139,6 +140,11 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
     Raises:
         PosteriorMismatchError: a parameter is missing, or has another shape or other values.
     """
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+        )
+    check_unchanged(posterior)
     parameters = dict(unwrap(model).named_parameters())
     for name, mean in posterior.mean.items():
         parameter = parameters.get(name)

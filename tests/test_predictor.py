@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,3 +240,24 @@ def test_an_option_of_another_head_is_an_error_that_names_the_own(setting, head)
     foreign = "link" if head == "sampling" else "antithetic"
     with pytest.raises(PosthocUQError, match=rf"takes no option \['{foreign}'\]"):
         uq.wrap(model, posterior, head=head, **{foreign: True})
+
+
+def test_a_model_that_was_trained_on_is_refused(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = torch.randn(20, 4)
+    own = uq.fit(net, [(x, torch.arange(20) % 3)], prior_precision=1.0, progress=False)
+    uq.wrap(net, own)
+    before = net[0].weight.detach().clone()
+    with torch.no_grad():
+        net[0].weight.mul_(1.5)
+    with pytest.raises(uq.PosteriorMismatchError, match="changed after"):
+        uq.wrap(net, own)
+    with pytest.raises(uq.PosteriorMismatchError, match="changed after"):
+        uq.save(own, tmp_path / "p.h5")
+    net[0].weight.data.copy_(before)
+    uq.save(own, tmp_path / "p.h5")
+    uq.wrap(net, uq.load(tmp_path / "p.h5", net))
+    with pytest.raises(uq.PosthocUQError, match=r"uq\.load"):
+        uq.wrap(net, str(tmp_path / "p.h5"))  # type: ignore[arg-type]
+    with pytest.raises(uq.PosthocUQError, match="posterior first"):
+        uq.save(str(tmp_path / "p.h5"), own)  # type: ignore[arg-type]

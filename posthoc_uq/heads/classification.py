@@ -154,7 +154,7 @@ class ClassPrediction:
         if self.sample_entropy is None:
             raise PosthocUQError(
                 "This prediction holds no expected entropy, because its head does not look at single weight "
-                'samples; use head="sampling" for expected entropy and mutual information.'
+                'samples; use link="mc" or head="sampling" for expected entropy and mutual information.'
             )
         return self.sample_entropy
 

@@ -41,6 +41,7 @@ class Posterior:
         mean: trained parameters by name, a view of the model's.
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
+        fingerprint: digest of the trained parameters at the fit, which are the model's own and may be trained on.
         scale: what the mean Fisher is multiplied with; starts at the number of samples.
         prior_precision: a number, or one number per layer name.
         residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
@@ -68,6 +69,7 @@ class Posterior:
         self.evidence = evidence
         self.record = record or Record()
         self.model: nn.Module | None = None
+        self.fingerprint: str | None = None
         self.scale: float = float(evidence.samples)
         self.prior_precision: float | dict[str, float] = 1.0
         self.residual_weight: float = 1.0

@@ -78,6 +78,7 @@ def load(
     with _translated(path):
         posterior = posterior_from_state(state, mean)
         posterior.model = model
+        posterior.fingerprint = state["fingerprint"]
         return posterior
 
 

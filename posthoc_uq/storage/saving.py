@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -54,6 +54,11 @@ def save(
         )
     if compression not in (None, "gzip"):
         raise PosthocUQError(f"compression must be 'gzip' or None, not {compression!r}.")
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"save takes the posterior first and the path second; the first is a {type(posterior).__name__}."
+        )
+    schema.check_unchanged(posterior)
     if rank() == 0:
         atomic.write(atomic.checked_target(path), _image(posterior, dtype, compression))
 

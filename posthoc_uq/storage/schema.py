@@ -8,6 +8,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from posthoc_uq.errors import PosteriorMismatchError
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage.hdf5 import link_name
 
 CHECKPOINT = "checkpoint"  # the kind of a file that is no posterior yet
@@ -56,6 +58,19 @@ def fingerprint(parameters: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {dtype_name(tensor.dtype)} {shape}\n".encode(errors="surrogatepass"))
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def check_unchanged(posterior: Posterior) -> None:
+    """Refuse a posterior whose model was trained on after the fit: its mean is the model's own memory.
+
+    Raises:
+        PosteriorMismatchError: the parameters are not those of the fit.
+    """
+    if posterior.fingerprint is not None and fingerprint(posterior.mean) != posterior.fingerprint:
+        raise PosteriorMismatchError(
+            "The model's parameters changed after the posterior was fitted or loaded; fit again, or give the model its "
+            "parameters back."
+        )
 
 
 def complaint(name: str, tensor: Tensor) -> str | None:
