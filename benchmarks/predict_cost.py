@@ -67,6 +67,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "sampling, seeds, antithetic": ("sampling", {"keep": "seeds", "antithetic": True}),
     "sampling, bfloat16": ("sampling", {"dtype": torch.bfloat16}),
     "moments": ("moments", {}),
+    "moments, marginal": ("moments", {"weights": "marginal"}),
     "linearized": ("linearized", {}),
 }
 """Name in the table to head and options."""

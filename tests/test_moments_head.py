@@ -501,6 +501,22 @@ def test_batch_norm_keeps_covariances() -> None:
     assert agreement(net, own, 1000, cov="full")["error"] < 0.04 < agreement(net, own, 1000)["error"]
 
 
+def test_full_covariance_of_the_connected_end_of_a_cnn() -> None:
+    torch.manual_seed(0)
+    end = nn.Sequential(nn.Linear(32, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 5))
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), end
+    ).eval()
+    own = fitted(net, "diag", 200.0, (1, 9, 9), 5, layers=["4.0"])
+    x = torch.randn(32, 1, 9, 9)
+    drawn = uq.wrap(net, own, n_samples=1000, seed=1).outputs(x).std(0)  # type: ignore[attr-defined]
+
+    def error(cov: str) -> float:
+        return (MomentsPredictor(net, own, cov=cov).propagate(x)[1].sqrt() / drawn - 1).abs().mean().item()
+
+    assert error("full") < 0.04 < error("diag")
+
+
 def test_a_budget_cuts_batches_of_covariances(monkeypatch: pytest.MonkeyPatch) -> None:
     net = mlp(2, nn.ReLU())
     own = fitted(net, "diag", 2000.0, (20,), 10)

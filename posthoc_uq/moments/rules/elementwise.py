@@ -127,12 +127,10 @@ def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
 
 
 def _rectifier(original: Rule) -> Rule:
-    def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(state: Pass, input: Any, inplace: bool = False) -> Any:
         if state.rules.relu != "exact" or input.moment_covariance is not None:
-            return original(state, input, *args, **kwargs)
-        inplace = kwargs.pop("inplace", False) or (len(args) > 1 and bool(args[1]))
-        negative = kwargs.get("negative_slope", args[0] if args and not isinstance(args[0], bool) else 0.0)
-        found = _rectified(input, negative)
+            return original(state, input, inplace=inplace)
+        found = _rectified(input, 0.0)
         return state.replace(input, found) if inplace else found
 
     return run
