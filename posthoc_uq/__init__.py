@@ -1,7 +1,7 @@
 """Honest uncertainty for trained PyTorch models, after the fact.
 
 ``fit`` a posterior over the weights, ``tune`` it, ``save`` and ``load`` it as one safe file, and ``wrap`` the
-model so that every prediction comes with its uncertainty.
+model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
 """
 
 from posthoc_uq.errors import (
@@ -11,12 +11,14 @@ from posthoc_uq.errors import (
     PosthocUQError,
     UnsupportedLayerError,
 )
+from posthoc_uq.evaluation import Evaluation, evaluate
 from posthoc_uq.exporting import export, exportable
 from posthoc_uq.fitting import fit
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.referral import refer, set_referral
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ClassPrediction",
     "CorruptPosteriorError",
+    "Evaluation",
     "Likelihood",
     "LinearizedPredictor",
     "MomentsPredictor",
@@ -40,12 +43,15 @@ __all__ = [
     "RegressionPrediction",
     "SamplingPredictor",
     "UnsupportedLayerError",
+    "evaluate",
     "export",
     "exportable",
     "fit",
     "inspect",
     "load",
+    "refer",
     "save",
+    "set_referral",
     "tune",
     "wrap",
 ]

@@ -43,7 +43,19 @@ class Batch:
         Raises:
             PosthocUQError: the model gives something that holds no tensor of outputs.
         """
-        return output_tensor(model(*self.args, **self.kwargs))
+        return output_tensor(self.call_any(model))
+
+    def call_any(self, model: Callable[..., Any]) -> Any:
+        """Whatever the model returns."""
+        return model(*self.args, **self.kwargs)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its inputs on `device`; targets stay where they are."""
+
+        def move(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return Batch(tuple(map(move, self.args)), self.targets, {k: move(v) for k, v in self.kwargs.items()})
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""

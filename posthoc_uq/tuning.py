@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.prediction import predict
+from posthoc_uq.heads.prediction import RegressionPrediction, predict
+from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.evidence import Trials, maximise_evidence, search_decades, warn_edges
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
@@ -26,6 +27,7 @@ from posthoc_uq.loaders import BatchFunction, BatchReader, batches, check_reusab
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.wrapping import wrap
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
@@ -40,22 +42,24 @@ def tune(
     noise: bool = False,
     temperature: bool = False,
     parameters: tuple[str, ...] | None = None,
+    head: str = "sampling",
     n_samples: int = 10,
     max_evaluations: int = 12,
     seed: int = 0,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     progress: bool = True,
+    **options: Any,
 ) -> Trials:
     """Choose the hyperparameters of `posterior`, in place.
 
     Without `val_loader` the log marginal likelihood is maximised over the prior precision: usable as it is,
     good at telling foreign inputs, and known to be under-confident. With it, the negative log-likelihood of
-    held-out data under the sampling head is minimised, one hyperparameter after the other, with the same
-    random numbers throughout; the best of all that was tried is kept. Held-out data of the training
-    distribution cannot judge epistemic
-    uncertainty: with `temperature`, which would displace the weight posterior altogether, the prior precision
-    is therefore put where the evidence puts it, and only the temperature is tuned on the held-out data.
+    held-out data under a head (tune with the one that will predict) is minimised, one hyperparameter after the
+    other, with the same random numbers throughout; the best of all that was tried is kept. Held-out data of the
+    training distribution cannot judge epistemic uncertainty: with `temperature`, which would displace the weight
+    posterior altogether, the prior precision is therefore put where the evidence puts it, and only the temperature
+    is tuned on the held-out data.
 
     Args:
         posterior: from `fit` or `load`.
@@ -66,12 +70,14 @@ def tune(
         temperature: tune a temperature on the logits (needs `val_loader`).
         parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``,
             ``"scale"``, ``"noise"``.
-        n_samples: weight draws per evaluation on held-out data.
+        head: through which held-out data are predicted: ``"sampling"``, ``"linearized"`` or ``"moments"``.
+        n_samples: weight draws per evaluation on held-out data, of the sampling head.
         max_evaluations: evaluations per hyperparameter on held-out data.
         seed: of the draws.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
         progress: show a bar.
+        **options: of the head, as in `wrap` (``link="mc"``, say).
 
     Returns:
         What was tried, and what ended at the edge of its interval (which is also a warning).
@@ -84,6 +90,10 @@ def tune(
             raise PosthocUQError(
                 "temperature and parameters are tuned on held-out data; pass val_loader=...."
             )
+        if head != "sampling" or options:
+            raise PosthocUQError(
+                "The evidence needs no head; head and its options are for held-out data, val_loader=...."
+            )
         return maximise_evidence(posterior, per_layer=per_layer, noise=noise)
     if per_layer:
         raise PosthocUQError(
@@ -93,7 +103,7 @@ def tune(
         search = _Search(
             posterior,
             val_loader,
-            n_samples,
+            _maker(posterior, head, n_samples, seed, options),
             seed,
             BatchReader(_device(posterior), batch_to_inputs, batch_to_targets),
             progress,
@@ -101,6 +111,15 @@ def tune(
         if temperature:
             return search.temperature()
         return search.coordinates(_chosen(posterior, parameters, noise), max_evaluations)
+
+
+def _maker(
+    posterior: Posterior, head: str, n_samples: int, seed: int, options: dict[str, Any]
+) -> Callable[[], Predictor]:
+    """What makes the predictor of an evaluation, with the posterior's settings of that moment."""
+    if head == "sampling":
+        options = {"n_samples": n_samples, "seed": seed, **options}
+    return lambda: wrap(_model(posterior), posterior, head, **options)
 
 
 def _device(posterior: Posterior) -> torch.device:
@@ -150,7 +169,7 @@ class _Search:
         self,
         posterior: Posterior,
         loader: Iterable[Any],
-        n_samples: int,
+        make: Callable[[], Predictor],
         seed: int,
         reader: BatchReader,
         progress: bool,
@@ -160,7 +179,7 @@ class _Search:
         self.trials = Trials()
         self._bar = tqdm(disable=not progress, desc="tuning", unit=" evaluations", leave=False)
         self._loader = loader
-        self._n_samples = n_samples
+        self._make = make
         self._seed = seed
         self._reader = reader
 
@@ -173,24 +192,18 @@ class _Search:
                     )
                 yield batch, batch.targets
 
-    def _predictor(self) -> SamplingPredictor:
-        return SamplingPredictor(_model(self.posterior), self.posterior, self._n_samples, self._seed)
-
     def loss(self) -> float:
         """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters."""
-        predictor, total, count = self._predictor(), 0.0, 0
+        predictor, total, count = self._make(), 0.0, 0
         with torch.no_grad():
             for batch, targets in self._batches():
-                outputs = predictor.outputs(*batch.args, **batch.kwargs)
-                self.posterior.likelihood.check(outputs[0], targets)
-                shaped = (
-                    targets.reshape(outputs.shape[1:])
-                    if isinstance(self.posterior.likelihood, Gaussian)
-                    else targets.flatten().long()
-                )
-                log_prob = predict(outputs, self.posterior).log_prob(shaped)
-                total -= float(log_prob.double().sum())
-                count += outputs.shape[1]
+                prediction = predictor(*batch.args, **batch.kwargs)
+                regression = isinstance(prediction, RegressionPrediction)
+                mean = prediction.mean if regression else prediction.logits_mean
+                self.posterior.likelihood.check(mean, targets)
+                shaped = targets.reshape(mean.shape) if regression else targets.flatten().long()
+                total -= float(prediction.log_prob(shaped).double().sum())
+                count += len(prediction)
         return total / count
 
     def _evaluate(self) -> float:
@@ -325,7 +338,7 @@ class _Search:
             self.posterior.residual_weight = min(1.0, max(0.0, x))
 
     def temperature(self) -> Trials:
-        """The temperature on the logits of one set of draws, at the prior precision of the evidence."""
+        """The temperature on the logits, at the prior precision of the evidence; one set of draws serves all."""
         posterior = self.posterior
         if not isinstance(posterior.likelihood, (Categorical, Bernoulli)):
             raise PosthocUQError(
@@ -334,7 +347,25 @@ class _Search:
         if posterior.record.tuning.get("prior precision") != "given":
             self.trials = maximise_evidence(posterior, per_layer=isinstance(posterior.prior_precision, dict))
         posterior.temperature = 1.0
-        predictor = self._predictor()
+        predictor = self._make()
+        objective = (
+            self._of_draws(predictor) if isinstance(predictor, SamplingPredictor) else self._at_temperature
+        )
+        found, edge = search_decades(objective, (-1.0, 1.5), (-3.0, 4.0), 0.005, 40)
+        posterior.temperature = found
+        posterior.record.tuning["temperature"] = "validation NLL"
+        if edge:
+            self.trials.at_edge.append(f"temperature = {found:.3g}")
+            warn_edges(self.trials)
+        return self.trials
+
+    def _at_temperature(self, temperature: float) -> float:
+        self.posterior.temperature = temperature
+        return self._evaluate()
+
+    def _of_draws(self, predictor: SamplingPredictor) -> Callable[[float], float]:
+        """The loss by temperature, from outputs that were computed once."""
+        posterior = self.posterior
         logits: list[Tensor] = []
         targets: list[Tensor] = []
         with torch.no_grad():
@@ -350,14 +381,7 @@ class _Search:
             self.trials.trials.append({"temperature": temperature, "validation NLL": value})
             return value
 
-        # `predict` leaves the temperature to whoever makes the outputs.
-        found, edge = search_decades(objective, (-1.0, 1.5), (-3.0, 4.0), 0.005, 40)
-        posterior.temperature = found
-        posterior.record.tuning["temperature"] = "validation NLL"
-        if edge:
-            self.trials.at_edge.append(f"temperature = {found:.3g}")
-            warn_edges(self.trials)
-        return self.trials
+        return objective  # `predict` leaves the temperature to whoever makes the outputs
 
 
 def _shown(values: dict[str, Any], name: str) -> str:

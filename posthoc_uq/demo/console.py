@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from posthoc_uq.tables import text_table
+
 
 def say(text: str = "") -> None:
     """Print one line at once, also into a pipe."""
@@ -35,15 +37,4 @@ def one_thread() -> Generator[None, None, None]:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str | float]], digits: int = 3) -> str:
     """Rows under a header; numbers to the right with ``digits`` decimals, text to the left."""
-    cells = [[cell if isinstance(cell, str) else f"{cell:.{digits}f}" for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in [list(header), *cells]) for column in range(len(header))]
-    numeric = [bool(rows) and not isinstance(rows[0][column], str) for column in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        aligned = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ]
-        return ("  " + "  ".join(aligned)).rstrip()
-
-    return "\n".join([line(header), line(["-" * width for width in widths]), *(line(row) for row in cells)])
+    return text_table(header, rows, digits=digits, indent="  ")

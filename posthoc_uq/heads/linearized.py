@@ -78,6 +78,8 @@ class LinearizedPredictor(Predictor):
         PosthocUQError: an option is none of the above.
     """
 
+    head = "linearized"
+
     def __init__(
         self,
         model: nn.Module,
@@ -114,6 +116,10 @@ class LinearizedPredictor(Predictor):
         self._ready: Tracked | None = None
         self._weights: tuple[Any, WeightCovariance] | None = None
         self._drawn: tuple[Any, dict[str, Tensor]] | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """See `Predictor`."""
+        return {"head": self.head, "link": self._link}
 
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch: `ClassPrediction` or `RegressionPrediction` by the likelihood.

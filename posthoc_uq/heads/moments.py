@@ -74,6 +74,8 @@ class MomentsPredictor(Predictor):
         PosthocUQError: an option has another value than those listed.
     """
 
+    head = "moments"
+
     def __init__(
         self,
         model: nn.Module,
@@ -112,6 +114,10 @@ class MomentsPredictor(Predictor):
         )
         self._taken = posterior_settings(self._posterior)
         self._calibration = fitting_calibration(self._posterior, self.settings())
+
+    def identity(self) -> dict[str, Any]:
+        """See `Predictor`."""
+        return {"head": self.head, "link": self._link}
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""

@@ -14,7 +14,7 @@ from posthoc_uq.heads.regression import RegressionPrediction
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.posteriors.base import Posterior
 
-__all__ = ["ClassPrediction", "Prediction", "RegressionPrediction", "TopK", "cat", "predict"]
+__all__ = ["ClassPrediction", "Prediction", "RegressionPrediction", "TopK", "cat", "predict", "predict_as"]
 
 Prediction = ClassPrediction | RegressionPrediction
 
@@ -25,13 +25,30 @@ def predict(outputs: Tensor, posterior: Posterior) -> Prediction:
     Raises:
         PosthocUQError: the likelihood is one that no prediction is defined for, or the outputs do not fit it.
     """
-    likelihood = posterior.likelihood
+    regression = isinstance(posterior.likelihood, Gaussian)
+    return predict_as(
+        posterior.likelihood, outputs, noise_of(posterior, outputs.device) if regression else None
+    )
+
+
+def predict_as(likelihood: Likelihood, outputs: Tensor, noise: Tensor | None = None) -> Prediction:
+    """The prediction of a likelihood from outputs of several draws at once, ``(draws, batch, ...)``.
+
+    Args:
+        likelihood: of the targets.
+        outputs: logits or means.
+        noise: a regression's noise variance, that of the likelihood if None.
+
+    Raises:
+        PosthocUQError: the likelihood is one that no prediction is defined for, or the outputs do not fit it.
+    """
     if isinstance(likelihood, Categorical):
         return ClassPrediction.from_logits(outputs)
     if isinstance(likelihood, Bernoulli):
         return ClassPrediction.from_logits(outputs, binary=True)
     if isinstance(likelihood, Gaussian):
-        return RegressionPrediction.from_samples(outputs, noise_of(posterior, outputs.device))
+        given = likelihood.noise_variance if noise is None else noise
+        return RegressionPrediction.from_samples(outputs, _fitting(given, outputs.device))
     raise no_prediction(likelihood)
 
 
@@ -50,7 +67,10 @@ def cat(predictions: Sequence[Prediction]) -> Prediction:
 
 def noise_of(posterior: Posterior, device: torch.device) -> Tensor:
     """The noise variance of a regression in a shape that fits its outputs: ``(outputs,)``, or a scalar for one."""
-    noise = cast(Tensor, posterior.noise_variance)
+    return _fitting(cast(Tensor, posterior.noise_variance), device)
+
+
+def _fitting(noise: Tensor, device: torch.device) -> Tensor:
     noise = noise.to(device, torch.float32 if device.type == "mps" else noise.dtype)
     return noise.squeeze(0) if noise.numel() == 1 else noise
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ class Predictor(nn.Module):
         posterior: of any method.
     """
 
+    head: ClassVar[str]
+    """Its name in `wrap`."""
+
     def __init__(self, model: nn.Module, posterior: Posterior) -> None:
         super().__init__()
         self._model: tuple[nn.Module] = (model,)  # a tuple hides it from `nn.Module`
@@ -41,6 +44,12 @@ class Predictor(nn.Module):
     def device(self) -> torch.device:
         """Where it predicts: the device of its own weights, or of the user's model if it has none."""
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
+
+    def identity(self) -> dict[str, Any]:
+        """What a threshold on its scores depends on beside the posterior, as plain values: the head, and the link from
+        Gaussian logits to probabilities where it has one.
+        """
+        return {"head": self.head}
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

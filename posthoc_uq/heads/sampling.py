@@ -54,6 +54,8 @@ class SamplingPredictor(Predictor):
 
     ensemble: Ensemble
 
+    head = "sampling"
+
     def __init__(
         self,
         model: nn.Module,

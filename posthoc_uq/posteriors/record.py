@@ -58,9 +58,11 @@ class Record:
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
         calibration: the moments head's correction as plain values, with the settings it was made for; or nothing.
+        referral: the threshold from which inputs are handed to a person, with what it was set for; or nothing.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     deterministic: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any
 
+from posthoc_uq.tables import cell_text, text_table
+
 if TYPE_CHECKING:
     from posthoc_uq.posteriors.base import Posterior
 
@@ -28,15 +30,10 @@ class Report:
     tuning: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {_text(value)}" for name, value in self.summary.items()]
+        lines = [f"{name}: {cell_text(value)}" for name, value in self.summary.items()]
         lines += [f"{name}: {how}" for name, how in self.tuning.items()]
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
-        table = [columns] + [[_text(row.get(column, "")) for column in columns] for row in self.rows]
-        widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        ]
+        lines.append(text_table(columns, [[row.get(column) for column in columns] for row in self.rows]))
         reasons: dict[str, list[str]] = {}
         for name, reason in self.deterministic.items():
             reasons.setdefault(reason, []).append(name)
@@ -53,10 +50,6 @@ class Report:
             "deterministic": self.deterministic,
             "tuning": self.tuning,
         }
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def build_report(posterior: Posterior) -> Report:
@@ -94,8 +87,19 @@ def build_report(posterior: Posterior) -> Report:
         summary | posterior.record.fit,
         rows,
         dict(posterior.record.deterministic),
-        dict(posterior.record.tuning) | _calibrated(posterior.record.calibration),
+        dict(posterior.record.tuning)
+        | _calibrated(posterior.record.calibration)
+        | _referred(posterior.record.referral),
     )
+
+
+def _referred(referral: Mapping[str, Any]) -> dict[str, str]:
+    if not referral:
+        return {}
+    return {
+        "referral": f"{referral['score']} above {referral['threshold']:.4g}, {referral['rate']:.3g} of "
+        f"{referral['inputs']} familiar inputs, head {referral['head']['head']!r}"
+    }
 
 
 def _calibrated(calibration: Mapping[str, Any]) -> dict[str, str]:

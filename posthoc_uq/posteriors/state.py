@@ -54,6 +54,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "deterministic": dict(posterior.record.deterministic),
                 "tuning": dict(posterior.record.tuning),
                 "calibration": dict(posterior.record.calibration),
+                "referral": dict(posterior.record.referral),
             },
         },
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
@@ -125,6 +126,15 @@ def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
     return {**numbers, "n_mc": int(kept["n_mc"]), **settings}
 
 
+def _referral(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A referral threshold's plain values, all there and of their kinds, or none at all."""
+    if not kept:
+        return {}
+    numbers: dict[str, Any] = {name: float(kept[name]) for name in ("rate", "threshold")}
+    settings = {name: dict(kept[name]) for name in ("head", "posterior")}
+    return {"score": str(kept["score"]), "inputs": int(kept["inputs"]), **numbers, **settings}
+
+
 def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -> Posterior:
     """The posterior that a state describes, centred on `mean` (the model's parameters by name).
 
@@ -167,6 +177,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 dict(record["deterministic"]),
                 dict(record["tuning"]),
                 _calibration(record.get("calibration", {})),
+                _referral(record.get("referral", {})),
             ),
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):

@@ -1,0 +1,72 @@
+"""The figures of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from posthoc_uq import plots
+from posthoc_uq.evaluation.result import FAMILIAR, Evaluation
+from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
+from posthoc_uq.heads.scores import uncertainty_scores
+
+_WIDE = ("functional_variance", "epistemic_variance", "mutual_information")  # spread over orders of magnitude
+
+
+def figures(evaluation: Evaluation) -> dict[str, Figure]:
+    """Figures by title, those that the data allow."""
+    test = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
+    found: dict[str, Figure] = {}
+    if evaluation.classification:
+        classes = cast(Mapping[str, ClassPrediction], test)
+        calibration = {name: (p.probs, evaluation.targets) for name, p in classes.items()}
+        found["Reliability"] = plots.reliability_diagram(calibration, bins=evaluation.bins)
+    else:
+        values = cast(Mapping[str, RegressionPrediction], test)
+        with_noise = {
+            name: (p.mean, p.variance, evaluation.targets)
+            for name, p in values.items()
+            if bool((p.variance > 0).all())
+        }
+        if with_noise:
+            found["Coverage of intervals"] = plots.coverage_plot(with_noise)
+    if evaluation.foreign_names:
+        panels = _panels(evaluation)
+        log = [title for title in panels if any(title.startswith(_words(score)) for score in _WIDE)]
+        found["Familiar and foreign inputs"] = plots.score_histograms(panels, log=log)
+    referred = {
+        f"{name}, {_words(score)}": (uncertainty_scores(test[name])[score], evaluation.losses(name))
+        for name, score in _selected(evaluation)
+    }
+    if referred:
+        found["Risk over coverage"] = plots.risk_coverage_plot(referred)
+    return found
+
+
+def _panels(evaluation: Evaluation) -> dict[str, dict[str, Tensor]]:
+    """Per row and score one panel: that score on each data set."""
+    panels: dict[str, dict[str, Tensor]] = {}
+    for name, by_set in evaluation.predictions.items():
+        for score in evaluation.shown_scores(name):
+            if score in ("max_probability", "variation_ratio", "standard_deviation"):
+                continue  # much the same picture as the entropy's
+            panels[f"{_words(score)}, {name}"] = {
+                data: uncertainty_scores(prediction)[score] for data, prediction in by_set.items()
+            }
+    return panels
+
+
+def _selected(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Per row the default score, where it says anything."""
+    return [
+        (name, evaluation.default_score)
+        for name in evaluation.names
+        if evaluation.default_score in evaluation.selective[name]
+    ]
+
+
+def _words(score: str) -> str:
+    return score.replace("_", " ")

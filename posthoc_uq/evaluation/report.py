@@ -1,0 +1,160 @@
+"""An evaluation as one HTML file that needs nothing else, neither network nor scripts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+
+from posthoc_uq.evaluation.gallery import Example
+from posthoc_uq.evaluation.measures import better
+from posthoc_uq.evaluation.result import Evaluation
+from posthoc_uq.tables import cell_text
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 68rem; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; }
+p { max-width: 46rem; } .note { color: #555; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #e3e3e3; text-align: left; white-space: nowrap; }
+th { border-bottom: 2px solid #999; font-weight: 600; } td.n, th.n { text-align: right; }
+td.best { font-weight: 700; }
+figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .9rem; }
+.card { border: 1px solid #e3e3e3; border-radius: 6px; padding: .5rem; font-size: .82rem; line-height: 1.35;
+        overflow-wrap: anywhere; }
+.card img { width: 100%; aspect-ratio: 1; object-fit: contain; background: #f2f2f2; display: block;
+            margin-bottom: .35rem; }
+.card .small { image-rendering: pixelated; } .wrong { color: #b03a00; } .dim { color: #555; }
+"""
+
+_RIGHT = ' class="n"'
+
+_EXPLAINED = {
+    "Quality": "Bold: the best of its column. ECE: gap between confidence and accuracy. NLL and Brier score: lower is "
+    "better, and they punish confident mistakes.",
+    "Telling": "AUROC: how often a foreign input scores higher than a familiar one (0.5 is chance). AUPR: average "
+    "precision of finding the foreign ones. FPR95: familiar inputs flagged when 95 % of the foreign ones are.",
+    "Leaving": "AURC: area under the risk-coverage curve, lower is better; the other columns: what is left after "
+    "referring that share of the inputs.",
+}
+
+
+def html(evaluation: Evaluation, title: str) -> str:
+    """The whole page."""
+    sizes = ", ".join(
+        f"{len(prediction)} of {escape(name)}"
+        for name, prediction in next(iter(evaluation.predictions.values())).items()
+    )
+    compared = ", ".join(map(escape, evaluation.names))
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="note">Compared: {compared}. Inputs: {sizes}.</p>',
+    ]
+    for heading, (header, rows) in evaluation.tables().items():
+        parts += [f"<h2>{escape(heading)}</h2>", _note(heading), _table(header, rows)]
+    for name, figure in evaluation.figures().items():
+        parts += [f"<h2>{escape(name)}</h2>", _picture(figure, name)]
+    for name, examples in evaluation.galleries.items():
+        parts += [f"<h2>{escape(name[:1].upper() + name[1:])}</h2>", _gallery(evaluation, examples)]
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _note(heading: str) -> str:
+    text = next((note for start, note in _EXPLAINED.items() if heading.startswith(start)), "")
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    numeric = [any(isinstance(row[i], float) for row in rows) for i in range(len(header))]
+    best = [_best(name, [row[i] for row in rows]) for i, name in enumerate(header)]
+
+    def cell(row: int, column: int) -> str:
+        value = rows[row][column]
+        classes = ["n"] if numeric[column] else []
+        classes += ["best"] if row in best[column] else []
+        attribute = f' class="{" ".join(classes)}"' if classes else ""
+        return f"<td{attribute}>{escape(cell_text(value, 4))}</td>"
+
+    head = "".join(
+        f"<th{_RIGHT if right else ''}>{escape(name)}</th>"
+        for name, right in zip(header, numeric, strict=True)
+    )
+    body = "".join(
+        "<tr>" + "".join(cell(row, column) for column in range(len(header))) + "</tr>\n"
+        for row in range(len(rows))
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _best(measure: str, column: Sequence[Any]) -> set[int]:
+    """The rows with the best value, where there is something to choose."""
+    sign = better(measure)
+    values = [value if isinstance(value, float) and value == value else None for value in column]
+    known = [value for value in values if value is not None]
+    if sign == 0 or len(known) < 2 or len(set(known)) < 2:
+        return set()
+    top = max(sign * value for value in known)
+    return {row for row, value in enumerate(values) if value is not None and sign * value == top}
+
+
+def _picture(figure: Figure, name: str) -> str:
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return f'<figure><img alt="{escape(name)}" src="{_data(buffer)}"></figure>'
+
+
+class _Shown(NamedTuple):
+    source: str
+    small: bool
+
+
+def _gallery(evaluation: Evaluation, examples: Sequence[Example]) -> str:
+    cards = [_card(evaluation, example) for example in examples]
+    return f'<div class="gallery">{"".join(cards)}</div>'
+
+
+def _card(evaluation: Evaluation, example: Example) -> str:
+    def named(index: int) -> str:
+        names = evaluation.class_names
+        return escape(names[index] if names is not None and index < len(names) else f"class {index}")
+
+    shown = _image(evaluation, example.image)
+    style = ' class="small"' if shown.small else ""
+    lines = [f"<b>{named(example.predicted)}</b> {example.probability:.2f}"]
+    if example.label is not None and example.label != example.predicted:
+        lines.append(f'<span class="wrong">is {named(example.label)}</span>')
+    score = evaluation.default_score.replace("_", " ")
+    lines.append(f'<span class="dim">{escape(score)} {example.score:.3g}, input {example.index}</span>')
+    picture = f'<img{style} alt="input {example.index}" src="{shown.source}">'
+    return f'<div class="card">{picture}{"<br>".join(lines)}</div>'
+
+
+def _image(evaluation: Evaluation, image: Tensor) -> _Shown:
+    if evaluation.display is not None:
+        colours = evaluation.display(image).detach().cpu().float()
+    else:
+        finite = torch.nan_to_num(image)
+        colours = (finite - finite.min()) / (finite.max() - finite.min()).clamp(min=1e-12)
+    pixels = (colours.clamp(0, 1) * 255).round().to(torch.uint8)
+    array = pixels[0].numpy() if pixels.shape[0] == 1 else pixels[:3].permute(1, 2, 0).numpy()
+    buffer = BytesIO()
+    Image.fromarray(array).save(buffer, format="png", optimize=True)
+    return _Shown(_data(buffer), max(array.shape[:2]) < 100)
+
+
+def _data(buffer: BytesIO) -> str:
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

@@ -1,0 +1,97 @@
+"""What is compared: predictors, plain models and anything else that predicts, each a row of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.prediction import (
+    ClassPrediction,
+    Prediction,
+    RegressionPrediction,
+    noise_of,
+    predict_as,
+)
+from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.replica import model_device, replicate
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the compared.
+
+    Attributes:
+        name: as it stands in the tables.
+        call: a batch to its prediction.
+        device: where it wants its inputs.
+        predictor: it, if it has a posterior.
+    """
+
+    name: str
+    call: Callable[[Batch], Prediction]
+    device: torch.device
+    predictor: Predictor | None
+
+
+def rows_of(compared: Any, likelihood: str | Likelihood | None) -> list[Row]:
+    """The rows of a predictor, a plain model, a function, or a mapping from names to those.
+
+    Args:
+        compared: see `evaluate`.
+        likelihood: of plain models; None takes that of the first predictor, or classification.
+
+    Raises:
+        PosthocUQError: nothing to compare, or something that does not predict.
+    """
+    named = dict(cast(Mapping[str, Any], compared)) if isinstance(compared, Mapping) else {"": compared}
+    if not named:
+        raise PosthocUQError("evaluate needs at least one predictor.")
+    predictors = [one for one in named.values() if isinstance(one, Predictor)]
+    noise: Tensor | None = None
+    if likelihood is None and predictors:
+        posterior = predictors[0].posterior
+        plain = posterior.likelihood
+        if isinstance(plain, Gaussian):
+            noise = noise_of(posterior, torch.device("cpu"))
+    else:
+        plain = resolve_likelihood(likelihood or "classification")
+    return [_row(str(name), one, plain, noise) for name, one in named.items()]
+
+
+def _row(name: str, one: Any, likelihood: Likelihood, noise: Tensor | None) -> Row:
+    if isinstance(one, Predictor):
+        return Row(name or one.head, lambda batch: one(*batch.args, **batch.kwargs), one.device, one)
+    if isinstance(one, nn.Module):
+        twin = replicate(one)
+        device = model_device(twin)
+        return Row(
+            name or "model", lambda batch: _shaped(batch.call_any(twin), likelihood, noise), device, None
+        )
+    if callable(one):
+        return Row(
+            name or "function",
+            lambda batch: _shaped(one(*batch.args, **batch.kwargs), likelihood, noise),
+            torch.device("cpu"),
+            None,
+        )
+    raise PosthocUQError(
+        f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
+        f"{type(one).__name__}."
+    )
+
+
+def _shaped(output: Any, likelihood: Likelihood, noise: Tensor | None) -> Prediction:
+    """A model's output as the prediction of one weight sample; a prediction as it is."""
+    if isinstance(output, (ClassPrediction, RegressionPrediction)):
+        return output
+    prediction = predict_as(likelihood, output_tensor(output).unsqueeze(0), noise)
+    if isinstance(prediction, ClassPrediction):  # one sample of the weights says nothing about their spread
+        return replace(prediction, sample_entropy=None, probs_variance=None, votes=None)
+    return prediction

@@ -1,0 +1,71 @@
+"""Scores of predictions against what was observed: Python floats, and named tuples of tensors for curves.
+
+Thin on purpose: torchmetrics computes wherever it has the metric (imported inside the functions: it takes
+seconds to load, which a program that only predicts should not have to wait for). Everything is evaluated on
+the CPU, from float64 values, and no function draws random numbers. A NaN is refused with a `NonFiniteError`
+rather than counted as a wrong answer, or a right one.
+"""
+
+from posthoc_uq.metrics.calibration import (
+    BINNINGS,
+    Binning,
+    CalibrationBins,
+    calibration_bins,
+    classwise_calibration_error,
+    expected_calibration_error,
+)
+from posthoc_uq.metrics.classification import (
+    accuracy,
+    brier_score,
+    negative_log_likelihood,
+    top_k_accuracy,
+)
+from posthoc_uq.metrics.ood import ood_aupr, ood_auroc, ood_fpr
+from posthoc_uq.metrics.regression import (
+    CoverageCurve,
+    coverage_curve,
+    crps_gaussian,
+    gaussian_log_density,
+    interval_coverage,
+    interval_sharpness,
+    mae,
+    rmse,
+)
+from posthoc_uq.metrics.selective import (
+    RiskCoverage,
+    referral_threshold,
+    risk_coverage,
+    selective_accuracy,
+    selective_accuracy_area,
+    selective_auc,
+)
+
+__all__ = [
+    "BINNINGS",
+    "Binning",
+    "CalibrationBins",
+    "CoverageCurve",
+    "RiskCoverage",
+    "accuracy",
+    "brier_score",
+    "calibration_bins",
+    "classwise_calibration_error",
+    "coverage_curve",
+    "crps_gaussian",
+    "expected_calibration_error",
+    "gaussian_log_density",
+    "interval_coverage",
+    "interval_sharpness",
+    "mae",
+    "negative_log_likelihood",
+    "ood_aupr",
+    "ood_auroc",
+    "ood_fpr",
+    "referral_threshold",
+    "risk_coverage",
+    "rmse",
+    "selective_accuracy",
+    "selective_accuracy_area",
+    "selective_auc",
+    "top_k_accuracy",
+]

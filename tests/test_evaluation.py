@@ -1,0 +1,375 @@
+"""`evaluate`: numbers against scikit-learn and plain arithmetic, files, the report, and what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import average_precision_score, roc_auc_score
+from torch import nn
+
+import posthoc_uq as uq
+
+
+@pytest.fixture(scope="module")
+def images():
+    """A trained classifier of small images, its posterior, data like those of the training, and foreign ones."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randn(7, 1, 6, 6, generator=generator)
+
+    def draw(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = torch.randint(0, 7, (count,), generator=generator)
+        return patterns[labels] + 1.1 * torch.randn(count, 1, 6, 6, generator=generator), labels
+
+    x, y = draw(300)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 7))
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    posterior = uq.fit(model, [(x, y)], prior_precision=30.0, progress=False)
+    test = draw(230)
+    return model, posterior, test, 2.5 * torch.randn(90, 1, 6, 6, generator=generator)
+
+
+def loader_of(x, y=None, size=64):
+    return list(x.split(size)) if y is None else list(zip(x.split(size), y.split(size), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compared(images):
+    model, posterior, (x, y), foreign = images
+    predictor = uq.wrap(model, posterior, n_samples=12)
+    evaluation = uq.evaluate(
+        {"network": model, "INF": predictor},
+        loader_of(x, y),
+        ood_loaders={"noise": loader_of(foreign)},
+        class_names=[f"<{letter}>" for letter in "abcdefg"],
+        progress=False,
+    )
+    return evaluation, predictor
+
+
+class TestNumbers:
+    def test_quality_by_hand(self, images, compared):
+        model, _, (x, y), _ = images
+        evaluation, predictor = compared
+        with torch.no_grad():
+            probabilities = {"network": model(x).double().softmax(-1), "INF": predictor(x).probs.double()}
+        for name, probs in probabilities.items():
+            found = evaluation.metrics[name]
+            one_hot = np.eye(7)[y.numpy()]
+            assert found["accuracy"] == pytest.approx(
+                float((probs.argmax(-1) == y).double().mean()), abs=1e-6
+            )
+            top = np.argsort(-probs.numpy(), axis=1)[:, :5]
+            assert found["top-5 accuracy"] == pytest.approx(np.mean([y[i] in top[i] for i in range(230)]))
+            assert found["NLL"] == pytest.approx(float(-probs[range(230), y].log().mean()), abs=1e-5)
+            assert found["Brier"] == pytest.approx(((probs.numpy() - one_hot) ** 2).sum(1).mean(), abs=1e-5)
+
+    def test_foreign_scores_by_scikit_learn(self, images, compared):
+        _, _, (x, _), foreign = images
+        evaluation, predictor = compared
+        with torch.no_grad():
+            inside, outside = predictor(x), predictor(foreign)
+        truth = np.r_[np.zeros(230), np.ones(90)]
+        for score, of in (
+            ("entropy", lambda p: p.entropy()),
+            ("mutual_information", lambda p: p.mutual_information()),
+            ("max_probability", lambda p: 1 - p.max_probability()),
+            ("functional_variance", lambda p: p.epistemic()),
+            ("variation_ratio", lambda p: p.variation_ratio()),
+        ):
+            joined = np.r_[of(inside).numpy(), of(outside).numpy()]
+            found = evaluation.foreign["INF"]["noise"][score]
+            assert found["AUROC"] == pytest.approx(roc_auc_score(truth, joined), abs=1e-5)
+            assert found["AUPR"] == pytest.approx(average_precision_score(truth, joined), abs=1e-5)
+            assert 0 <= found["FPR95"] <= 1
+
+    def test_a_plain_model_has_no_epistemic_scores(self, compared):
+        evaluation, _ = compared
+        assert set(evaluation.foreign["network"]["noise"]) == {"entropy", "max_probability"}
+        assert set(evaluation.selective["network"]) == {"entropy", "max_probability"}
+
+    def test_selective_accuracy_by_hand(self, images, compared):
+        _, _, (x, y), _ = images
+        evaluation, predictor = compared
+        with torch.no_grad():
+            prediction = predictor(x)
+        right = (prediction.predicted() == y).numpy()
+        order = np.argsort(prediction.entropy().numpy(), kind="stable")
+        for rate in evaluation.referral_rates:
+            kept = order[: 230 - int(rate * 230)]
+            found = evaluation.selective["INF"]["entropy"][f"accuracy at {rate:.3g}"]
+            assert found == pytest.approx(right[kept].mean(), abs=1e-6)
+
+    def test_batches_and_order_change_nothing(self, images, compared):
+        model, _, (x, y), foreign = images
+        evaluation, predictor = compared
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
+        again = uq.evaluate(
+            {"network": model, "INF": predictor},
+            loader_of(x[order], y[order], 17),
+            ood_loaders={"noise": loader_of(foreign, size=9)},
+            progress=False,
+        )
+        for name, values in evaluation.metrics.items():
+            assert again.metrics[name] == pytest.approx(values, abs=1e-5)
+        assert again.foreign["INF"]["noise"]["entropy"] == pytest.approx(
+            evaluation.foreign["INF"]["noise"]["entropy"], abs=1e-6
+        )
+
+    def test_regression(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(120, 3, generator=generator)
+        y = x.sum(1, keepdim=True) + 0.3 * torch.randn(120, 1, generator=generator)
+        model = nn.Linear(3, 1)
+        nn.init.constant_(model.weight, 0.9)
+        posterior = uq.fit(model, [(x, y)], likelihood="regression", progress=False)
+        predictor = uq.wrap(model, posterior, "linearized")
+        evaluation = uq.evaluate(
+            {"model": model, "INF": predictor}, loader_of(x, y), ood_loaders=loader_of(9 * x), progress=False
+        )
+        with torch.no_grad():
+            prediction = predictor(x)
+        density = torch.distributions.Normal(prediction.mean, prediction.standard_deviation).log_prob(y)
+        assert evaluation.metrics["INF"]["log density"] == pytest.approx(float(density.mean()), abs=1e-5)
+        assert evaluation.metrics["INF"]["RMSE"] == pytest.approx(
+            float((prediction.mean - y).square().mean().sqrt()), abs=1e-6
+        )
+        assert evaluation.foreign["INF"]["foreign"]["standard_deviation"]["AUROC"] > 0.8
+        assert "standard_deviation" not in evaluation.foreign["model"]["foreign"]
+        assert set(evaluation.figures()) == {
+            "Coverage of intervals",
+            "Familiar and foreign inputs",
+            "Risk over coverage",
+        }
+        assert evaluation.threshold(0.1) == pytest.approx(
+            float(prediction.standard_deviation.flatten().sort().values[-13]), rel=1e-5
+        )
+
+
+class TestWhatItTakes:
+    def test_a_function_and_an_ensemble(self, images):
+        model, _, (x, y), _ = images
+
+        def ensemble(batch):
+            with torch.no_grad():
+                return uq.ClassPrediction.from_logits(torch.stack([model(batch), 0.5 * model(batch)]))
+
+        evaluation = uq.evaluate({"two": ensemble, "one": model.forward}, loader_of(x, y), progress=False)
+        assert "mutual_information" in evaluation.selective["two"]
+        assert evaluation.names == ["two", "one"]
+
+    def test_the_model_is_left_alone(self, images):
+        _, _, (x, y), _ = images
+        twin = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Dropout(0.5), nn.Linear(36, 7))
+        before = {name: value.clone() for name, value in twin.state_dict().items()}
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        first = uq.evaluate(twin, loader_of(x, y), progress=False)
+        assert torch.equal(torch.rand(3), expected)
+        assert twin.training and all(torch.equal(before[k], v) for k, v in twin.state_dict().items())
+        assert first.metrics == uq.evaluate(twin, loader_of(x, y), progress=False).metrics
+
+    def test_binary(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(150, 2, generator=generator)
+        y = (x[:, 0] + 0.5 * torch.randn(150, generator=generator) > 0).float()
+        model = nn.Linear(2, 1)
+        posterior = uq.fit(model, [(x, y)], likelihood="binary", prior_precision=1.0, progress=False)
+        evaluation = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False)
+        assert evaluation.names == ["sampling"]
+        assert "AUC at 0.5" in evaluation.selective["sampling"]["entropy"]
+        assert "top-5 accuracy" not in evaluation.metrics["sampling"]
+
+
+class TestFiles:
+    def test_csv_json_and_text_agree(self, compared, tmp_path):
+        evaluation, _ = compared
+        evaluation.to_csv(tmp_path / "e.csv")
+        evaluation.to_json(tmp_path / "e.json")
+        with (tmp_path / "e.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        kept = json.loads((tmp_path / "e.json").read_text())
+        by_key = {(r["model"], r["data"], r["score"], r["measure"]): float(r["value"]) for r in rows}
+        assert (
+            by_key["INF", "test", "", "NLL"]
+            == kept["quality"]["INF"]["NLL"]
+            == evaluation.metrics["INF"]["NLL"]
+        )
+        assert (
+            by_key["INF", "noise", "entropy", "AUROC"] == kept["foreign"]["INF"]["noise"]["entropy"]["AUROC"]
+        )
+        assert kept["inputs"] == {"test": 230, "noise": 90}
+        assert kept["thresholds"]["INF"]["entropy"]["0.1"] == evaluation.threshold(0.1)
+        assert f"{evaluation.metrics['INF']['NLL']:.4f}" in str(evaluation)
+
+    def test_a_file_that_cannot_be_written_leaves_the_old_one(self, compared, tmp_path):
+        evaluation, _ = compared
+        with pytest.raises(uq.PosthocUQError, match="does not exist"):
+            evaluation.to_csv(tmp_path / "missing" / "e.csv")
+
+    def test_the_report_stands_alone(self, compared, tmp_path):
+        evaluation, _ = compared
+        page = evaluation.report(tmp_path / "report.html", title="A & B").read_text()
+        parser = _Page()
+        parser.feed(page)
+        assert parser.open == [] and parser.headings[0] == "A & B"
+        assert "http" not in page and "<script" not in page
+        assert all(source.startswith("data:image/png;base64,") for source in parser.images)
+        shown = [Image.open(BytesIO(base64.b64decode(s.split(",")[1]))) for s in parser.images]
+        figures = len(evaluation.figures())
+        assert figures == 3 and all(picture.size == (6, 6) for picture in shown[figures:])
+        assert len(shown) == figures + sum(map(len, evaluation.galleries.values()))
+        assert "<b>&lt;" in page and "<a>" not in page  # class names are text, not markup
+        assert "Telling noise from the test inputs" in parser.headings
+
+    def test_galleries_hold_the_extremes(self, images, compared):
+        _, _, (x, y), foreign = images
+        evaluation, predictor = compared
+        with torch.no_grad():
+            entropy, wrong = predictor(x).entropy(), predictor(x).predicted() != y
+            outside = predictor(foreign).entropy()
+        uncertain = [example.index for example in evaluation.galleries["most uncertain"]]
+        assert sorted(uncertain) == sorted(entropy.topk(12).indices.tolist())
+        mistakes = [example.index for example in evaluation.galleries["surest mistakes"]]
+        expected = wrong.nonzero().flatten()[entropy[wrong].argsort()[:12]].tolist()
+        assert mistakes == expected
+        sure = [example.index for example in evaluation.galleries["noise: least uncertain"]]
+        assert sorted(sure) == sorted((-outside).topk(12).indices.tolist())
+        example = evaluation.galleries["surest mistakes"][0]
+        assert torch.equal(example.image, x[example.index]) and example.label == int(y[example.index])
+
+
+class TestReferral:
+    def test_the_share_that_is_referred(self, images, compared, tmp_path):
+        model, posterior, (x, _), _ = images
+        evaluation, predictor = compared
+        threshold = evaluation.set_referral(0.1, "mutual_information")
+        with torch.no_grad():
+            flags = uq.refer(predictor, predictor(x))
+        assert int(flags.sum()) == 23 and threshold == evaluation.threshold(0.1, "mutual_information")
+        uq.save(posterior, tmp_path / "p.h5")
+        loaded = uq.load(tmp_path / "p.h5", model)
+        again = uq.wrap(model, loaded, n_samples=12)
+        with torch.no_grad():
+            assert torch.equal(uq.refer(again, again(x)), flags)
+        assert "mutual_information above" in str(loaded.report())
+
+    def test_another_head_or_setting_is_refused(self, images, compared):
+        model, posterior, (x, _), _ = images
+        evaluation, predictor = compared
+        evaluation.set_referral(0.1)
+        other = uq.wrap(model, posterior, "linearized")
+        with pytest.raises(
+            uq.PosthocUQError, match=r"set for head='sampling'.*this predictor is head='linearized'"
+        ):
+            uq.refer(other, other(x))
+        before = posterior.prior_precision
+        posterior.prior_precision = 2 * before
+        try:
+            with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
+                uq.refer(predictor, predictor(x))
+        finally:
+            posterior.prior_precision = before
+
+    def test_no_threshold(self, images):
+        model, posterior, (x, _), _ = images
+        posterior.record.referral = {}
+        predictor = uq.wrap(model, posterior, n_samples=2)
+        with pytest.raises(uq.PosthocUQError, match="No referral threshold"):
+            uq.refer(predictor, predictor(x))
+
+    def test_nan_is_always_referred(self, images, compared):
+        _, _, (x, _), _ = images
+        evaluation, predictor = compared
+        evaluation.set_referral(0.0)
+        with torch.no_grad():
+            flags = uq.refer(predictor, predictor(torch.full_like(x[:2], float("nan"))))
+        assert bool(flags.all())
+
+    def test_a_plain_model_keeps_no_threshold(self, compared):
+        evaluation, _ = compared
+        with pytest.raises(uq.PosthocUQError, match="no posterior"):
+            evaluation.set_referral(0.1, name="network")
+
+    def test_a_score_the_head_does_not_know(self, images):
+        model, posterior, (x, y), _ = images
+        evaluation = uq.evaluate(uq.wrap(model, posterior, "linearized"), loader_of(x, y), progress=False)
+        with pytest.raises(uq.PosthocUQError, match=r"does not know the score 'mutual_information'"):
+            evaluation.threshold(0.1, "mutual_information")
+        with pytest.raises(uq.PosthocUQError, match="A score is one of"):
+            evaluation.threshold(0.1, "surprise")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"referral_rates": (1.5,)}, "shares in"),
+            ({"score": "surprise"}, "score must be one of"),
+            ({"ood_loaders": {"test": []}}, "may not be named"),
+        ],
+    )
+    def test_options(self, images, options, message):
+        model, _, (x, y), _ = images
+        with pytest.raises(uq.PosthocUQError, match=message):
+            uq.evaluate(model, loader_of(x, y), progress=False, **options)
+
+    def test_targets(self, images):
+        model, _, (x, y), _ = images
+        with pytest.raises(uq.PosthocUQError, match="needs targets"):
+            uq.evaluate(model, loader_of(x), progress=False)
+        with pytest.raises(uq.PosthocUQError, match="one label an input"):
+            uq.evaluate(model, [(x, y.float() + 0.5)], progress=False)
+        with pytest.raises(uq.PosthocUQError, match="labels must lie between 0 and 6"):
+            str(uq.evaluate(model, [(x, y + 3)], progress=False))
+
+    def test_nothing_that_predicts(self, images):
+        _, _, (x, y), _ = images
+        with pytest.raises(uq.PosthocUQError, match="at least one predictor"):
+            uq.evaluate({}, loader_of(x, y))
+        with pytest.raises(uq.PosthocUQError, match="not a str"):
+            uq.evaluate("model", loader_of(x, y))
+
+    def test_nan(self, images):
+        model, _, (x, y), _ = images
+        broken = x.clone()
+        broken[4] = float("nan")
+        with pytest.raises(uq.NonFiniteError, match="1 of 230 predictions of 'model' on 'test' are NaN"):
+            uq.evaluate(model, loader_of(broken, y), progress=False)
+
+
+class _Page(HTMLParser):
+    """Checks that elements are closed in order; collects headings and images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.images: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+        if tag not in ("img", "meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and re.fullmatch("h[12]", self.open[-1]):
+            self.headings.append(data)
