@@ -331,3 +331,56 @@ def test_evidence_that_gives_noise_is_said_aloud():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         uq.fit(model, [(x, y)], prior_precision=1e4, progress=False)
+
+
+class TestHeads:
+    """Held-out data are predicted through the head that is asked for."""
+
+    def setup_method(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(230, 4, generator=generator)
+        y = (x[:, 0] + 0.7 * torch.randn(230, generator=generator) > 0).long()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimiser = torch.optim.Adam(self.model.parameters(), 0.03)
+        for _ in range(150):  # over-confident on its 30 samples
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(self.model(x[:30]), y[:30]).backward()
+            optimiser.step()
+        self.posterior = uq.fit(
+            self.model, [(x[:30], y[:30])], method="full", prior_precision=1.0, progress=False
+        )
+        self.held_out = (x[30:], y[30:])
+
+    def loss(self, **options) -> float:
+        with torch.no_grad():
+            prediction = uq.wrap(self.model, self.posterior, **options)(self.held_out[0])
+        return -float(prediction.log_prob(self.held_out[1]).double().mean())
+
+    @pytest.mark.parametrize("options", [{"head": "linearized", "link": "mc"}, {"head": "moments"}])
+    def test_the_best_of_what_was_tried_is_the_heads_own_loss(self, options):
+        trials = uq.tune(
+            self.posterior, [self.held_out], parameters=("prior_precision",), progress=False, **options
+        )
+        best = min(trial["validation NLL"] for trial in trials.trials)
+        assert self.loss(**options) == pytest.approx(best, rel=1e-6)
+        before = self.posterior.prior_precision
+        for factor in (0.2, 5.0):
+            self.posterior.prior_precision = before * factor
+            assert self.loss(**options) >= best - 1e-6
+
+    def test_temperature_through_the_linearised_head(self):
+        uq.tune(self.posterior, [self.held_out], temperature=True, head="linearized", progress=False)
+        found, best = self.posterior.temperature, self.loss(head="linearized")
+        assert found != 1.0
+        for factor in (0.8, 1.25):
+            self.posterior.temperature = found * factor
+            assert self.loss(head="linearized") > best
+
+    def test_a_head_needs_held_out_data(self):
+        with pytest.raises(uq.PosthocUQError, match="The evidence needs no head"):
+            uq.tune(self.posterior, head="linearized")
+
+    def test_an_option_of_another_head(self):
+        with pytest.raises(uq.PosthocUQError, match="takes no option"):
+            uq.tune(self.posterior, [self.held_out], head="moments", n_probes=3, progress=False)
