@@ -88,7 +88,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         Plain values: ``format_version``, ``library_version``, ``bytes``, ``fingerprint``, ``method``,
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
-        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``parameters``, ``layers``
+        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``calibration``, ``referral``, ``parameters``, ``layers``
         (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and
         correction, tensors with shape and dtype, and bytes).
 
@@ -113,6 +113,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: record[key] for key in ("fit", "tuning", "deterministic")},
+            **{key: record.get(key, {}) for key in ("calibration", "referral")},
             "parameters": sum(layer.parameters for layer in layers.values()),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},

@@ -104,7 +104,7 @@ def posterior_methods(
 
     def tune(**options: Any) -> dict[str, Any]:
         posterior.prior_precision = evidence
-        uq.tune(posterior, held_out, parameters=("prior_precision",), max_evaluations=8, **options)
+        uq.tune(posterior, held_out, parameters=("prior_precision",), max_evaluations=6, **options)
         return {"prior_precision": posterior.prior_precision, "evidence": evidence}
 
     for name in names:
@@ -119,8 +119,8 @@ def posterior_methods(
         logits_of = GaussianLogits(model, uq.wrap(model, posterior, "linearized"))
         for head, link in LINKS.items():
             yield Method(f"{name}, {head}", partial(logits_of.predict, link=link), size, settings)
-        settings = tune(head="sampling", n_samples=30)
-        sampling = uq.wrap(model, posterior, "sampling", n_samples=30)
+        settings = tune(head="sampling", n_samples=10)
+        sampling = uq.wrap(model, posterior, "sampling", n_samples=10)
         yield Method(f"{name}, sampling", partial(_in_batches, sampling), size, settings)
         moments = uq.wrap(model, posterior, "moments")
         moments.calibrate(held_out, progress=False)

@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--tuned-on", type=int, default=1000, help="held-out images for the prior precision")
+    parser.add_argument("--tuned-on", type=int, default=500, help="held-out images for the prior precision")
     parser.add_argument("--smoke", action="store_true", help="few images, one epoch, two posteriors")
     return parser.parse_args()
 

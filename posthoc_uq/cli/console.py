@@ -1,0 +1,159 @@
+"""What the commands say: one-line errors and warnings on stderr, results on stdout, exit codes.
+
+Exit codes: 0, 1 for an error, 2 for wrong usage, 3 where `predict` left images out, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import click
+
+ERROR, INCOMPLETE, INTERRUPTED = 1, 3, 130
+_QUIET, _DEBUG = "posthoc_uq.quiet", "posthoc_uq.debug"
+_LONGEST = 600  # characters of an error that is not the library's own
+
+
+class Command(click.Command):
+    """A command with ``--json``, ``--quiet`` and ``--debug``, whose errors and warnings are single lines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += [
+            click.Option(
+                ["--json", "as_json"],
+                is_flag=True,
+                help="Print one JSON object on stdout, and nothing else there.",
+            ),
+            click.Option(
+                ["--quiet", "-q"],
+                is_flag=True,
+                expose_value=False,
+                callback=_remember(_QUIET),
+                help="No progress bars.",
+            ),
+            click.Option(
+                ["--debug"],
+                is_flag=True,
+                expose_value=False,
+                callback=_remember(_DEBUG),
+                help="Show the traceback of an error.",
+            ),
+        ]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it."""
+        with _told(ctx):
+            return super().invoke(ctx)
+
+
+def _remember(key: str) -> Any:
+    def keep(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        ctx.meta[key] = value
+
+    return keep
+
+
+def progress() -> bool:
+    """Whether to show progress bars: on a terminal, unless ``--quiet`` was given."""
+    return sys.stderr.isatty() and not click.get_current_context().meta.get(_QUIET, False)
+
+
+@contextmanager
+def _told(ctx: click.Context) -> Generator[None]:
+    """Turn what goes wrong into one line and an exit code."""
+    debug = ctx.meta.get(_DEBUG, False)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            yield
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except (KeyboardInterrupt, click.Abort):
+            if debug:
+                raise
+            click.echo("Interrupted.", err=True)
+            ctx.exit(INTERRUPTED)
+        except Exception as error:
+            if debug:
+                raise
+            raise click.ClickException(_rank() + sentence(error)) from error
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    if _rank():  # every process warns of the same
+        return
+    line = f"Warning: {_one_line(str(message))}"
+    bars: Any = sys.modules.get("tqdm")
+    if bars is not None and sys.stderr.isatty():
+        bars.tqdm.write(line, file=sys.stderr)  # above a bar that is being shown
+    else:
+        click.echo(line, err=True)
+
+
+def _rank() -> str:
+    """Which of several processes speaks, where it is not the first."""
+    number = os.environ.get("RANK", "0")
+    return "" if number == "0" or os.environ.get("WORLD_SIZE", "1") == "1" else f"[rank {number}] "
+
+
+def sentence(error: BaseException) -> str:
+    """One line that says what went wrong."""
+    from posthoc_uq.errors import PosthocUQError
+
+    text = str(error)
+    if text.startswith("Caught ") and "Original Traceback" in text:  # from a loader's worker process
+        return _cut(_one_line(text.strip().splitlines()[-1]))
+    if isinstance(error, PosthocUQError):
+        return _one_line(text)
+    if isinstance(error, OSError) and error.strerror:
+        return f"'{error.filename}': {error.strerror}." if error.filename else f"{error.strerror}."
+    return _cut(_one_line(f"{type(error).__name__}: {text}")) + " (--debug shows where.)"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+
+
+def say(text: str, as_json: bool = False) -> None:
+    """Print a line for people: on stdout, or not at all where a JSON object is wanted there, or in other processes
+    than the first.
+    """
+    if not as_json and not _rank():
+        click.echo(text)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print the one JSON object."""
+    if not _rank():
+        click.echo(json.dumps(plain(value), indent=1))
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in cast(list[Any], value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+
+
+def close_names(name: str, names: list[str]) -> str:
+    """`` Close names: a, b.`` for a mistyped one, or nothing."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, names, n=4, cutoff=0.6)
+    return f" Close names: {', '.join(found)}." if found else ""

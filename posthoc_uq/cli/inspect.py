@@ -1,0 +1,150 @@
+"""``posthoc-uq inspect``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import exp
+from typing import Any
+
+import click
+
+from posthoc_uq.cli.console import Command, print_json, say
+
+
+@click.command("inspect", cls=Command, short_help="Show a posterior's file without its model.")
+@click.argument("file")
+def command(file: str, as_json: bool) -> None:
+    """Show what the posterior in FILE is: method, hyperparameters, how it was fitted and tuned, and its layers.
+
+    No model is needed, and the file is parsed in a process of its own with limits on time and memory.
+
+    \b
+    Examples:
+      posthoc-uq inspect model.h5
+      posthoc-uq inspect model.h5 --json
+    """
+    from posthoc_uq.storage import inspect
+
+    found = inspect(file)
+    if as_json:
+        print_json(found)
+    else:
+        say(described(file, found))
+
+
+def described(path: str, found: Mapping[str, Any]) -> str:
+    """The summary of a file in lines and a table of layers."""
+    from posthoc_uq.tables import text_table
+
+    facts = _facts(path, found)
+    width = max(len(name) for name, _ in facts)
+    text = [f"{name.ljust(width)}  {value}" for name, value in facts]
+    text += ["", text_table(*_layers(found))]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found["deterministic"].items():
+        reasons.setdefault(reason, []).append(name)
+    if reasons:
+        text.append("")
+    for reason, names in reasons.items():
+        more = f", ... ({len(names)} in all)" if len(names) > 4 else ""
+        text.append(f"without a posterior ({reason}): {', '.join(names[:4])}{more}")
+    return "\n".join(text)
+
+
+def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is said of the posterior as a whole, each with its name."""
+    prior: Any = found["prior_precision"]
+    likelihood: Mapping[str, Any] = found["likelihood"]
+    numbers = sum(_numbers(block) for block in found["blocks"].values())
+    lines = [
+        ("file", f"{path}, {found['bytes']:,} bytes, format {found['format_version']}"),
+        ("written by", f"posthoc_uq {found['library_version']}"),
+        ("method", found["method"]),
+        ("likelihood", likelihood["name"]),
+        ("parameters", f"{found['parameters']:,} with a posterior, {numbers:,} numbers stored"),
+        ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
+        ("scale", f"{found['scale']:.6g}"),
+        ("residual weight", f"{found['residual_weight']:.6g}"),
+        ("temperature", f"{found['temperature']:.6g}"),
+    ]
+    if "noise_variance" in likelihood:
+        values = [f"{value * found['noise_scale']:.4g}" for value in likelihood["noise_variance"]]
+        lines.append(("noise variance", ", ".join(values[:8]) + (" ..." if len(values) > 8 else "")))
+    evidence: dict[str, Any] = dict(found["evidence"])
+    if not evidence["targets"]:  # these are of regressions
+        evidence = {name: evidence[name] for name in ("samples", "log_likelihood") if name in evidence}
+    for part, values in (("evidence", evidence), ("fit", found["fit"])):
+        lines += [(f"{part}, {name.replace('_', ' ')}", _text(value)) for name, value in values.items()]
+    lines += [(f"tuned, {name}", _text(value)) for name, value in found["tuning"].items()]
+    calibration: Mapping[str, Any] = found["calibration"]
+    if calibration:
+        lines.append(
+            (
+                "moments head",
+                f"standard deviations times {exp(calibration['alpha']):.3g}, error left {calibration['residual']:.0%}",
+            )
+        )
+    referral: Mapping[str, Any] = found["referral"]
+    if referral:
+        head = ", ".join(str(value) for value in referral["head"].values())
+        lines.append(
+            (
+                "referral",
+                f"{referral['score']} above {referral['threshold']:.6g} (a share {referral['rate']:g} of "
+                f"{referral['inputs']:,} inputs), head {head}",
+            )
+        )
+    lines.append(("fingerprint", found["fingerprint"]))
+    return lines
+
+
+def _layers(found: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """A row for each layer: its weight, and what is stored of it."""
+    prior: Any = found["prior_precision"]
+    block_of = {member: name for name, block in found["blocks"].items() for member in block["members"]}
+    header = ["layer", "kind", "weight", "bias", *(["prior"] if isinstance(prior, Mapping) else [])]
+    header += ["stored as", "kept", "numbers", "format", "bytes"]
+    rows: list[list[Any]] = []
+    for name, layer in found["layers"].items():
+        own = block_of.get(name)
+        block: Mapping[str, Any] = found["blocks"][own] if own is not None else {}
+        row = [
+            name,
+            layer["kind"],
+            "x".join(map(str, layer["weight_shape"])),
+            "yes" if layer["bias"] else "no",
+        ]
+        if isinstance(prior, Mapping):
+            row.append(float(prior[name]))
+        if own is not None and block["members"][0] != name:
+            rows.append([*row, f"with {block['members'][0]}", "", None, "", None])
+            continue
+        formats = sorted({tensor["dtype"] for tensor in block.get("tensors", {}).values()})
+        stored = f"{block.get('kind', '')}"
+        rows.append([*row, stored, _kept(block), _numbers(block), "/".join(formats), block.get("bytes")])
+    return header, rows
+
+
+def _kept(block: Mapping[str, Any]) -> str:
+    """Ranks and the like: an INF block's directions, the size of a dense Fisher."""
+    attributes: Mapping[str, Any] = block.get("attributes", {})
+    if "input_directions" in attributes:
+        return f"{attributes['output_directions']} x {attributes['input_directions']} directions"
+    shapes: Mapping[str, Any] = block.get("tensors", {})
+    if "fisher" in shapes:
+        return "x".join(map(str, shapes["fisher"]["shape"]))
+    return "all" if shapes else ""
+
+
+def _numbers(block: Mapping[str, Any]) -> int:
+    total = 0
+    for tensor in block.get("tensors", {}).values():
+        count = 1
+        for size in tensor["shape"]:
+            count *= size
+        total += count
+    return total
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

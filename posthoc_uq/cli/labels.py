@@ -1,0 +1,133 @@
+"""Files that say which output of a model is which class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from posthoc_uq.errors import PosthocUQError
+
+_SHOWN = 3
+
+
+def _content(path: str, option: str) -> Any:
+    """Of a JSON file, or the lines of another; no lines that are empty at the end."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise PosthocUQError(f"{option}: there is no file '{path}'.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PosthocUQError(f"{option}: '{path}' cannot be read as text: {error}") from None
+    if path.lower().endswith(".json"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise PosthocUQError(f"{option}: '{path}' is not valid JSON: {error}") from None
+    lines = [line.strip() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def read_names(path: str) -> list[str]:
+    """Names of the outputs in their order: the class folders of a folder; the lines of a file; or as JSON a list, or an
+    object from index to name (or to a list that ends with the name, as in ImageNet's class index).
+
+    Raises:
+        PosthocUQError: the file is missing or of another form.
+    """
+    if Path(path).is_dir():
+        return _class_folders(path)
+    content = _content(path, "--class-names")
+    if isinstance(content, Mapping):
+        entries = cast(Mapping[str, Any], content)
+        try:
+            content = [entries[str(index)] for index in range(len(entries))]
+        except KeyError as error:
+            raise PosthocUQError(
+                f"--class-names: '{path}' must name every index from 0 to {len(entries) - 1}; {error} is missing."
+            ) from None
+    names = [item[-1] if isinstance(item, list) and item else item for item in cast(list[Any], content)]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise PosthocUQError(f"--class-names: '{path}' must hold one name for each output.")
+    return cast(list[str], names)
+
+
+def _class_folders(path: str) -> list[str]:
+    names = sorted(item.name for item in Path(path).iterdir() if item.is_dir() and item.name[0] != ".")
+    if not names:
+        raise PosthocUQError(f"--class-names: the folder '{path}' has no class folders.")
+    return names
+
+
+def read_map(path: str) -> dict[str, int]:
+    """Class folder to output index: the folders' names in the order of the outputs, one per line, or the first word
+    of each; or as JSON a list of them, an object from name to index, or one from index to name or names.
+
+    Raises:
+        PosthocUQError: the file is missing or of another form.
+    """
+    content = _content(path, "--class-map")
+    pairs: list[tuple[Any, Any]]
+    if isinstance(content, Mapping):
+        pairs = list(cast(Mapping[str, Any], content).items())
+        if not all(isinstance(value, int) for _, value in pairs):
+            pairs = [(value, int(key) if key.isdigit() else None) for key, value in pairs]
+    else:
+        pairs = [(name, index) for index, name in enumerate(cast(list[Any], content))]
+        if not path.lower().endswith(".json"):
+            words = [(str(name).split()[0], index) for name, index in pairs if str(name).split()]
+            unique = len({word for word, _ in words}) == len(words)
+            pairs = (words if unique else []) + pairs  # whole lines win over first words
+    found: dict[str, int] = {}
+    for names, index in pairs:
+        for name in cast(list[Any], names if isinstance(names, list) else [names]):
+            if (
+                not isinstance(name, str)
+                or not isinstance(index, int)
+                or isinstance(index, bool)
+                or index < 0
+            ):
+                raise PosthocUQError(
+                    f"--class-map: '{path}' must map names of folders to output indices from 0 on."
+                )
+            if name:
+                found[name] = index
+    return found
+
+
+def folder_labels(classes: Sequence[str], outputs: int, path: str | None, folder: str) -> dict[str, int]:
+    """Class folder to output index: in their order where there are as many as outputs, or by a class map.
+
+    Raises:
+        PosthocUQError: folders that cannot be told to be an output.
+    """
+    if len(classes) > outputs:
+        raise PosthocUQError(
+            f"'{folder}' has {len(classes)} class folders, more than the model's {outputs} outputs; is it the right "
+            f"model, or folder?"
+        )
+    if path is None:
+        if len(classes) < outputs:
+            raise PosthocUQError(
+                f"'{folder}' has {len(classes)} class folders and the model {outputs} outputs; say which is which with "
+                f"--class-map FILE."
+            )
+        return {name: index for index, name in enumerate(classes)}
+    known = read_map(path)
+    absent = [name for name in classes if name not in known]
+    if absent:
+        raise PosthocUQError(
+            f"--class-map: '{path}' lacks {len(absent)} of the class folders of '{folder}': "
+            f"{', '.join(absent[:_SHOWN])}{', ...' if len(absent) > _SHOWN else ''}."
+        )
+    found = {name: known[name] for name in classes}
+    outside = [name for name, index in found.items() if index >= outputs]
+    if outside:
+        raise PosthocUQError(
+            f"--class-map: '{path}' gives '{outside[0]}' the index {found[outside[0]]}, and the model has {outputs} "
+            f"outputs, from 0 on."
+        )
+    return found

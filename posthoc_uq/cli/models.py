@@ -1,0 +1,161 @@
+"""Models by name or by place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from posthoc_uq.cli.console import close_names
+from posthoc_uq.cli.places import is_place, made_at
+from posthoc_uq.cli.transforms import ImageTransform, resolve_transform
+from posthoc_uq.cli.weights import load_weights
+from posthoc_uq.errors import PosthocUQError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model with what belongs to it.
+
+    Attributes:
+        model: in eval mode, on its device.
+        spec: how it was named.
+        transform: from an image to its input.
+        categories: names of its outputs that its weights bring along, or None.
+    """
+
+    model: nn.Module
+    spec: str
+    transform: ImageTransform
+    categories: Sequence[str] | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+
+def source_of(given: Mapping[str, Any]) -> Source:
+    """The model that the options name.
+
+    Raises:
+        PosthocUQError: there is none of this name, no weights for it, or weights of another one.
+    """
+    spec: str = given["model"]
+    kind, _, name = spec.partition(":")
+    categories: Sequence[str] | None = None
+    if kind in ("timm", "torchvision") and name:
+        if given["weights"] is None and not given["pretrained"]:
+            raise PosthocUQError(f"'{spec}' alone has random weights; give --weights FILE, or --pretrained.")
+        model, categories = (_timm if kind == "timm" else _torchvision)(spec, name, given)
+    elif is_place(spec):
+        if given["num_classes"] is not None or given["pretrained"]:
+            raise PosthocUQError(
+                "--num-classes and --pretrained are for timm: and torchvision: models; a function makes its own model."
+            )
+        found = made_at(spec)
+        if not isinstance(found, nn.Module):
+            raise PosthocUQError(
+                f"'{spec}' returned a {type(found).__name__}; it must return a torch.nn.Module."
+            )
+        model = found
+    else:
+        raise PosthocUQError(
+            f"'{spec}' names no model; use timm:NAME, torchvision:NAME, package.module:function or file.py:function."
+        )
+    if given["weights"] is not None:
+        load_weights(model, given["weights"])
+    model = model.eval().to(_device(given["device"]))
+    transform = resolve_transform(
+        model, spec, given["transform"], given["image_size"], given["mean"], given["std"]
+    )
+    return Source(model, spec, transform, categories)
+
+
+def _timm(spec: str, name: str, given: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
+    import timm
+
+    library = cast(Any, timm)
+    if ":" not in name and not library.is_model(name):  # hf-hub:... and the like are timm's to find
+        close = close_names(name.split(".")[0], library.list_models())
+        raise PosthocUQError(f"timm has no model '{name}'.{close}")
+    options = {} if given["num_classes"] is None else {"num_classes": given["num_classes"]}
+    with _fetching(spec, given):
+        return library.create_model(name, pretrained=given["pretrained"], **options), None
+
+
+def _torchvision(spec: str, name: str, given: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
+    import torchvision
+
+    library = cast(Any, torchvision.models)
+    names = library.list_models(module=torchvision.models)
+    if name not in names:
+        raise PosthocUQError(f"torchvision has no classification model '{name}'.{close_names(name, names)}")
+    options: dict[str, Any] = {} if given["num_classes"] is None else {"num_classes": given["num_classes"]}
+    if name in ("googlenet", "inception_v3"):
+        options["init_weights"] = False  # slow, and other weights follow
+    if not given["pretrained"]:
+        return library.get_model(name, weights=None, **options), None
+    weights = library.get_model_weights(name).DEFAULT
+    if given["num_classes"] not in (None, len(weights.meta["categories"])):
+        raise PosthocUQError(
+            f"The pretrained weights of '{spec}' have {len(weights.meta['categories'])} outputs, not "
+            f"{given['num_classes']}; leave --num-classes out."
+        )
+    options.pop("init_weights", None)
+    with _fetching(spec, given):
+        return library.get_model(name, weights=weights), weights.meta["categories"]
+
+
+class _fetching:
+    """Says in a sentence that weights could not be fetched."""
+
+    def __init__(self, spec: str, given: Mapping[str, Any]) -> None:
+        self._spec, self._fetches = spec, bool(given["pretrained"])
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if self._fetches and isinstance(error, Exception):
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise PosthocUQError(
+                f"The pretrained weights of '{self._spec}' could not be fetched: {reason[0]}"
+            ) from error
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PosthocUQError(f"--device {name} is not there: {reason}") from None
+    return device
+
+
+def count_outputs(model: nn.Module, sample: torch.Tensor) -> int:
+    """How many outputs the model has for one input (channels, height, width).
+
+    Raises:
+        PosthocUQError: it cannot take such an input.
+    """
+    from posthoc_uq.loaders import output_tensor
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            return int(output_tensor(model(sample.unsqueeze(0).to(device))).shape[-1])
+    except PosthocUQError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PosthocUQError(
+            f"The model does not take an image of shape {tuple(sample.shape)} ({reason}); see --image-size and "
+            f"--transform."
+        ) from error

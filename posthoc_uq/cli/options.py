@@ -1,0 +1,176 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import click
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Option = Callable[[Any], Any]
+
+HEADS = ("sampling", "linearized", "moments")
+LINKS = ("probit", "mc", "bridge")
+
+
+def together(options: Iterable[Option]) -> Callable[[Decorated], Decorated]:
+    """Several decorators as one, first option first in the help."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for option in reversed(list(options)):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+class Numbers(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
+    """Numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return [float(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not numbers with commas between them, such as 0.5,0.5,0.5.", param, ctx)
+
+
+class NumberOr(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
+    """A number, whole where it is written so, or one of a few words."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+        self.name = "|".join(("number", *words))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str) or value in self._words:
+            return value
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+        self.fail(
+            f"{value!r} is not a number{''.join(f', nor {word!r}' for word in self._words)}.", param, ctx
+        )
+
+
+class Setting(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
+    """``NAME=VALUE``; the value is a Python literal, or else text."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            self.fail(f"{value!r} is not of the form NAME=VALUE.", param, ctx)
+        try:
+            return name.replace("-", "_"), ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return name.replace("-", "_"), text
+
+
+model_options = together(
+    [
+        click.option(
+            "--model",
+            required=True,
+            metavar="MODEL",
+            help="timm:NAME, torchvision:NAME, package.module:function or file.py:function (called without arguments).",
+        ),
+        click.option("--weights", metavar="FILE", help="State dict: .safetensors, or what torch.save wrote."),
+        click.option("--pretrained", is_flag=True, help="Use the weights that timm or torchvision offers."),
+        click.option(
+            "--num-classes",
+            type=click.IntRange(1),
+            metavar="N",
+            help="Outputs of a timm or torchvision model.",
+        ),
+        click.option(
+            "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ...; by default a GPU if there is one."
+        ),
+    ]
+)
+
+data_options = together(
+    [
+        click.option("--split", metavar="NAME", help="Part of the data, such as train, or train[:50000]."),
+        click.option(
+            "--data-root",
+            metavar="DIR",
+            default="data",
+            show_default=True,
+            help="Where torchvision's data sets lie.",
+        ),
+        click.option("--download", is_flag=True, help="Let torchvision fetch a data set that is not there."),
+        click.option(
+            "--transform",
+            metavar="PLACE:NAME",
+            help="Image to tensor: a callable, or a function without arguments that returns one.",
+        ),
+        click.option(
+            "--image-size", type=click.IntRange(1), metavar="PIXELS", help="Instead of the model's own."
+        ),
+        click.option("--mean", type=Numbers(), help="Of the channels, instead of the model's own."),
+        click.option("--std", type=Numbers(), help="Of the channels, instead of the model's own."),
+        click.option(
+            "--class-map", metavar="FILE", help="Which output a class folder is: one name per line, or JSON."
+        ),
+        click.option("--limit", type=click.IntRange(1), metavar="N", help="Take N samples, evenly spaced."),
+        click.option(
+            "--batch-size",
+            type=click.IntRange(1),
+            default=32,
+            show_default=True,
+            metavar="N",
+            help="Samples at once.",
+        ),
+        click.option(
+            "--workers",
+            type=click.IntRange(0),
+            metavar="N",
+            help="Processes that read images; by default by the number of cores, 0 for none.",
+        ),
+    ]
+)
+
+names_option = click.option(
+    "--class-names",
+    metavar="PATH",
+    help="Names of the outputs: one per line, or JSON; or a folder with a folder for each class.",
+)
+
+
+def head_options(default: str) -> Callable[[Decorated], Decorated]:
+    """How to predict; `default` says in words which head that is if none is named."""
+    return together(
+        [
+            click.option("--head", type=click.Choice(HEADS), help=f"How to predict; by default {default}."),
+            click.option(
+                "--n-samples",
+                type=click.IntRange(1),
+                metavar="N",
+                help="Draws of the weights, with sampling [30].",
+            ),
+            click.option("--seed", type=int, default=0, show_default=True, help="Of the draws."),
+            click.option(
+                "--link",
+                type=click.Choice(LINKS),
+                help="Logits to probabilities, with linearized and moments.",
+            ),
+            click.option(
+                "--head-option",
+                "head_settings",
+                type=Setting(),
+                multiple=True,
+                help="Any other option of the head: keep=seeds, dtype=bfloat16, outputs=topk ...",
+            ),
+        ]
+    )

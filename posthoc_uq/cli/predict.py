@@ -1,0 +1,65 @@
+"""``posthoc-uq predict``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from posthoc_uq.cli.console import INCOMPLETE, Command, print_json, progress, say
+from posthoc_uq.cli.options import data_options, head_options, model_options, names_option
+
+
+@click.command("predict", cls=Command, short_help="Predict a folder of images into a CSV.")
+@click.argument("file")
+@click.argument("data")
+@model_options
+@click.option("--output", "-o", required=True, metavar="CSV", help="Where the predictions go.")
+@click.option(
+    "--top-k", type=click.IntRange(1), default=3, show_default=True, metavar="K", help="Classes to name."
+)
+@click.option(
+    "--level",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.95,
+    show_default=True,
+    help="Of the interval, for a regression.",
+)
+@click.option(
+    "--skip-unreadable",
+    is_flag=True,
+    help="Leave unreadable images out, name them, and end with exit code 3.",
+)
+@names_option
+@head_options("the one that the file's threshold was set for, else sampling")
+@data_options
+@click.pass_context
+def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool, **given: Any) -> None:
+    """Predict DATA with the posterior in FILE, into a CSV with one row for each image.
+
+    Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
+    head does not know it), and flag: 1 for an image to hand to a person, by the threshold that tune or evaluate set,
+    0 for others, empty without a threshold. Of values: file, mean, standard_deviation, epistemic_sd, lower, upper,
+    flag. The CSV appears under its name when it is complete.
+
+    \b
+    Examples:
+      posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv
+      posthoc-uq predict model.h5 photos/ --model torchvision:resnet18 --pretrained -o photos.csv
+          --head linearized --link mc --class-names names.txt --skip-unreadable
+    """
+    from posthoc_uq.cli import predicting
+
+    summary = predicting.run(file, data, output, given, progress())
+    if as_json:
+        print_json(summary)
+    else:
+        flagged = "" if summary["flagged"] is None else f", {summary['flagged']:,} of them flagged"
+        say(
+            f"{summary['rows']:,} predictions{flagged}, in {summary['seconds']:.1f} s "
+            f"({summary['rows'] / summary['seconds']:.3g} per second), written to {output}."
+        )
+    if summary["skipped"]:
+        for path in summary["skipped"]:
+            click.echo(f"Left out, unreadable: {path}", err=True)
+        ctx.exit(INCOMPLETE)

@@ -1,0 +1,154 @@
+"""Predictions of a folder as a CSV file, batch by batch."""
+
+from __future__ import annotations
+
+import csv
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.cli.data import Data, data_of
+from posthoc_uq.cli.growing import growing_file
+from posthoc_uq.cli.models import source_of
+from posthoc_uq.cli.session import (
+    check_output,
+    check_posterior_file,
+    output_names,
+    posterior_of,
+    predictor_of,
+)
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction
+from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.referral import refer
+from posthoc_uq.heads.scores import uncertainty_scores
+from posthoc_uq.loaders import Bar, BatchReader, batches
+from posthoc_uq.randomness import isolated_random_state
+
+_SHOWN = ("entropy", "mutual_information")
+Flag = Callable[[Prediction], Tensor]
+
+
+def run(path: str, spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+    """Predict everything and write the file; what there is to say about it, as plain values."""
+    check_posterior_file(path)
+    check_output(output)
+    source = source_of(given)
+    posterior = posterior_of(path, source)
+    data = data_of(
+        spec, source, given, labels=False, split="test", numbered=True, skip=given["skip_unreadable"]
+    )
+    predictor = predictor_of(source, posterior, given)
+    names = output_names(source, data, given["class_names"])
+    start = time.perf_counter()
+    rows = flagged = 0
+    flag: Flag | None = None
+    table: _Table | None = None
+    with growing_file(output) as file:
+        writer = csv.writer(file)
+        with torch.no_grad(), isolated_random_state(), Bar(data.loader, "predict", progress) as bar:
+            for batch in batches(data.loader, BatchReader(source.device)):
+                prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
+                if table is None:
+                    flag = _flag(predictor, prediction)
+                    table = _Table(prediction, posterior.record.referral, names, given)
+                    writer.writerow(table.header)
+                numbers = batch.targets if data.numbered else None
+                flags = None if flag is None else flag(prediction)
+                writer.writerows(table.rows(prediction, _files(data, numbers, rows, len(prediction)), flags))
+                rows += len(prediction)
+                flagged += 0 if flags is None else int(flags.sum())
+                bar.advance(len(prediction))
+    return {
+        "output": output,
+        "rows": rows,
+        "flagged": None if flag is None else flagged,
+        "skipped": [trouble.name for trouble in data.skipped],
+        "seconds": time.perf_counter() - start,
+        "head": predictor.identity(),
+    }
+
+
+def _flag(predictor: Predictor, prediction: Prediction) -> Flag | None:
+    """What tells which inputs to flag, or None, with a warning where the file has a threshold that does not apply."""
+    if not predictor.posterior.record.referral:
+        return None
+    try:
+        refer(predictor, prediction)
+    except PosthocUQError as error:
+        warnings.warn(f"The column flag stays empty. {error}", stacklevel=2)
+        return None
+    return lambda found: refer(predictor, found)
+
+
+def _files(data: Data, numbers: Tensor | None, before: int, count: int) -> Sequence[str]:
+    found = range(before, before + count) if numbers is None else numbers.tolist()
+    return (
+        [str(number) for number in found] if data.files is None else [data.files[number] for number in found]
+    )
+
+
+class _Table:
+    """The columns of one kind of prediction."""
+
+    def __init__(
+        self,
+        prediction: Prediction,
+        referral: Mapping[str, Any],
+        names: Sequence[str] | None,
+        given: Mapping[str, Any],
+    ) -> None:
+        self._names, self._level = names, given["level"]
+        self._scores: list[str] = []
+        if isinstance(prediction, ClassPrediction):
+            classes = prediction.probs.shape[1]
+            if names is not None and len(names) != classes:
+                raise PosthocUQError(
+                    f"There are {len(names)} class names, and the model has {classes} outputs."
+                )
+            self._k = min(given["top_k"], classes)
+            columns = [f"{what}_{i}" for i in range(1, self._k + 1) for what in ("label", "probability")]
+            other = referral.get("score")  # what the flag goes by is shown
+            self._scores = [*_SHOWN, *([other] if other is not None and other not in _SHOWN else [])]
+            self.header = ["file", *columns, *self._scores, "flag"]
+        else:
+            outputs = 1 if prediction.mean.ndim == 1 else prediction.mean.shape[1]
+            kinds = ("mean", "standard_deviation", "epistemic_sd", "lower", "upper")
+            columns = [
+                kind if outputs == 1 else f"{kind}_{i}" for i in range(1, outputs + 1) for kind in kinds
+            ]
+            self.header = ["file", *columns, "flag"]
+
+    def rows(self, prediction: Prediction, files: Sequence[str], flags: Tensor | None) -> list[list[str]]:
+        """The rows of one batch."""
+        middle = (
+            self._classes(prediction) if isinstance(prediction, ClassPrediction) else self._values(prediction)
+        )
+        last = [""] * len(files) if flags is None else [str(int(flag)) for flag in flags.tolist()]
+        return [[file, *cells, flag] for file, cells, flag in zip(files, middle, last, strict=True)]
+
+    def _classes(self, prediction: ClassPrediction) -> list[list[str]]:
+        top = prediction.top_k(self._k)
+        known = uncertainty_scores(prediction)
+        scores = [known[name].tolist() if name in known else None for name in self._scores]
+        found: list[list[str]] = []
+        for i, (labels, values) in enumerate(
+            zip(top.labels.tolist(), top.probabilities.tolist(), strict=True)
+        ):
+            row: list[str] = []
+            for label, value in zip(labels, values, strict=True):
+                name = str(label) if self._names is None else str(self._names[label])
+                row += [name, f"{value:.6g}"]
+            found.append(row + ["" if score is None else f"{score[i]:.6g}" for score in scores])
+        return found
+
+    def _values(self, prediction: RegressionPrediction) -> list[list[str]]:
+        lower, upper = prediction.interval(self._level)
+        deviation = prediction.standard_deviation
+        spread = prediction.epistemic_variance.sqrt()
+        columns = torch.stack([prediction.mean, deviation, spread, lower, upper], dim=-1)
+        return [[f"{value:.6g}" for value in row] for row in columns.reshape(len(prediction), -1).tolist()]

@@ -1,0 +1,233 @@
+"""Images as a model wants them: its own preprocessing, found from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from posthoc_uq.cli.places import found_at, needs_arguments
+from posthoc_uq.errors import PosthocUQError
+
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """An image to a model's input.
+
+    Attributes:
+        work: from an image to a tensor (channels, height, width).
+        mode: Pillow's mode that the image is brought into before, or None.
+        text: in words; two transforms with the same words do the same.
+        mean: what is subtracted from the channels, or None where that is not known.
+        std: what they are divided by, or None.
+    """
+
+    work: Callable[[Any], Any]
+    mode: str | None
+    text: str
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __call__(self, image: Any) -> Any:
+        if isinstance(image, Image.Image) and self.mode is not None and image.mode != self.mode:
+            image = image.convert(self.mode)
+        return self.work(image)
+
+    def display(self, image: Tensor) -> Tensor:
+        """An input (channels, height, width) as colours in [0, 1]."""
+        if self.mean is None or self.std is None:
+            low, high = image.min(), image.max()
+            return (image - low) / (high - low).clamp(min=1e-12)
+        mean, std = (torch.tensor(v, device=image.device, dtype=image.dtype) for v in (self.mean, self.std))
+        return (image * std[:, None, None] + mean[:, None, None]).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Resize the shorter side, crop the middle, scale to [0, 1], normalise.
+
+    Attributes:
+        channels: of the model's input.
+        size: (height, width) of the crop, or None to leave images as they are.
+        resize: shorter side before the crop.
+        interpolation: Pillow's name.
+        mean, std: by channel, or empty.
+    """
+
+    channels: int
+    size: tuple[int, int] | None = None
+    resize: int | None = None
+    interpolation: str = "bilinear"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def transform(self) -> ImageTransform:
+        """As a transform."""
+        from torchvision import transforms
+
+        steps: list[Any] = []
+        if self.size is not None:
+            how = transforms.InterpolationMode(self.interpolation)
+            steps = [transforms.Resize(self.resize or min(self.size), how), transforms.CenterCrop(self.size)]
+        steps.append(transforms.ToTensor())
+        if self.mean:
+            steps.append(transforms.Normalize(self.mean, self.std))
+        shape = "own size" if self.size is None else f"{self.size[0]} x {self.size[1]}"
+        text = f"{self.channels} x {shape}"
+        if self.size is not None:
+            text += f" of {self.resize or min(self.size)}, {self.interpolation}"
+        if self.mean:
+            text += f", mean {_numbers(self.mean)}, std {_numbers(self.std)}"
+        known = (self.mean, self.std) if self.mean else ((0.0,) * self.channels, (1.0,) * self.channels)
+        return ImageTransform(transforms.Compose(steps), _MODES.get(self.channels), text, *known)
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return "/".join(f"{value:.4g}" for value in values)
+
+
+def resolve_transform(
+    model: nn.Module,
+    spec: str,
+    given: str | None,
+    image_size: int | None,
+    mean: list[float] | None,
+    std: list[float] | None,
+) -> ImageTransform:
+    """The transform of a model: the one given, else that of timm's or torchvision's configuration, else the model's
+    attribute ``transform``; then size, mean and standard deviation as given.
+
+    Args:
+        model: with its weights.
+        spec: how the model was named.
+        given: the place of a transform, or of a function that makes one.
+        image_size: height and width.
+        mean: by channel.
+        std: by channel.
+
+    Raises:
+        PosthocUQError: options that do not fit each other or the model.
+    """
+    changed = image_size is not None or mean is not None or std is not None
+    if (mean is None) != (std is None):
+        raise PosthocUQError("--mean and --std belong together; give both or neither.")
+    channels = input_channels(model)
+    known = spec.startswith(("timm:", "torchvision:"))
+    own: Any = None if known else getattr(model, "transform", None)
+    if given is not None or (callable(own) and not changed):
+        if changed:
+            raise PosthocUQError("--transform does it all; leave --image-size, --mean and --std out.")
+        return _own_transform(given, own, channels, spec)
+    config = _timm_config(model) or (_torchvision_config(spec) if spec.startswith("torchvision:") else None)
+    if config is None or changed or channels != len(config["mean"]):
+        return _changed(config or {}, channels, image_size, mean, std).transform()
+    if "preset" in config:
+        preset = config["preset"]
+        work: Callable[[Any], Any] = preset
+        size = (preset.crop_size[0], preset.crop_size[0])
+    else:
+        from timm.data.transforms_factory import create_transform
+
+        work = cast(Any, create_transform)(**config["timm"], is_training=False)
+        size = config["size"]
+    words = (
+        f"{channels} x {size[0]} x {size[1]} of {config['resize']}, {config['interpolation']}, "
+        f"mean {_numbers(config['mean'])}, std {_numbers(config['std'])}"
+    )
+    return ImageTransform(work, _MODES.get(channels), words, config["mean"], config["std"])
+
+
+def _own_transform(given: str | None, own: Any, channels: int, spec: str) -> ImageTransform:
+    work = own if given is None else found_at(given)
+    if isinstance(work, type) or (callable(work) and not needs_arguments(work)):
+        work = work()
+    if not callable(work):
+        raise PosthocUQError(
+            f"'{given or spec}' gives no transform: a {type(work).__name__} cannot be called."
+        )
+    return ImageTransform(work, _MODES.get(channels), f"transform of {given or spec}")
+
+
+def _timm_config(model: nn.Module) -> dict[str, Any] | None:
+    """Of a model that timm made, by whatever name it was asked for."""
+    if not isinstance(getattr(model, "pretrained_cfg", None), Mapping):
+        return None
+    from timm.data.config import resolve_model_data_config
+
+    found = cast(dict[str, Any], cast(Any, resolve_model_data_config)(model))
+    _, height, width = found["input_size"]
+    return {
+        "timm": found,
+        "size": (height, width),
+        "resize": int(min(height, width) / found["crop_pct"]),
+        "interpolation": found["interpolation"] if found["interpolation"] != "random" else "bilinear",
+        "mean": tuple(found["mean"]),
+        "std": tuple(found["std"]),
+    }
+
+
+def _torchvision_config(spec: str) -> dict[str, Any]:
+    """Of the model's default weights."""
+    from torchvision.models import get_model_weights
+
+    preset = cast(Any, get_model_weights(spec.partition(":")[2])).DEFAULT.transforms()
+    crop, resize = int(preset.crop_size[0]), int(preset.resize_size[0])
+    return {
+        "preset": preset,
+        "size": (crop, crop),
+        "resize": resize,
+        "interpolation": preset.interpolation.value,
+        "mean": tuple(preset.mean),
+        "std": tuple(preset.std),
+    }
+
+
+def _changed(
+    config: Mapping[str, Any],
+    channels: int,
+    image_size: int | None,
+    mean: list[float] | None,
+    std: list[float] | None,
+) -> Preprocessing:
+    """A configuration (or none) with what was given in its place."""
+    size, resize = config.get("size"), config.get("resize")
+    if image_size is not None:
+        resize = round(resize * image_size / min(size)) if size and resize else image_size
+        size = (image_size, image_size)
+
+    def fitted(values: tuple[float, ...], name: str) -> tuple[float, ...]:
+        if len(values) == channels or not values:
+            return values
+        if len(values) == 1:
+            return values * channels
+        if channels == 1:  # one grey channel in the place of several colours
+            return (sum(values) / len(values),)
+        raise PosthocUQError(
+            f"--{name} has {len(values)} numbers, and the model's input {channels} channels."
+        )
+
+    return Preprocessing(
+        channels,
+        size,
+        resize,
+        config.get("interpolation", "bilinear"),
+        fitted(tuple(mean if mean is not None else config.get("mean", ())), "mean"),
+        fitted(tuple(std if std is not None else config.get("std", ())), "std"),
+    )
+
+
+def input_channels(model: nn.Module) -> int:
+    """Of the first two-dimensional convolution, or of a timm configuration; 3 where nothing says."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels
+    configuration: Any = getattr(model, "pretrained_cfg", None)
+    if isinstance(configuration, Mapping):
+        return int(cast(Any, configuration).get("input_size", (3,))[0])
+    return 3

@@ -1,0 +1,107 @@
+"""Tuning from the command line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from posthoc_uq.cli.data import Data, data_of
+from posthoc_uq.cli.models import Source, source_of
+from posthoc_uq.cli.session import (
+    check_output,
+    check_posterior_file,
+    likelihood_name,
+    posterior_of,
+    predictor_of,
+    rewrite,
+)
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.heads.referral import set_referral
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.tuning import tune
+
+
+def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+    """Tune, set the threshold, rewrite the file; what was found, as plain values."""
+    check_posterior_file(path)
+    check_output(given["output"])
+    source = source_of(given)
+    posterior = posterior_of(path, source)
+    data = None
+    if given["data"] is not None:
+        data = data_of(given["data"], source, given, labels=not given["no_search"], split="val")
+    loss, alone = _search(posterior, data, given, progress)
+    threshold = None
+    if data is not None and (given["calibrate"] or given["referral_rate"] is not None):
+        threshold = _threshold(source, posterior, data, given, progress)
+    rewrite(posterior, path, given["output"])
+    prior = posterior.prior_precision
+    found: dict[str, Any] = {
+        "prior precision": "per layer" if isinstance(prior, dict) else prior,
+        "scale": posterior.scale,
+        "residual weight": posterior.residual_weight,
+        "temperature": posterior.temperature,
+    }
+    if posterior.noise_variance is not None:
+        found["noise variance"] = posterior.noise_variance.tolist()
+    referral = posterior.record.referral if threshold is not None else {}
+    return {
+        "output": given["output"] or path,
+        "hyperparameters": found,
+        "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
+        "validation NLL": loss,
+        "model alone": alone,
+        "threshold": threshold,
+        "score": referral.get("score"),
+        "rate": referral.get("rate"),
+        "head": referral.get("head"),
+    }
+
+
+def _search(
+    posterior: Posterior, data: Data | None, given: Mapping[str, Any], progress: bool
+) -> tuple[float | None, float | None]:
+    """The validation NLL that was reached, and that of the model alone, where the search knows them."""
+    if given["no_search"]:
+        return None, None
+    if posterior.record.referral and given["referral_rate"] is None:
+        warnings.warn(
+            "The file has a threshold for referral, which the new hyperparameters make void; set it again with "
+            "--referral-rate.",
+            stacklevel=2,
+        )
+    if data is not None and not data.labelled:
+        raise PosthocUQError(
+            f"Tuning needs labels, and '{data.spec}' has no class folders; or give --no-search."
+        )
+    trials = tune(
+        posterior,
+        None if data is None else data.loader,
+        per_layer=given["per_layer"],
+        noise=given["noise"],
+        temperature=given["temperature"],
+        parameters=tuple(given["parameters"]) or None,
+        n_samples=given["search_draws"],
+        max_evaluations=given["max_evaluations"],
+        seed=given["seed"],
+        progress=progress,
+    )
+    losses = [trial["validation NLL"] for trial in trials.trials if "validation NLL" in trial]
+    return (min(losses) if losses else None), trials.model_alone
+
+
+def _threshold(
+    source: Source, posterior: Posterior, data: Data, given: Mapping[str, Any], progress: bool
+) -> float | None:
+    predictor = predictor_of(source, posterior, given)
+    if given["calibrate"]:
+        if not isinstance(predictor, MomentsPredictor):
+            raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
+        predictor.calibrate(data.loader, progress=progress)
+    if given["referral_rate"] is None:
+        return None
+    default = "entropy" if likelihood_name(posterior) == "classes" else "standard_deviation"
+    prediction = predictor.predict(data.loader, progress=progress)
+    return set_referral(predictor, prediction, given["referral_rate"], given["referral_score"] or default)

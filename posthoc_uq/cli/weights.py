@@ -1,0 +1,134 @@
+"""Trained weights from a file into a model."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.errors import PosthocUQError
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "weights")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+_COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it and eval mode does not read it
+_SHOWN = 3
+
+
+def read_state(path: str) -> dict[str, Tensor]:
+    """The tensors of a ``.safetensors`` file, or of a state dict that `torch.save` wrote, bare or inside a checkpoint.
+
+    Nothing but tensors and plain values is unpickled (`torch.load` with ``weights_only=True``).
+
+    Raises:
+        PosthocUQError: there is no such file, or no state dict in it.
+    """
+    try:
+        with open(path, "rb"):
+            pass
+    except FileNotFoundError:
+        raise PosthocUQError(f"There is no weights file '{path}'.") from None
+    except OSError as error:
+        raise PosthocUQError(
+            f"The weights file '{path}' cannot be read: {error.strerror or error}."
+        ) from None
+    content = _safetensors(path) if path.endswith(".safetensors") else _pickled(path)
+    while isinstance(content, Mapping):
+        mapping = cast(Mapping[str, Any], content)
+        inner = next((mapping[key] for key in _WRAPPERS if isinstance(mapping.get(key), Mapping)), None)
+        if inner is None:
+            found = {str(name): value for name, value in mapping.items() if isinstance(value, Tensor)}
+            if found:
+                return found
+            break
+        content = inner
+    if isinstance(content, nn.Module):
+        content = content.state_dict()
+    raise PosthocUQError(
+        f"'{path}' holds no state dict; write one with torch.save(model.state_dict(), '{path}')."
+    )
+
+
+def _safetensors(path: str) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise PosthocUQError(f"'{path}' is not a readable safetensors file: {error}") from None
+
+
+def _pickled(path: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+            raise PosthocUQError(
+                f"'{path}' holds Python objects beside tensors, which are not loaded; write the state dict alone with "
+                f"torch.save(model.state_dict(), ...)."
+            ) from None
+        raise PosthocUQError(f"'{path}' is not a file that torch.save wrote.") from None
+    except (EOFError, RuntimeError, ValueError, LookupError, UnicodeDecodeError):
+        raise PosthocUQError(f"'{path}' is damaged, or not a file that torch.save wrote.") from None
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Put the weights of a file into a model.
+
+    Prefixes that wrappers leave (``module.``, ``_orig_mod.``, ``model.``) are taken off where all names have them and
+    the model's names have not.
+
+    Raises:
+        PosthocUQError: the file cannot be read, or its names or shapes are not the model's.
+    """
+    own: dict[str, Tensor] = model.state_dict()
+    state = _stripped(read_state(path), own)
+    missing = [name for name in own if name not in state and not name.endswith(_COUNTER)]
+    unexpected = [name for name in state if name not in own]
+    if missing or unexpected:
+        parts = [
+            f"{verb} {len(names)} ({_first(names)})"
+            for verb, names in (("the file lacks", missing), ("the model does not have", unexpected))
+            if names
+        ]
+        raise PosthocUQError(
+            f"The weights in '{path}' are not this model's: of {len(own)} tensors {', and '.join(parts)}."
+        )
+    wrong = [name for name in own if name in state and own[name].shape != state[name].shape]
+    if wrong:
+        name = wrong[0]
+        raise PosthocUQError(
+            f"The weights in '{path}' do not fit the model: {len(wrong)} of {len(own)} have another shape, such as "
+            f"'{name}', {tuple(state[name].shape)} in the file and {tuple(own[name].shape)} in the model"
+            f"{_class_hint(wrong, state, own)}."
+        )
+    model.load_state_dict(state, strict=False)
+
+
+def _stripped(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    changed = True
+    while changed:
+        changed = False
+        for prefix in _PREFIXES:
+            if all(name.startswith(prefix) for name in state) and not any(
+                name.startswith(prefix) for name in own
+            ):
+                state = {name.removeprefix(prefix): value for name, value in state.items()}
+                changed = True
+    return state
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _class_hint(wrong: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """What to say where only the number of outputs differs."""
+    sizes = {tuple(state[name].shape[:1]) for name in wrong}
+    rest = all(state[name].shape[1:] == own[name].shape[1:] for name in wrong)
+    if rest and len(sizes) == 1 and len(wrong) <= 2:
+        return f"; perhaps --num-classes {next(iter(sizes))[0]}"
+    return ""

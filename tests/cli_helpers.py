@@ -1,0 +1,136 @@
+"""What the tests of the command line share: a runner, folders of images, a small model in a file of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+from torch import nn
+
+from posthoc_uq.cli.entry import commands
+
+CLASSES = ("cat", "dog", "emu")
+SIZE = 12
+CODE = '''
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def net():
+    """Three classes from RGB images; the weights come from a file."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def line():
+    return nn.Linear(2, 1)
+
+
+def points(split="train"):
+    generator = torch.Generator().manual_seed({"train": 0, "val": 1, "test": 2}[split])
+    x = torch.randn(40, 2, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(40, 1, generator=generator))
+
+
+def batches():
+    return DataLoader(points(), batch_size=10)
+
+
+def half(image):
+    import numpy
+
+    return torch.from_numpy(numpy.asarray(image)[:8, :8].copy()).permute(2, 0, 1).float() / 510
+
+
+def make_half():
+    return half
+
+
+def needy(size):
+    return nn.Linear(size, 1)
+
+
+def number():
+    return 3
+
+
+pi = 3
+'''
+
+
+def net() -> nn.Module:
+    """As in `CODE`."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def make_images(folder: Path, classes: Sequence[str], count: int, seed: int) -> None:
+    """Noise with a tint for each class, in a folder for each; or in the folder itself for the class ''."""
+    random = np.random.default_rng(seed)
+    for tint, name in enumerate(classes):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = random.integers(0, 160, (SIZE + 2, SIZE, 3)).astype(np.uint8)
+            pixels[..., tint % 3] += 12
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+
+
+def make_place(folder: Path) -> Path:
+    """A folder with ``nets.py``, trained weights ``w.pt``, images ``train``, ``val``, ``flat``."""
+    (folder / "nets.py").write_text(CODE)
+    for seed, (name, count) in enumerate({"train": 12, "val": 6}.items()):
+        make_images(folder / name, CLASSES, count, seed)
+    make_images(folder / "flat", ("",), 5, 7)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = net()
+        x, y = tensors(folder / "train")
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
+        for _ in range(25):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+        torch.save(model.state_dict(), folder / "w.pt")
+        torch.save(nn.Linear(2, 1).state_dict(), folder / "line.pt")
+    return folder
+
+
+def tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """All images of class folders, sorted by name, as the model without a transform of its own gets them."""
+    found = [
+        (np.asarray(Image.open(path)).astype(np.float32) / 255, label)
+        for label, name in enumerate(sorted(p.name for p in folder.iterdir()))
+        for path in sorted((folder / name).iterdir(), key=lambda path: path.name)
+    ]
+    images = torch.from_numpy(np.stack([pixels for pixels, _ in found])).permute(0, 3, 1, 2).contiguous()
+    return images, torch.tensor([label for _, label in found])
+
+
+def run(*arguments: Any, code: int = 0) -> Result:
+    """A command in this process; its exit code must be the expected one, and an error one line."""
+    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
+    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+    if code == 1:
+        errors = [line for line in result.stderr.splitlines() if not line.startswith("Warning: ")]
+        assert len(errors) == 1 and errors[0].startswith("Error: "), result.stderr
+        assert "Traceback" not in result.output
+    return result
+
+
+def failure(*arguments: Any) -> str:
+    """What a command that fails says."""
+    return run(*arguments, code=1).stderr
+
+
+def run_json(*arguments: Any, code: int = 0) -> dict[str, Any]:
+    """The one JSON object that a command prints."""
+    return json.loads(run(*arguments, "--json", code=code).stdout)

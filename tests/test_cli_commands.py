@@ -1,0 +1,508 @@
+"""What the commands do, beside the same work done by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_helpers import CLASSES, failure, make_place, net, run, run_json, tensors
+from torch import nn
+
+import posthoc_uq as uq
+
+RANK = 8
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images, a trained model and, in ``m.h5``, its posterior."""
+    folder = make_place(tmp_path_factory.mktemp("commands"))
+    fit(folder, "m.h5")
+    return folder
+
+
+@pytest.fixture
+def copy(place: Path, tmp_path: Path) -> Path:
+    """The posterior's file, to be changed."""
+    (tmp_path / "m.h5").write_bytes((place / "m.h5").read_bytes())
+    return tmp_path / "m.h5"
+
+
+def model_options(place: Path) -> list[Any]:
+    return ["--model", f"{place / 'nets.py'}:net", "--weights", place / "w.pt", "--workers", 0]
+
+
+def fit(place: Path, name: str, *options: Any, data: str = "train") -> dict[str, Any]:
+    common = ["--rank", RANK, "--prior-precision", 5.0, "-o", place / name]
+    return run_json("fit", place / data, *model_options(place), *common, *options)
+
+
+def trained(place: Path) -> nn.Module:
+    model = net()
+    model.load_state_dict(torch.load(place / "w.pt"))
+    return model.eval()
+
+
+def loader(place: Path, name: str, size: int = 32) -> list[Any]:
+    x, y = tensors(place / name)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(rows: list[dict[str, str]], name: str) -> np.ndarray:
+    return np.array([float(row[name]) for row in rows])
+
+
+def assert_same_posterior(found: uq.Posterior, expected: uq.Posterior, tolerance: float = 0.0) -> None:
+    assert found.blocks.keys() == expected.blocks.keys()
+    for name, block in expected.blocks.items():
+        difference = (found.blocks[name].dense() - block.dense()).norm() / block.dense().norm()
+        assert float(difference) <= tolerance
+
+
+class TestFit:
+    def test_it_is_the_fit_of_the_library(self, place: Path) -> None:
+        expected = uq.fit(
+            trained(place), loader(place, "train"), rank=RANK, prior_precision=5.0, progress=False
+        )
+        found = uq.load(place / "m.h5", trained(place))
+        assert_same_posterior(found, expected, 1e-6)
+        assert found.prior_precision == 5.0 and found.scale == 36
+        assert found.evidence.log_likelihood == pytest.approx(expected.evidence.log_likelihood)
+        fitted = found.record.fit
+        assert fitted["model"] == f"{place / 'nets.py'}:net" and fitted["images"] == "3 x own size"
+
+    def test_options_reach_the_library(self, place: Path) -> None:
+        options: dict[str, Any] = {"method": "kfac", "layers": ["4"], "fisher": "exact", "seed": 3}
+        expected = uq.fit(
+            trained(place), loader(place, "train"), dtype=torch.float64, progress=False, **options
+        )
+        said = run_json(
+            *[
+                "fit",
+                place / "train",
+                *model_options(place),
+                "-o",
+                place / "k.h5",
+                "--method",
+                "kfac",
+                "--layers",
+                "4",
+            ],
+            *[
+                "--fisher",
+                "exact",
+                "--seed",
+                3,
+                "--dtype",
+                "float64",
+                "--save-dtype",
+                "float32",
+                "--compress",
+            ],
+        )
+        found = uq.load(place / "k.h5", trained(place))
+        assert found.method == "kfac" and list(found.layers) == ["4"]
+        assert_same_posterior(found, expected, 1e-5)
+        assert found.prior_precision == pytest.approx(expected.prior_precision, rel=1e-6)
+        assert (
+            said["report"]["summary"]["method"] == "kfac" and said["bytes"] == (place / "k.h5").stat().st_size
+        )
+
+    def test_a_flat_folder_has_labels_of_the_model(self, place: Path) -> None:
+        said = fit(place, "flat.h5", data="flat")
+        assert said["report"]["summary"]["samples"] == 5
+        assert uq.load(place / "flat.h5", trained(place)).evidence.log_likelihood is None
+        fit(place, "unlabelled.h5", "--unlabelled")
+        found = uq.load(place / "unlabelled.h5", trained(place))
+        assert found.evidence.log_likelihood is None and found.scale == 36
+        assert "needs targets" in failure(
+            *[
+                "fit",
+                place / "flat",
+                *model_options(place),
+                "-o",
+                place / "x.h5",
+                "--likelihood",
+                "regression",
+            ]
+        )
+
+    def test_held_out_data_tune_it(self, place: Path) -> None:
+        fit(place, "tuned.h5", "--val-data", place / "val")
+        found = uq.load(place / "tuned.h5", trained(place))
+        assert found.record.tuning["prior precision"] == "validation NLL"
+        said = failure(
+            *[
+                "fit",
+                place / "train",
+                *model_options(place),
+                "-o",
+                place / "x.h5",
+                "--val-data",
+                place / "flat",
+            ]
+        )
+        assert "Held-out data need labels" in said and not (place / "x.h5").exists()
+
+    def test_a_summary_for_people(self, place: Path) -> None:
+        text = run(
+            "fit", place / "val", *model_options(place), "-o", place / "t.h5", "--method", "diag"
+        ).stdout
+        assert "method: diag" in text and "samples: 18" in text
+        assert text.splitlines()[-1].startswith(f"Written to {place / 't.h5'} (")
+
+    def test_options_that_a_method_does_not_take(self, place: Path) -> None:
+        said = failure(
+            *[
+                "fit",
+                place / "val",
+                *model_options(place),
+                "-o",
+                place / "x.h5",
+                "--method",
+                "diag",
+                "--rank",
+                3,
+            ]
+        )
+        assert "method='diag' does not take ['rank']" in said
+
+    def test_several_processes_fit_the_same(self, place: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "posthoc_uq", "fit", place / "train", *model_options(place), "--batch-size", 5]
+        command += ["--rank", RANK, "--prior-precision", 5.0, "--limit", 35, "-o", place / "two.h5", "--json"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, env=environment, timeout=240
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        said = json.loads(done.stdout)
+        assert "text" not in said
+        assert said["processes"] == 2 and said["bytes"] == (place / "two.h5").stat().st_size
+        fit(place, "one.h5", "--limit", 35)
+        one, two = (uq.load(place / name, trained(place)) for name in ("one.h5", "two.h5"))
+        assert two.scale == one.scale == 35
+        assert_same_posterior(two, one, 1e-5)
+
+
+class TestTune:
+    def test_by_evidence(self, place: Path, copy: Path) -> None:
+        said = run_json("tune", copy, *model_options(place), "--per-layer")
+        expected = uq.load(place / "m.h5", trained(place))
+        uq.tune(expected, per_layer=True)
+        found = uq.load(copy, trained(place))
+        assert found.prior_precision == pytest.approx(expected.prior_precision)
+        assert said["hyperparameters"]["prior precision"] == "per layer"
+        assert said["prior precision by layer"] == pytest.approx(expected.prior_precision)
+        assert_same_posterior(found, expected)
+
+    def test_by_held_out_data(self, place: Path, copy: Path) -> None:
+        options = ["--search-draws", 4, "--max-evaluations", 3, "--parameter", "prior_precision", "--seed", 1]
+        output = copy.with_name("other.h5")
+        said = run_json(
+            "tune", copy, *model_options(place), "--data", place / "val", *options, "--output", output
+        )
+        expected = uq.load(place / "m.h5", trained(place))
+        trials = uq.tune(
+            expected,
+            loader(place, "val"),
+            n_samples=4,
+            max_evaluations=3,
+            parameters=("prior_precision",),
+            seed=1,
+            progress=False,
+        )
+        assert uq.load(output, trained(place)).prior_precision == pytest.approx(expected.prior_precision)
+        assert said["validation NLL"] == pytest.approx(min(t["validation NLL"] for t in trials.trials))
+        with torch.no_grad():
+            x, y = tensors(place / "val")
+            alone = nn.functional.cross_entropy(trained(place)(x), y)
+        assert said["model alone"] == pytest.approx(float(alone), rel=1e-5)
+        assert copy.read_bytes() == (place / "m.h5").read_bytes()
+
+    def test_a_temperature(self, place: Path, copy: Path) -> None:
+        said = run_json("tune", copy, *model_options(place), "--data", place / "val", "--temperature")
+        found = uq.load(copy, trained(place))
+        assert found.temperature == said["hyperparameters"]["temperature"] != 1.0
+        assert found.record.tuning["temperature"] == "validation NLL"
+
+    def test_the_number_format_stays(self, place: Path) -> None:
+        fit(place, "half.h5", "--save-dtype", "bfloat16")
+        size = (place / "half.h5").stat().st_size
+        run("tune", place / "half.h5", *model_options(place))
+        assert abs((place / "half.h5").stat().st_size - size) < 1000
+
+    def test_labels_are_needed_to_search(self, place: Path, copy: Path) -> None:
+        said = failure("tune", copy, *model_options(place), "--data", place / "flat")
+        assert "Tuning needs labels" in said
+        options = ["--data", place / "flat", "--no-search", "--referral-rate", 0.4, "--n-samples", 4]
+        assert run_json("tune", copy, *model_options(place), *options)["threshold"] > 0
+
+    def test_the_moments_head_is_calibrated(self, place: Path, copy: Path) -> None:
+        options = ["--data", place / "train", "--no-search", "--calibrate"]
+        assert "give --head moments too" in failure("tune", copy, *model_options(place), *options)
+        run("tune", copy, *model_options(place), *options, "--head", "moments")
+        found = uq.wrap(trained(place), uq.load(copy, trained(place)), head="moments")
+        assert found.calibration is not None and found.calibration.n_mc == 64
+
+    def test_a_threshold_that_a_search_makes_void_is_said(self, place: Path, copy: Path) -> None:
+        data = ["--data", place / "val", "--n-samples", 4]
+        run("tune", copy, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
+        said = run("tune", copy, *model_options(place)).stderr
+        assert "make void; set it again with --referral-rate" in said
+        out = copy.with_suffix(".csv")
+        result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--n-samples", 4)
+        assert "The column flag stays empty." in result.stderr
+        assert {row["flag"] for row in table(out)} == {""}
+
+
+class TestPredict:
+    def test_every_row_is_the_librarys(self, place: Path, copy: Path) -> None:
+        rate = 0.25
+        options = [*model_options(place), "--n-samples", 7, "--seed", 2]
+        data = ["--data", place / "val", "--referral-rate", rate, "--no-search"]
+        threshold = run_json("tune", copy, *options, *data)["threshold"]
+        out = copy.with_suffix(".csv")
+        said = run_json(
+            "predict",
+            copy,
+            place / "train",
+            *options,
+            "-o",
+            out,
+            "--batch-size",
+            5,
+            "--top-k",
+            2,
+            "--class-names",
+            place / "train",
+        )
+        rows = table(out)
+        assert said["rows"] == len(rows) == 36 and said["skipped"] == []
+        assert list(rows[0]) == (
+            "file label_1 probability_1 label_2 probability_2 entropy mutual_information flag".split()
+        )
+        files = [row["file"] for row in rows]
+        assert files == sorted(f"{name}/{i}.png" for name in CLASSES for i in range(12))
+
+        # The draws' outputs by the library, all that follows from them by numpy.
+        x, _ = tensors(place / "train")
+        predictor = uq.wrap(trained(place), uq.load(copy, trained(place)), n_samples=7, seed=2)
+        with torch.no_grad():
+            logits = predictor.outputs(x).double().numpy()
+        draws = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        probs = draws.mean(0)
+        entropy = -(probs * np.log(probs)).sum(-1)
+        information = entropy + (draws * np.log(draws)).sum(-1).mean(0)
+        order = np.argsort(-probs, axis=1)
+        assert [row["label_1"] for row in rows] == [CLASSES[i] for i in order[:, 0]]
+        assert [row["label_2"] for row in rows] == [CLASSES[i] for i in order[:, 1]]
+        assert column(rows, "probability_1") == pytest.approx(probs.max(1), rel=2e-5)
+        assert column(rows, "entropy") == pytest.approx(entropy, rel=1e-4, abs=1e-6)
+        assert column(rows, "mutual_information") == pytest.approx(information, rel=1e-2, abs=1e-5)
+        clear = np.abs(entropy - threshold) > 1e-5
+        assert (column(rows, "flag")[clear] == (entropy > threshold)[clear]).all()
+        assert said["flagged"] == column(rows, "flag").sum()
+
+        run("predict", copy, place / "val", *options, "-o", out)
+        assert column(table(out), "flag").sum() == math.floor(rate * 18)
+
+    def test_heads_and_links(self, place: Path, copy: Path) -> None:
+        out = copy.with_suffix(".csv")
+        common = ["predict", copy, place / "flat", *model_options(place), "-o", out]
+        posterior = uq.load(copy, trained(place))
+        x, _ = flat(place)
+        for head, link, options in (
+            ("linearized", "probit", {}),
+            ("linearized", "mc", {"n_draws": 50}),
+            ("moments", "bridge", {"relu": "exact"}),
+        ):
+            extra = [part for name, value in options.items() for part in ("--head-option", f"{name}={value}")]
+            run(*common, "--head", head, "--link", link, *extra)
+            expected = uq.wrap(trained(place), posterior, head=head, link=link, **options)(x)
+            rows = table(out)
+            assert column(rows, "probability_1") == pytest.approx(
+                expected.probs.max(1).values.numpy(), rel=1e-4
+            )
+            if link == "mc":
+                assert column(rows, "mutual_information") == pytest.approx(
+                    expected.mutual_information().numpy(), rel=1e-2, abs=1e-5
+                )
+            else:
+                assert {row["mutual_information"] for row in rows} == {""}
+            assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set("012")
+        run(*common, "--head-option", "keep=seeds", "--head-option", "dtype=bfloat16", "--n-samples", 3)
+        assert "no option ['colour']" in failure(*common, "--head-option", "colour=red")
+        assert "is no number format" in failure(*common, "--head-option", "dtype=number3")
+        assert "--link is for" in failure(*common, "--link", "mc")
+        assert "--n-samples is for" in failure(*common, "--head", "moments", "--n-samples", 3)
+
+    def test_the_head_of_the_threshold_is_the_default(self, place: Path, copy: Path) -> None:
+        head = ["--head", "linearized", "--link", "mc", "--referral-score", "functional_variance"]
+        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5]
+        run("tune", copy, *model_options(place), *data, *head)
+        out = copy.with_suffix(".csv")
+        said = run_json("predict", copy, place / "val", *model_options(place), "-o", out)
+        assert said["head"] == {"head": "linearized", "link": "mc"} and said["flagged"] == 9
+        rows = table(out)
+        flags = column(rows, "flag") == 1
+        scores = column(rows, "functional_variance")
+        assert scores[flags].min() > scores[~flags].max()
+        result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--head", "sampling")
+        assert "The column flag stays empty." in result.stderr and result.stderr.count("\n") == 1
+
+    def test_names_of_the_classes(self, place: Path, copy: Path) -> None:
+        names = copy.with_name("names.json")
+        names.write_text('["felis, catus", "canis", "dromaius"]')
+        out = copy.with_suffix(".csv")
+        common = ["predict", copy, place / "flat", *model_options(place), "-o", out, "--n-samples", 2]
+        run(*common, "--class-names", names, "--top-k", 9)
+        for row in table(out):
+            found = {row[f"label_{i}"] for i in (1, 2, 3)}
+            assert found == {"felis, catus", "canis", "dromaius"} and "label_4" not in row
+
+    def test_unreadable_images_are_left_out_on_request(self, place: Path, copy: Path) -> None:
+        folder = copy.with_name("images")
+        folder.mkdir()
+        for number in range(3):
+            (folder / f"{number}.png").write_bytes((place / "flat" / f"{number}.png").read_bytes())
+        (folder / "1.png").write_bytes(b"x")
+        out = copy.with_suffix(".csv")
+        common = ["predict", copy, folder, *model_options(place), "-o", out, "--n-samples", 2]
+        out.write_text("an older file")
+        assert f"Unreadable image '{folder / '1.png'}'" in failure(*common)
+        assert out.read_text() == "an older file"
+        result = run(*common, "--skip-unreadable", code=3)
+        assert result.stderr == f"Left out, unreadable: {folder / '1.png'}\n"
+        assert [row["file"] for row in table(out)] == ["0.png", "2.png"]
+        assert run_json(*common, "--skip-unreadable", code=3)["skipped"] == [str(folder / "1.png")]
+        assert sorted(path.name for path in copy.parent.iterdir()) == ["images", "m.csv", "m.h5"]
+
+    def test_other_preparation_than_for_the_fit_is_said(self, place: Path, copy: Path) -> None:
+        common = ["predict", copy, place / "flat", *model_options(place), "-o", copy.with_suffix(".csv")]
+        said = run(*common, "--n-samples", 2, "--image-size", 10).stderr
+        assert said.startswith("Warning: ") and "prepared as [3 x own size]" in said and said.count("\n") == 1
+        assert run(*common, "--n-samples", 2).stderr == ""
+
+    def test_workers_change_nothing(self, place: Path, copy: Path) -> None:
+        texts: list[str] = []
+        for workers in (0, 2):
+            out = copy.with_name(f"{workers}.csv")
+            options = ["--n-samples", 2, "--workers", workers, "--batch-size", 4]
+            run("predict", copy, place / "val", *model_options(place)[:4], *options, "-o", out)
+            texts.append(out.read_text())
+        assert texts[0] == texts[1]
+
+
+class TestRegression:
+    def test_from_fit_to_intervals(self, place: Path, tmp_path: Path) -> None:
+        code = place / "nets.py"
+        line = ["--model", f"{code}:line", "--weights", place / "line.pt"]
+        file, out = tmp_path / "line.h5", tmp_path / "out.csv"
+        run("fit", f"{code}:points", *line, "-o", file, "--likelihood", "regression", "--method", "full")
+        said = run_json("tune", file, *line, "--data", f"{code}:points", "--noise", "--referral-rate", 0.1)
+        assert said["score"] == "standard_deviation" and len(said["hyperparameters"]["noise variance"]) == 1
+        options = ["--n-samples", 5, "--level", 0.5]
+        said = run_json("predict", file, f"{code}:points", *line, "-o", out, *options)
+        rows = table(out)
+        assert list(rows[0]) == "file mean standard_deviation epistemic_sd lower upper flag".split()
+        assert [row["file"] for row in rows] == [str(i) for i in range(40)]
+        x = torch.randn(40, 2, generator=torch.Generator().manual_seed(2))
+        model = nn.Linear(2, 1)
+        model.load_state_dict(torch.load(place / "line.pt"))
+        posterior = uq.load(file, model)
+        with torch.no_grad():
+            draws = uq.wrap(model, posterior, n_samples=5).outputs(x).double().numpy()[..., 0]
+        variance = draws.var(0, ddof=1)
+        deviation = np.sqrt(variance + float(posterior.noise_variance))
+        assert column(rows, "mean") == pytest.approx(draws.mean(0), rel=1e-3, abs=1e-4)
+        assert column(rows, "epistemic_sd") == pytest.approx(np.sqrt(variance), rel=1e-3)
+        assert column(rows, "standard_deviation") == pytest.approx(deviation, rel=1e-4)
+        half = 0.6744897501960817 * deviation  # the upper quartile of a standard normal
+        assert column(rows, "upper") - column(rows, "mean") == pytest.approx(half, rel=1e-3, abs=1e-4)
+        assert column(rows, "mean") - column(rows, "lower") == pytest.approx(half, rel=1e-3, abs=1e-4)
+        text = run("inspect", file).stdout
+        assert "gaussian" in text.lower() or "regression" in text
+        assert "noise variance" in text and "dense" in text
+
+
+class TestEvaluate:
+    def test_numbers_and_files(self, place: Path, copy: Path) -> None:
+        files = {name: copy.with_name(name) for name in ("report.html", "rows.csv", "all.json")}
+        said = run_json(
+            *["evaluate", copy, place / "val", *model_options(place), "--n-samples", 6, "--batch-size", 4],
+            *["--ood", f"noise={place / 'flat'}", "--ood", f"more={place / 'train'}"],
+            *["--report", files["report.html"], "--csv", files["rows.csv"], "--json-file", files["all.json"]],
+        )
+        x, y = tensors(place / "val")
+        with torch.no_grad():
+            plain = trained(place)(x).double()
+        alone = said["quality"]["model alone"]
+        assert alone["accuracy"] == pytest.approx(float((plain.argmax(1) == y).double().mean()))
+        assert alone["NLL"] == pytest.approx(float(nn.functional.cross_entropy(plain, y)), rel=1e-5)
+        predictor = uq.wrap(trained(place), uq.load(copy, trained(place)), n_samples=6)
+        with torch.no_grad():
+            probs = predictor.outputs(x).double().softmax(-1).mean(0)
+        expected = float(nn.functional.nll_loss(probs.log(), y))
+        assert said["quality"]["inf, sampling"]["NLL"] == pytest.approx(expected, rel=1e-5)
+        assert said["foreign"]["inf, sampling"].keys() == {"noise", "more"}
+        assert said["inputs"] == {"test": 18, "noise": 5, "more": 36}
+        assert said["threshold"] is None and said["written"] == [str(path) for path in files.values()]
+        written = json.loads(files["all.json"].read_text())
+        assert written["quality"] == said["quality"]
+        assert {row["model"] for row in table(files["rows.csv"])} == {"model alone", "inf, sampling"}
+        page = files["report.html"].read_text()
+        assert page.lstrip().lower().startswith("<!doctype html") and "data:image/" in page
+        assert copy.read_bytes() == (place / "m.h5").read_bytes()
+
+    def test_a_table_and_a_threshold(self, place: Path, copy: Path) -> None:
+        options = [*model_options(place), "--n-samples", 6]
+        result = run("evaluate", copy, place / "val", *options, "--referral-rate", 0.3)
+        assert "model alone" in result.stdout and "inf, sampling" in result.stdout
+        assert f"kept in {copy}" in result.stdout
+        out = copy.with_suffix(".csv")
+        assert run_json("predict", copy, place / "val", *options, "-o", out)["flagged"] == math.floor(
+            0.3 * 18
+        )
+
+    def test_labels_are_needed(self, place: Path, copy: Path) -> None:
+        said = failure("evaluate", copy, place / "flat", *model_options(place))
+        assert "An evaluation needs labels" in said
+        said = failure("evaluate", copy, place / "val", *model_options(place), "--ood", f"x={place / 'gone'}")
+        assert f"There is no folder '{place / 'gone'}'" in said
+
+
+def test_the_throughput_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+        script = __import__("predict_throughput")
+    path = tmp_path / "rows.json"
+    script.main(["--smoke", "--json", str(path)])
+    assert "median share" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["rows"]
+    assert 0 < row["predict, s"] < row["command, s"]
+    expected = row["bare, ms an image"] / 1e3 * row["draws"] * row["images"] / row["predict, s"]
+    assert row["share"] == pytest.approx(expected) and row["share, CPU"] > 0
+
+
+def flat(place: Path) -> tuple[torch.Tensor, list[str]]:
+    """The images without classes, as the model gets them."""
+    from PIL import Image
+
+    files = sorted((place / "flat").iterdir())
+    arrays = np.stack([np.asarray(Image.open(path)).astype(np.float32) / 255 for path in files])
+    return torch.from_numpy(arrays).permute(0, 3, 1, 2), [path.name for path in files]

@@ -1,0 +1,258 @@
+"""Models from the command line: names, weights, and the transform that belongs to each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from cli_helpers import CODE
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import create_transform, resolve_model_data_config
+from torch import nn
+from torchvision.models import ResNet18_Weights
+
+import posthoc_uq as uq
+from posthoc_uq.cli.models import count_outputs, source_of
+from posthoc_uq.cli.places import found_at, is_place, made_at
+from posthoc_uq.cli.transforms import Preprocessing, input_channels
+from posthoc_uq.cli.weights import load_weights, read_state
+
+OPTIONS: dict[str, Any] = dict.fromkeys(
+    "weights num_classes device transform image_size mean std".split()
+) | {"pretrained": False}
+
+
+def source(model: str, **given: Any) -> Any:
+    """A model as the commands get it, on the CPU."""
+    return source_of(OPTIONS | {"model": model, "device": "cpu"} | given)
+
+
+def complaint(work: Any) -> str:
+    """What an error says."""
+    with pytest.raises(uq.PosthocUQError) as caught:
+        work()
+    return str(caught.value)
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with models, in a current folder of its own; nothing of it stays imported."""
+    (tmp_path / "own_nets.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_nets", raising=False)
+    yield tmp_path / "own_nets.py"
+    sys.modules.pop("own_nets", None)
+
+
+@pytest.fixture
+def photo() -> Image.Image:
+    """An image with structure, no square."""
+    y, x = np.mgrid[0:300, 0:400]
+    pixels = np.stack([x % 256, y % 256, (x + y) // 3 % 256], axis=-1).astype(np.uint8)
+    return Image.fromarray(pixels)
+
+
+class TestPlaces:
+    def test_by_module_and_by_file(self, nets: Path) -> None:
+        assert made_at(f"{nets}:number") == 3
+        assert made_at("own_nets.py:number") == 3 == made_at("own_nets:number")
+        assert found_at("torch.nn:Linear") is nn.Linear
+        assert found_at("torch:nn.Linear") is nn.Linear
+
+    def test_what_is_a_place(self) -> None:
+        assert is_place("a.b:c") and is_place("/x/y.py:c.d")
+        assert not any(map(is_place, ("a.b", "a:", ":b", "a:b/c", "a:1")))
+
+    def test_what_is_wrong_is_said(self, nets: Path) -> None:
+        assert "There is no file 'gone.py'" in complaint(lambda: found_at("gone.py:net"))
+        assert "no Python module 'gone.away'" in complaint(lambda: found_at("gone.away:net"))
+        assert "has no 'nett'. Close names: net" in complaint(lambda: found_at(f"{nets}:nett"))
+        assert "is a int; it must be a function" in complaint(lambda: made_at(f"{nets}:pi"))
+        assert "needs arguments" in complaint(lambda: made_at(f"{nets}:needy"))
+        (nets.parent / "broken.py").write_text("import os\n1 / 0\n")
+        assert "could not be imported: ZeroDivisionError" in complaint(lambda: found_at("broken.py:x"))
+        (nets.parent / "needing.py").write_text("import not_there_at_all\n")
+        assert "could not be imported: ModuleNotFoundError" in complaint(lambda: found_at("needing:x"))
+
+
+class TestWeights:
+    def test_all_forms_of_a_state_dict(self, tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        state = model.state_dict()
+        forms: dict[str, Any] = {
+            "bare": state,
+            "lightning": {"state_dict": {f"model.{k}": v for k, v in state.items()}, "epoch": 3},
+            "torchvision": {"model": state, "optimizer": {"lr": 0.1}},
+            "parallel": {"model_state_dict": {f"module.{k}": v for k, v in state.items()}},
+            "compiled": {f"module._orig_mod.{k}": v for k, v in state.items()},
+            "old": {k: v for k, v in state.items() if "num_batches" not in k},
+        }
+        for name, content in forms.items():
+            torch.save(content, tmp_path / f"{name}.pt")
+        save_file(state, tmp_path / "file.safetensors")
+        for path in tmp_path.iterdir():
+            fresh = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+            load_weights(fresh, str(path))
+            assert all(torch.equal(value, state[name]) for name, value in fresh.state_dict().items()), path
+
+    def test_a_prefix_that_the_model_has_stays(self, tmp_path: Path) -> None:
+        model = nn.ModuleDict({"model": nn.Linear(2, 2)})
+        torch.save(model.state_dict(), tmp_path / "w.pt")
+        fresh = nn.ModuleDict({"model": nn.Linear(2, 2)})
+        load_weights(fresh, str(tmp_path / "w.pt"))
+        assert torch.equal(fresh["model"].weight, model["model"].weight)
+
+    def test_names_and_shapes_that_differ(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "w.pt")
+        torch.save({f"layer{i}.weight": torch.ones(1) for i in range(5)}, path)
+        said = complaint(lambda: load_weights(nn.Linear(2, 2), path))
+        assert (
+            "of 2 tensors the file lacks 2 (weight, bias), and the model does not have 5 (layer0.weight, "
+            in said
+        )
+        assert "layer2.weight, ...)" in said
+        torch.save(nn.Linear(2, 7).state_dict(), path)
+        said = complaint(lambda: load_weights(nn.Linear(2, 3), path))
+        assert "'weight', (7, 2) in the file and (3, 2) in the model; perhaps --num-classes 7." in said
+        torch.save(nn.Linear(5, 3).state_dict(), path)
+        assert "--num-classes" not in complaint(lambda: load_weights(nn.Linear(2, 3), path))
+
+    def test_files_that_hold_no_weights(self, tmp_path: Path) -> None:
+        assert "There is no weights file" in complaint(lambda: read_state(str(tmp_path / "gone.pt")))
+        assert "cannot be read" in complaint(lambda: read_state(str(tmp_path)))
+        torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
+        assert "Python objects beside tensors" in complaint(lambda: read_state(str(tmp_path / "module.pt")))
+        torch.save({"epoch": 3}, tmp_path / "empty.pt")
+        assert "holds no state dict" in complaint(lambda: read_state(str(tmp_path / "empty.pt")))
+        whole = (tmp_path / "module.pt").read_bytes()
+        for name, content in {
+            "text.pt": b"hello",
+            "cut.pt": whole[:300],
+            "none.pt": b"",
+            "x.safetensors": b"1",
+        }.items():
+            (tmp_path / name).write_bytes(content)
+            said = complaint(lambda name=name: read_state(str(tmp_path / name)))
+            assert "file" in said and "\n" not in said and name in said
+
+
+class TestModels:
+    def test_names_that_do_not_exist(self) -> None:
+        weights = {"weights": "w.pt"}
+        assert "timm has no model 'vit_tiny'. Close names: " in complaint(
+            lambda: source("timm:vit_tiny", **weights)
+        )
+        assert "Close names: resnet18" in complaint(lambda: source("torchvision:resnet1", **weights))
+        assert "no classification model 'fcn_resnet50'" in complaint(
+            lambda: source("torchvision:fcn_resnet50", **weights)
+        )
+        assert "names no model" in complaint(lambda: source("resnet18"))
+        assert "random weights" in complaint(lambda: source("torchvision:resnet18"))
+
+    def test_own_functions(self, nets: Path) -> None:
+        found = source(f"{nets}:net")
+        assert not found.model.training and count_outputs(found.model, torch.zeros(3, 9, 9)) == 3
+        assert "returned a int" in complaint(lambda: source(f"{nets}:number"))
+        assert "a function makes its own model" in complaint(lambda: source(f"{nets}:net", num_classes=3))
+        said = complaint(lambda: count_outputs(found.model, torch.zeros(1, 9, 9)))
+        assert "does not take an image of shape (1, 9, 9)" in said and "\n" not in said
+
+    def test_a_device_that_is_not_there(self, nets: Path) -> None:
+        assert "--device nonsense is not there" in complaint(lambda: source(f"{nets}:net", device="nonsense"))
+
+    def test_timm_by_its_own_config(self, tmp_path: Path, photo: Image.Image) -> None:
+        path = tmp_path / "w.safetensors"
+        model = timm.create_model("test_resnet", num_classes=4)
+        save_file(model.state_dict(), path)
+        found = source("timm:test_resnet", weights=str(path), num_classes=4)
+        expected = create_transform(**resolve_model_data_config(model), is_training=False)(photo)
+        assert torch.equal(found.transform(photo), expected) and expected.shape == (3, 160, 160)
+        assert torch.equal(
+            found.transform(photo.convert("L")), found.transform(photo.convert("L").convert("RGB"))
+        )
+        image = expected.unsqueeze(0)
+        assert torch.equal(found.model(image), model.eval()(image))
+        assert found.transform.text.startswith("3 x 160 x 160 of 168, bilinear, mean 0.5")
+        assert "perhaps --num-classes 4" in complaint(lambda: source("timm:test_resnet", weights=str(path)))
+
+    def test_torchvision_by_its_weights(self, tmp_path: Path, photo: Image.Image) -> None:
+        from torchvision.models import resnet18
+
+        path = tmp_path / "w.pt"
+        torch.save(resnet18(num_classes=5).state_dict(), path)
+        found = source("torchvision:resnet18", weights=str(path), num_classes=5)
+        expected = ResNet18_Weights.DEFAULT.transforms()(photo)
+        assert torch.equal(found.transform(photo), expected)
+        assert count_outputs(found.model, expected) == 5 and found.categories is None
+        shown = found.transform.display(expected)
+        assert 0 <= float(shown.min()) < float(shown.max()) <= 1
+        said = complaint(lambda: source("torchvision:resnet18", pretrained=True, num_classes=5))
+        assert "have 1000 outputs, not 5" in said
+
+
+class TestTransforms:
+    def test_without_options_images_keep_their_size(self, nets: Path, photo: Image.Image) -> None:
+        found = source(f"{nets}:net").transform(photo)
+        assert torch.equal(found, torch.from_numpy(np.array(photo)).permute(2, 0, 1).float() / 255)
+
+    def test_size_mean_and_deviation(self, nets: Path, photo: Image.Image) -> None:
+        transform = source(f"{nets}:net", image_size=30, mean=[0.5, 0.4, 0.3], std=[0.2, 0.25, 0.5]).transform
+        small = photo.resize((40, 30), Image.Resampling.BILINEAR)
+        pixels = np.asarray(small)[:, 5:35].astype(np.float32) / 255
+        expected = (pixels - np.float32([0.5, 0.4, 0.3])) / np.float32([0.2, 0.25, 0.5])
+        found = transform(photo)
+        torch.testing.assert_close(found, torch.from_numpy(expected).permute(2, 0, 1), atol=1e-5, rtol=0)
+        torch.testing.assert_close(transform.display(found), torch.from_numpy(pixels).permute(2, 0, 1))
+        assert transform.text == "3 x 30 x 30 of 30, bilinear, mean 0.5/0.4/0.3, std 0.2/0.25/0.5"
+
+    def test_another_size_keeps_the_share_of_the_crop(self, tmp_path: Path, photo: Image.Image) -> None:
+        path = tmp_path / "w.pt"
+        torch.save(timm.create_model("test_resnet").state_dict(), path)
+        found = source("timm:test_resnet", weights=str(path), image_size=80).transform
+        by_timm = create_transform(
+            (3, 80, 80), interpolation="bilinear", crop_pct=0.95, mean=[0.5] * 3, std=[0.5] * 3
+        )
+        assert found.text.startswith("3 x 80 x 80 of 84")
+        torch.testing.assert_close(found(photo), by_timm(photo), atol=1e-6, rtol=0)
+
+    def test_one_channel_gets_grey_images(self, photo: Image.Image) -> None:
+        model = timm.create_model("test_resnet", in_chans=1)
+        assert input_channels(model) == 1
+        from posthoc_uq.cli.transforms import resolve_transform
+
+        transform = resolve_transform(model, "x:y", None, None, None, None)
+        found = transform(photo)
+        assert found.shape == (1, 160, 160)
+        assert torch.equal(found, transform(photo.convert("L")))
+        assert transform.mean == (0.5,) and model.eval()(found.unsqueeze(0)).shape == (1, 1000)
+        grey = Preprocessing(1, mean=(0.25,), std=(0.5,)).transform()
+        expected = (np.asarray(photo.convert("L")).astype(np.float32) / 255 - 0.25) / 0.5
+        torch.testing.assert_close(grey(photo)[0], torch.from_numpy(expected))
+
+    def test_of_ones_own(self, nets: Path, photo: Image.Image) -> None:
+        for name in ("half", "make_half"):
+            transform = source(f"{nets}:net", transform=f"{nets}:{name}").transform
+            expected = torch.from_numpy(np.asarray(photo)[:8, :8].copy()).permute(2, 0, 1).float() / 510
+            assert torch.equal(transform(photo), expected)
+        nets.write_text(
+            CODE + "\n\ndef bearing():\n    model = net()\n    model.transform = half\n    return model\n"
+        )
+        sys.modules.pop("own_nets", None)
+        assert source(f"{nets}:bearing").transform(photo).shape == (3, 8, 8)
+        assert source(f"{nets}:bearing", image_size=20).transform(photo).shape == (3, 20, 20)
+
+    def test_options_that_do_not_fit(self, nets: Path) -> None:
+        place = f"{nets}:net"
+        assert "give both or neither" in complaint(lambda: source(place, mean=[0.5]))
+        assert "leave --image-size" in complaint(
+            lambda: source(place, transform=f"{nets}:half", image_size=3)
+        )
+        assert "--mean has 2 numbers" in complaint(lambda: source(place, mean=[0.5, 0.5], std=[1.0]))
+        assert "gives no transform: a int" in complaint(lambda: source(place, transform=f"{nets}:number"))
