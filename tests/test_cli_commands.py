@@ -357,13 +357,19 @@ class TestPredict:
         run("tune", copy, *model_options(place), *data, *head)
         out = copy.with_suffix(".csv")
         said = run_json("predict", copy, place / "val", *model_options(place), "-o", out)
-        assert said["head"] == {"head": "linearized", "link": "mc"} and said["flagged"] == 9
+        assert (said["head"]["head"], said["head"]["link"]) == ("linearized", "mc") and said["flagged"] == 9
         rows = table(out)
         flags = column(rows, "flag") == 1
         scores = column(rows, "functional_variance")
         assert scores[flags].min() > scores[~flags].max()
         result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--head", "sampling")
         assert "The column flag stays empty." in result.stderr and result.stderr.count("\n") == 1
+
+    def test_the_draws_of_the_threshold_are_the_default(self, place: Path, copy: Path) -> None:
+        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5, "--n-samples", 7]
+        run("tune", copy, *model_options(place), *data)
+        said = run_json("predict", copy, place / "val", *model_options(place), "-o", copy.with_suffix(".csv"))
+        assert said["head"]["n_samples"] == 7 and said["flagged"] == 9
 
     def test_names_of_the_classes(self, place: Path, copy: Path) -> None:
         names = copy.with_name("names.json")

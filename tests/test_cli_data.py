@@ -195,6 +195,13 @@ class TestLabels:
         assert "is not valid JSON" in complaint(lambda: read_map(str(path.with_suffix(".json"))))
         assert "there is no file" in complaint(lambda: read_map(str(tmp_path / "gone")))
 
+    def test_a_name_of_two_outputs(self, tmp_path: Path) -> None:
+        path = tmp_path / "names.txt"
+        path.write_text("crane\ntench\ncrane\n")
+        assert "gives the name 'crane' to the outputs 0 and 2" in complaint(lambda: read_map(str(path)))
+        path.write_text("n01 crane\nn02 tench\nn03 crane\n")
+        assert [read_map(str(path))[name] for name in ("n01", "n02", "n03")] == [0, 1, 2]
+
     def test_forms_of_class_names(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("tench, a fish\ngold fish\n")
         assert read_names(str(tmp_path / "a.txt")) == ["tench, a fish", "gold fish"]
@@ -292,6 +299,12 @@ class TestOwnFunctions:
             expected = torch.randn(40, 2, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(torch.cat([x for x, _ in data.loader]), expected)
         assert sum(len(x) for x, _ in read("own_data.py:points", limit=7).loader) == 7
+
+    def test_a_part_keeps_its_numbers(self) -> None:
+        data = read("own_data:points", part="train[2:]", limit=2)
+        inputs = torch.cat([batch[0] for batch in data.loader])
+        whole = torch.cat([batch[0] for batch in read("own_data:points", split="train").loader])
+        assert data.rows is not None and torch.equal(inputs, whole[data.rows])
 
     def test_a_loader_is_taken_as_it_is(self) -> None:
         data = read("own_data:batches")

@@ -110,7 +110,7 @@ class TestNumbers:
         order = np.argsort(prediction.entropy().numpy(), kind="stable")
         for rate in evaluation.referral_rates:
             kept = order[: 230 - int(rate * 230)]
-            found = evaluation.selective["INF"]["entropy"][f"accuracy at {rate:.3g}"]
+            found = evaluation.selective["INF"]["entropy"][f"accuracy at {rate:g}"]
             assert found == pytest.approx(right[kept].mean(), abs=1e-6)
 
     def test_batches_and_order_change_nothing(self, images, compared):
@@ -157,6 +157,39 @@ class TestNumbers:
         assert evaluation.threshold(0.1) == pytest.approx(
             float(prediction.standard_deviation.flatten().sort().values[-13]), rel=1e-5
         )
+
+    def test_the_noise_of_a_plain_regression(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(80, 2, generator=generator)
+        y = 5 * torch.randn(80, 1, generator=generator)
+        model = nn.Linear(2, 1)
+        posterior = uq.fit(model, [(x, y)], likelihood="regression", progress=False)
+        both = {"model": model, "INF": uq.wrap(model, posterior, "linearized")}
+        silent = uq.evaluate(both, [(x, y)], progress=False).metrics["model"]
+        named = uq.evaluate(both, [(x, y)], likelihood="regression", progress=False).metrics["model"]
+        with torch.no_grad():
+            density = torch.distributions.Normal(model(x), posterior.noise_variance.sqrt()).log_prob(y)
+        assert named == silent and named["log density"] == pytest.approx(float(density.mean()), abs=1e-5)
+        alone = uq.evaluate(model, [(x, y)], likelihood="regression", progress=False).metrics["model"]
+        assert set(alone) == {"RMSE"}
+
+    def test_what_is_kept_does_not_depend_on_the_order_of_ties(self):
+        scores = torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0])
+        targets = torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0])
+
+        def kept(order):
+            prediction = uq.RegressionPrediction(torch.zeros(5), scores[order], 0.0)
+            evaluation = uq.evaluate(
+                lambda _: prediction,
+                [(torch.zeros(5, 1), targets[order])],
+                referral_rates=(0.2, 0.5),
+                progress=False,
+            )
+            return evaluation.selective["function"]["epistemic_variance"]
+
+        forward, backward = kept(torch.arange(5)), kept(torch.arange(5).flip(0))
+        assert forward == pytest.approx(backward)
+        assert forward["RMSE at 0.2"] == pytest.approx((14 / 4) ** 0.5)
 
 
 class TestWhatItTakes:
@@ -270,20 +303,46 @@ class TestReferral:
 
     def test_another_head_or_setting_is_refused(self, images, compared):
         model, posterior, (x, _), _ = images
-        evaluation, predictor = compared
+        evaluation, _ = compared
         evaluation.set_referral(0.1)
         other = uq.wrap(model, posterior, "linearized")
         with pytest.raises(
             uq.PosthocUQError, match=r"set for head='sampling'.*this predictor is head='linearized'"
         ):
             uq.refer(other, other(x))
+        fewer = uq.wrap(model, posterior, n_samples=3)
+        with pytest.raises(uq.PosthocUQError, match=r"n_samples=12.*n_samples=3"):
+            uq.refer(fewer, fewer(x))
+
+    def test_after_tuning(self, images, compared):
+        model, posterior, (x, y), _ = images
+        evaluation, predictor = compared
+        evaluation.set_referral(0.1)
+        linearised = uq.wrap(model, posterior, "linearized")
+        own = uq.evaluate(linearised, loader_of(x, y), progress=False)
         before = posterior.prior_precision
         posterior.prior_precision = 2 * before
         try:
+            uq.refer(predictor, predictor(x))  # the draws are the ones that the threshold was set for
+            anew = uq.wrap(model, posterior, n_samples=12)
             with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
-                uq.refer(predictor, predictor(x))
+                uq.refer(anew, anew(x))
+            with pytest.raises(uq.PosthocUQError, match="evaluate again"):
+                own.set_referral(0.1)
         finally:
             posterior.prior_precision = before
+
+    def test_after_calibrating(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(60, 3, generator=generator)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+        posterior = uq.fit(model, [(x, x.argmax(1))], prior_precision=2.0, progress=False)
+        predictor = uq.wrap(model, posterior, "moments")
+        uq.set_referral(predictor, predictor.predict([x], progress=False), 0.1)
+        predictor.calibrate([x], progress=False)
+        with pytest.raises(uq.PosthocUQError, match="set it again"):
+            uq.refer(predictor, predictor(x))
 
     def test_no_threshold(self, images):
         model, posterior, (x, _), _ = images

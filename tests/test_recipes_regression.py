@@ -288,9 +288,59 @@ def test_scores_are_in_the_units_of_the_data(uci: Namespace) -> None:
     )
 
 
+@pytest.mark.parametrize("head", ["linearized", "sampling"])
+def test_both_heads_are_tuned_on_the_same_joint_grid(uci: Namespace, head: str) -> None:
+    part = uci.data.split(uci.data.load("boston"), seed=0)
+    rows = [uci.data.Table(part.train.inputs[i::9], part.train.targets[i::9]) for i in (0, 1)]
+    fit, held_out = rows
+    model = uci.network.trained(fit.inputs[None], fit.targets[None], 6, seed=0, steps=300)[0]
+    before = [weights.clone() for weights in model.parameters()]
+    for options in uci.predictions.METHODS.values():
+        posterior = uci.predictions.fitted(model, fit, 0.3, options)
+        priors = [0.1, 3.0, 100.0]
+        found = uci.predictions.chosen(model, posterior, head, held_out, 30, priors)
+        # every point anew, by the predictor itself: its draws are made under the point's own precision
+        values = {}
+        for product in priors:
+            for noise in uci.predictions.NOISES:
+                posterior.prior_precision, posterior.noise_scale = product / noise, noise
+                prediction = uci.predictions.predicted(model, posterior, head, held_out.inputs, 30)
+                deviation = (prediction.epistemic_variance.double().squeeze(1).numpy() + 0.3 * noise) ** 0.5
+                mean = prediction.mean.double().squeeze(1).numpy()
+                density = norm.logpdf(held_out.targets.double().numpy(), mean, deviation).mean()
+                values[product / noise, noise] = float(density)
+        best = (found.prior_precision, found.noise_scale)
+        assert values[best] == pytest.approx(max(values.values()), abs=1e-5)
+        assert values[best] - min(values.values()) > 1e-3
+        ends = {"lowest prior": best[0] * best[1] < 0.11, "highest prior": best[0] * best[1] > 99}
+        ends |= {"lowest noise": best[1] == 0.2, "highest noise": best[1] == 1.0}
+        assert set(found.edges) == {end for end, reached in ends.items() if reached}
+        # both moments follow the noise as the predictor's do, wherever the optimum is
+        posterior.prior_precision, posterior.noise_scale = 3.0, 1.0
+        with torch.no_grad():
+            mean, variance = uci.predictions.unscaled(model, posterior, head, held_out.inputs, 30)(0.35)
+        posterior.prior_precision, posterior.noise_scale = 3.0 / 0.35, 0.35
+        prediction = uci.predictions.predicted(model, posterior, head, held_out.inputs, 30)
+        assert torch.allclose(mean, prediction.mean, atol=1e-4)
+        assert torch.allclose(variance, prediction.epistemic_variance, rtol=1e-3, atol=1e-7)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_differences_are_paired(uci: Namespace) -> None:
+    shared = np.random.default_rng(0).normal(size=20) * 10
+    gains = np.linspace(-0.1, 0.3, 20)
+    found = [
+        {"one": {"log-likelihood": s + g}, "other": {"log-likelihood": s}}
+        for s, g in zip(shared, gains, strict=True)
+    ]
+    assert uci.predictions.paired(found, "one", "other") == f"0.100±{gains.std(ddof=1) / 20**0.5:.3f}"
+
+
 def test_predictions(tmp_path: Path) -> None:
     printed = _smoke("uci/predictions.py", tmp_path)
     assert "| boston | INF 5% |" in printed
+    assert "linearized gain | sampling RMSE" in printed and "sampling less linearized" in printed
+    assert printed.count("of 5 choices at an end of the grid") == 2
     for one in json.loads((tmp_path / "predictions.json").read_text())["boston"]:
         alone = one.pop("network alone")
         assert len(one) == 10 and 1 < alone["RMSE"] < 8

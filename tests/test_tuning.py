@@ -381,6 +381,66 @@ class TestHeads:
         with pytest.raises(uq.PosthocUQError, match="The evidence needs no head"):
             uq.tune(self.posterior, head="linearized")
 
+    def test_given_prior_precisions_are_the_only_ones_tried(self):
+        grid = (0.3, 3.0, 30.0)
+        trials = uq.tune(
+            self.posterior,
+            [self.held_out],
+            parameters=("prior_precision",),
+            prior_precisions=grid,
+            head="linearized",
+            progress=False,
+        )
+        assert [trial["prior precision"] for trial in trials.trials] == pytest.approx([1.0, *grid])
+        losses = [trial["validation NLL"] for trial in trials.trials]
+        best = (1.0, *grid)[losses.index(min(losses))]
+        assert self.posterior.prior_precision == pytest.approx(best)
+
+    def test_a_grid_that_is_none(self):
+        with pytest.raises(uq.PosthocUQError, match="positive and finite"):
+            uq.tune(self.posterior, [self.held_out], prior_precisions=[1.0, -1.0], progress=False)
+        with pytest.raises(uq.PosthocUQError, match="leave them alone"):
+            uq.tune(
+                self.posterior, [self.held_out], parameters=("scale",), prior_precisions=[1.0], progress=False
+            )
+        with pytest.raises(uq.PosthocUQError, match="held-out data"):
+            uq.tune(self.posterior, prior_precisions=[1.0])
+
+    def test_a_temperature_alone(self):
+        with pytest.raises(uq.PosthocUQError, match="the temperature alone"):
+            uq.tune(self.posterior, [self.held_out], temperature=True, prior_precisions=[1.0], progress=False)
+
+    def test_a_failure_gives_the_record_back(self):
+        before = dict(self.posterior.record.tuning)
+
+        class Failing(list):
+            passes = 0
+
+            def __iter__(self):
+                self.passes += 1
+                if self.passes > 20:
+                    raise OSError("gone")
+                return super().__iter__()
+
+        with pytest.raises(OSError, match="gone"):
+            uq.tune(self.posterior, Failing([self.held_out]), progress=False)
+        assert self.posterior.record.tuning == before and self.posterior.prior_precision == 1.0
+
+    def test_a_calibration_is_left_out_of_the_search(self):
+        predictor = uq.wrap(self.model, self.posterior, "moments")
+        predictor.calibrate([self.held_out[0]], progress=False)
+        with pytest.warns(UserWarning, match="calibrate again"):
+            trials = uq.tune(
+                self.posterior,
+                [self.held_out],
+                parameters=("prior_precision",),
+                prior_precisions=[1.0],
+                head="moments",
+                progress=False,
+            )
+        first, second = (trial["validation NLL"] for trial in trials.trials)
+        assert first == second and self.posterior.record.calibration == {}
+
     def test_an_option_of_another_head(self):
         with pytest.raises(uq.PosthocUQError, match="takes no option"):
             uq.tune(self.posterior, [self.held_out], head="moments", n_probes=3, progress=False)

@@ -36,6 +36,7 @@ class Data:
         labelled: whether targets come along.
         class_names: of the outputs, where folders name them all.
         numbered: whether the loader gives the items' numbers in the place of targets.
+        rows: number of each item that the loader gives, in its order, where it is a part of a data set.
     """
 
     loader: Iterable[Any]
@@ -44,6 +45,7 @@ class Data:
     labelled: bool
     class_names: Sequence[str] | None
     numbered: bool = False
+    rows: Sequence[int] | None = None
 
     @property
     def skipped(self) -> list[Trouble]:
@@ -219,7 +221,7 @@ def _foreign(spec: str, split: str | None, cut: slice, given: Mapping[str, Any],
     loader: Any = DataLoader(
         picked, given["batch_size"], sampler=_sampler(picked, divided), num_workers=workers
     )
-    return Data(loader, spec, None, True, None)
+    return Data(loader, spec, None, True, None, rows=list(chosen))
 
 
 def _parsed_split(text: str) -> tuple[str | None, slice]:

@@ -23,7 +23,7 @@ def growing_file(path: str) -> Generator[TextIO]:
     target = checked_target(path)
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
-        file = temporary.open("x", newline="", encoding="utf-8")
+        file = temporary.open("x", newline="", encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise PosthocUQError(f"'{path}' cannot be written: {error.strerror or error}.") from error
     try:

@@ -71,6 +71,7 @@ def read_map(path: str) -> dict[str, int]:
     """
     content = _content(path, "--class-map")
     pairs: list[tuple[Any, Any]]
+    first_words: list[tuple[str, int]] = []
     if isinstance(content, Mapping):
         pairs = list(cast(Mapping[str, Any], content).items())
         if not all(isinstance(value, int) for _, value in pairs):
@@ -78,10 +79,12 @@ def read_map(path: str) -> dict[str, int]:
     else:
         pairs = [(name, index) for index, name in enumerate(cast(list[Any], content))]
         if not path.lower().endswith(".json"):
-            words = [(str(name).split()[0], index) for name, index in pairs if str(name).split()]
-            unique = len({word for word, _ in words}) == len(words)
-            pairs = (words if unique else []) + pairs  # whole lines win over first words
+            first_words = [(str(name).split()[0], index) for name, index in pairs if str(name).split()]
+            if len({word for word, _ in first_words}) < len(first_words):
+                first_words = []
+            pairs = first_words + pairs  # whole lines win over first words
     found: dict[str, int] = {}
+    words = {word for word, _ in first_words}
     for names, index in pairs:
         for name in cast(list[Any], names if isinstance(names, list) else [names]):
             if (
@@ -92,6 +95,11 @@ def read_map(path: str) -> dict[str, int]:
             ):
                 raise PosthocUQError(
                     f"--class-map: '{path}' must map names of folders to output indices from 0 on."
+                )
+            if found.get(name, index) != index and name not in words:
+                raise PosthocUQError(
+                    f"--class-map: '{path}' gives the name '{name}' to the outputs {found[name]} and {index}; names "
+                    f"must differ (wnids do)."
                 )
             if name:
                 found[name] = index

@@ -86,7 +86,9 @@ def _flag(predictor: Predictor, prediction: Prediction) -> Flag | None:
 
 
 def _files(data: Data, numbers: Tensor | None, before: int, count: int) -> Sequence[str]:
-    found = range(before, before + count) if numbers is None else numbers.tolist()
+    found: Sequence[int] = range(before, before + count) if numbers is None else numbers.tolist()
+    if numbers is None and data.rows is not None:
+        found = data.rows[before : before + count]
     return (
         [str(number) for number in found] if data.files is None else [data.files[number] for number in found]
     )

@@ -19,6 +19,7 @@ from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.storage.atomic import checked_target
 from posthoc_uq.wrapping import wrap
 
+_NO_OPTIONS = ("head", "calibrated")  # of what a threshold was set for
 _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -63,13 +64,22 @@ def predictor_of(source: Source, posterior: Posterior, given: Mapping[str, Any])
     """The model with its posterior, by the head that the options name; else by the one that the file's threshold was
     set for, else by sampling.
     """
+    head, options = head_of(posterior, given)
+    return wrap(source.model, posterior, head=head, **options)
+
+
+def head_of(posterior: Posterior, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The head that `predictor_of` takes, and its options; those of the threshold unless others are given."""
     kept: Mapping[str, Any] = posterior.record.referral.get("head", {})
     head: str = given["head"] or kept.get("head", "sampling")
-    options: dict[str, Any] = {name: _option(name, value) for name, value in given["head_settings"]}
+    options: dict[str, Any] = {}
+    if kept.get("head") == head:
+        options = {name: _option(name, value) for name, value in kept.items() if name not in _NO_OPTIONS}
+        options = {name: value for name, value in options.items() if value != "own"}
+    options |= {name: _option(name, value) for name, value in given["head_settings"]}
     if head == "sampling":
         options = {"seed": given["seed"]} | options
-        if given["n_samples"] is not None:
-            options["n_samples"] = given["n_samples"]
+        options |= {} if given["n_samples"] is None else {"n_samples": given["n_samples"]}
         if given["link"] is not None:
             raise PosthocUQError("--link is for the heads linearized and moments; sampling needs none.")
     else:
@@ -77,13 +87,12 @@ def predictor_of(source: Source, posterior: Posterior, given: Mapping[str, Any])
             raise PosthocUQError(
                 "--n-samples is for the head sampling; --link mc takes --head-option n_draws=N."
             )
-        link = given["link"] or (kept.get("link") if kept.get("head") == head else None)
-        options |= {} if link is None else {"link": link}
-    return wrap(source.model, posterior, head=head, **options)
+        options |= {} if given["link"] is None else {"link": given["link"]}
+    return head, options
 
 
 def _option(name: str, value: Any) -> Any:
-    if name != "dtype":
+    if name != "dtype" or value == "own":
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):

@@ -11,6 +11,7 @@ from posthoc_uq.cli.models import Source, source_of
 from posthoc_uq.cli.session import (
     check_output,
     check_posterior_file,
+    head_of,
     likelihood_name,
     posterior_of,
     predictor_of,
@@ -83,13 +84,23 @@ def _search(
         noise=given["noise"],
         temperature=given["temperature"],
         parameters=tuple(given["parameters"]) or None,
-        n_samples=given["search_draws"],
+        **_searched_through(posterior, data, given),
         max_evaluations=given["max_evaluations"],
         seed=given["seed"],
         progress=progress,
     )
     losses = [trial["validation NLL"] for trial in trials.trials if "validation NLL" in trial]
     return (min(losses) if losses else None), trials.model_alone
+
+
+def _searched_through(posterior: Posterior, data: Data | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The head of the search, which is the one that will predict, and its options; the evidence needs none."""
+    if data is None:
+        return {}
+    head, options = head_of(posterior, given)
+    if head == "sampling":
+        return {"n_samples": given["search_draws"]}
+    return {"head": head, **options}
 
 
 def _threshold(

@@ -49,6 +49,7 @@ def evaluate(
         loader: data like those of the training, with targets.
         ood_loaders: foreign data by name (targets, if any, are left aside), or one loader.
         likelihood: of what has no posterior; by default that of the first predictor that has one, or classification.
+            The noise of a regression named so is that of the first predictor; without one, no density is measured.
         score: the uncertainty by which the examples are picked, one of `posthoc_uq.heads.scores.SCORES`; by default
             the entropy.
         referral_rates: shares of the inputs to refer, for selective prediction.
@@ -98,6 +99,9 @@ def evaluate(
         _fitting_targets(next(iter(predictions.values()))[FAMILIAR], targets),
         {row.name: row.predictor for row in rows},
         galleries={name: gallery.examples for name, gallery in galleries.items() if gallery.examples},
+        hyperparameters={
+            row.name: row.predictor.hyperparameters() for row in rows if row.predictor is not None
+        },
         score=score,
         referral_rates=tuple(referral_rates),
         bins=bins,

@@ -67,15 +67,20 @@ def selection(prediction: Prediction, targets: Tensor, rates: Sequence[float]) -
     for name, scores in uncertainty_scores(prediction).items():
         if not _varies(scores):
             continue
-        measures = {"AURC": metrics.risk_coverage(scores, losses).area}
+        curve = metrics.risk_coverage(scores, losses)
+        measures = {"AURC": curve.area}
         if isinstance(prediction, ClassPrediction):
             kept = metrics.selective_accuracy(scores, prediction.probs, targets, rates)
-            measures |= {f"accuracy at {rate:.3g}": float(a) for rate, a in zip(rates, kept, strict=True)}
+            measures |= {f"accuracy at {rate:g}": float(a) for rate, a in zip(rates, kept, strict=True)}
             if prediction.probs.shape[1] == 2:
                 areas = metrics.selective_auc(scores, prediction.probs, targets, rates)
-                measures |= {f"AUC at {rate:.3g}": float(a) for rate, a in zip(rates, areas, strict=True)}
+                measures |= {f"AUC at {rate:g}": float(a) for rate, a in zip(rates, areas, strict=True)}
         else:
-            measures |= {f"RMSE at {rate:.3g}": _kept_rmse(scores, losses, rate) for rate in rates}
+            kept = metrics.retained(rates, len(losses))
+            measures |= {
+                f"RMSE at {rate:g}": float(curve.risk[count - 1].sqrt())
+                for rate, count in zip(rates, kept, strict=True)
+            }
         found[name] = measures
     return found
 
@@ -93,11 +98,6 @@ def better(measure: str) -> int:
     if measure.startswith(NEUTRAL):
         return 0
     return 1 if measure.startswith(LARGER_IS_BETTER) else -1
-
-
-def _kept_rmse(scores: Tensor, losses: Tensor, rate: float) -> float:
-    kept = scores.argsort(stable=True)[: max(1, round((1 - rate) * len(scores)))]
-    return float(losses[kept].mean().sqrt())
 
 
 def _varies(*scores: Tensor) -> bool:

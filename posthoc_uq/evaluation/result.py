@@ -42,6 +42,7 @@ class Evaluation:
         targets: of the test data: labels (inputs,), or values shaped like the mean.
         predictors: by row, those that have a posterior.
         galleries: images worth a look, by title.
+        hyperparameters: by row, those of its posterior when it predicted.
         score: the uncertainty that `threshold` and the figures take if none is named.
         referral_rates: shares of referred inputs.
         bins: of calibration errors.
@@ -53,6 +54,7 @@ class Evaluation:
     targets: Tensor
     predictors: Mapping[str, Predictor | None]
     galleries: Mapping[str, Sequence[Example]]
+    hyperparameters: Mapping[str, Mapping[str, Any]]
     score: str | None
     referral_rates: tuple[float, ...]
     bins: int
@@ -132,11 +134,15 @@ class Evaluation:
         Args: as `threshold`. Save the posterior afterwards.
 
         Raises:
-            PosthocUQError: as `threshold`, or the row has no posterior.
+            PosthocUQError: as `threshold`, or the row has no posterior, or its posterior was tuned since.
         """
         predictor = self.predictors.get(self._row(name))
         if predictor is None:
             raise PosthocUQError(f"{self._row(name)!r} has no posterior to keep a threshold in.")
+        if predictor.hyperparameters() != self.hyperparameters[self._row(name)]:
+            raise PosthocUQError(
+                "The posterior's hyperparameters changed after these predictions were made; evaluate again."
+            )
         return set_referral(predictor, self._test(name), rate, score or self.default_score)
 
     @property

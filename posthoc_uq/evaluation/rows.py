@@ -54,14 +54,20 @@ def rows_of(compared: Any, likelihood: str | Likelihood | None) -> list[Row]:
     if not named:
         raise PosthocUQError("evaluate needs at least one predictor.")
     predictors = [one for one in named.values() if isinstance(one, Predictor)]
+    plain = (
+        predictors[0].posterior.likelihood
+        if likelihood is None and predictors
+        else resolve_likelihood(likelihood or "classification")
+    )
     noise: Tensor | None = None
-    if likelihood is None and predictors:
-        posterior = predictors[0].posterior
-        plain = posterior.likelihood
-        if isinstance(plain, Gaussian):
-            noise = noise_of(posterior, torch.device("cpu"))
-    else:
-        plain = resolve_likelihood(likelihood or "classification")
+    if isinstance(plain, Gaussian) and not isinstance(likelihood, Gaussian):
+        # of the first predictor, which knows it; without one there is none, and so no density
+        known = [
+            noise_of(p.posterior, torch.device("cpu"))
+            for p in predictors
+            if p.posterior.noise_variance is not None
+        ]
+        noise = known[0] if known else torch.zeros(())
     return [_row(str(name), one, plain, noise) for name, one in named.items()]
 
 

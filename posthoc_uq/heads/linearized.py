@@ -119,7 +119,10 @@ class LinearizedPredictor(Predictor):
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        return {"head": self.head, "link": self._link}
+        own: dict[str, Any] = {"head": self.head, "link": self._link}
+        own |= {"n_draws": self._n_draws} if self._link == "mc" else {}
+        own |= {"n_probes": self._n_probes} if self._engine == "jvp" else {}
+        return own | {"outputs": str(self._top), "engine": self._engine}
 
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch: `ClassPrediction` or `RegressionPrediction` by the likelihood.

@@ -117,7 +117,10 @@ class MomentsPredictor(Predictor):
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        return {"head": self.head, "link": self._link}
+        own: dict[str, Any] = {"head": self.head, "link": self._link, **self.settings()}
+        own |= {"n_draws": self._n_draws} if self._link == "mc" else {}
+        calibration = self.calibration
+        return own | {"calibrated": [] if calibration is None else [calibration.alpha, calibration.beta]}
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""

@@ -15,6 +15,18 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device
 
 
+def hyperparameters_of(posterior: Posterior) -> dict[str, Any]:
+    """What a prediction depends on beside the blocks, as plain values."""
+    prior = posterior.prior_precision
+    return {
+        "scale": posterior.scale,
+        "prior_precision": dict(prior) if isinstance(prior, dict) else prior,
+        "residual_weight": posterior.residual_weight,
+        "noise_scale": posterior.noise_scale,
+        "temperature": posterior.temperature,
+    }
+
+
 class Predictor(nn.Module):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction` or a `RegressionPrediction`.
@@ -46,10 +58,12 @@ class Predictor(nn.Module):
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
 
     def identity(self) -> dict[str, Any]:
-        """What a threshold on its scores depends on beside the posterior, as plain values: the head, and the link from
-        Gaussian logits to probabilities where it has one.
-        """
+        """What its scores depend on beside the posterior, as plain values: the head and its options."""
         return {"head": self.head}
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The posterior's hyperparameters that its predictions are made with, as plain values."""
+        return hyperparameters_of(self._posterior)
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

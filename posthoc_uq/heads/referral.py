@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.calibration import posterior_settings
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.scores import score_of
@@ -20,7 +19,7 @@ def set_referral(predictor: Predictor, prediction: Prediction, rate: float, scor
     It is saved with the posterior, together with the head and the hyperparameters that it belongs to.
 
     Args:
-        predictor: made the prediction.
+        predictor: made the prediction, with the posterior's present hyperparameters.
         prediction: of inputs like those in production (held-out data); foreign ones would raise the threshold.
         rate: the share of such inputs to refer, in [0, 1).
         score: one of `posthoc_uq.heads.scores.SCORES`.
@@ -45,7 +44,7 @@ def set_referral(predictor: Predictor, prediction: Prediction, rate: float, scor
         "threshold": threshold,
         "inputs": len(prediction),
         "head": dict(predictor.identity()),
-        "posterior": _settings(predictor),
+        "posterior": predictor.hyperparameters(),
     }
     return threshold
 
@@ -70,16 +69,11 @@ def refer(predictor: Predictor, prediction: Prediction) -> Tensor:
             f"The referral threshold was set for {_shown(kept['head'])}, and this predictor is "
             f"{_shown(predictor.identity())}; set it again for this one."
         )
-    if kept["posterior"] != _settings(predictor):
+    if kept["posterior"] != predictor.hyperparameters():
         raise PosthocUQError(
             "The posterior's hyperparameters changed after the referral threshold was set; set it again."
         )
     return ~(score_of(prediction, kept["score"]) <= kept["threshold"])
-
-
-def _settings(predictor: Predictor) -> dict[str, Any]:
-    posterior = predictor.posterior
-    return {**posterior_settings(posterior), "temperature": posterior.temperature}
 
 
 def _shown(identity: dict[str, Any]) -> str:

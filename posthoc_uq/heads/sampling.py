@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
 from posthoc_uq.heads.prediction import Prediction
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
 from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.posteriors.base import Posterior
@@ -98,6 +98,7 @@ class SamplingPredictor(Predictor):
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = [1, -1] * pairs
+        self._drawn_with = hyperparameters_of(self._posterior)
         self.ensemble = Ensemble(
             self._model[0],
             self._posterior,
@@ -107,6 +108,21 @@ class SamplingPredictor(Predictor):
             dtype=self._dtype,
             batched=self._batched,
         )
+
+    def identity(self) -> dict[str, Any]:
+        """See `Predictor`; the seed is no part of it."""
+        dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        return {
+            "head": self.head,
+            "n_samples": self.n_samples,
+            "antithetic": self._antithetic,
+            "dtype": dtype or "own",
+        }
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """See `Predictor`: those of the draws; temperature and noise are the posterior's present ones."""
+        present = super().hyperparameters()
+        return self._drawn_with | {name: present[name] for name in ("noise_scale", "temperature")}
 
     def extra_repr(self) -> str:
         """How it samples, and why it does not batch over draws if that was refused."""

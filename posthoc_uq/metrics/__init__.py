@@ -34,6 +34,7 @@ from posthoc_uq.metrics.regression import (
 from posthoc_uq.metrics.selective import (
     RiskCoverage,
     referral_threshold,
+    retained,
     risk_coverage,
     selective_accuracy,
     selective_accuracy_area,
@@ -62,6 +63,7 @@ __all__ = [
     "ood_auroc",
     "ood_fpr",
     "referral_threshold",
+    "retained",
     "risk_coverage",
     "rmse",
     "selective_accuracy",

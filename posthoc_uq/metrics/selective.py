@@ -85,7 +85,7 @@ def selective_accuracy(
     """
     probs, labels = classified(probs, labels)
     curve = _miss_curve(scores, probs, labels)
-    return 1 - curve.risk[[kept - 1 for kept in _retained(rates, len(labels))]]
+    return 1 - curve.risk[[kept - 1 for kept in retained(rates, len(labels))]]
 
 
 def selective_accuracy_area(scores: Tensor, probs: Tensor, labels: Tensor) -> float:
@@ -116,7 +116,7 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
     scores = row("scores", scores, len(labels))
     ascending = scores.sort().values
     values: list[float] = []
-    for kept in _retained(rates, len(labels)):
+    for kept in retained(rates, len(labels)):
         border = ascending[kept - 1]
         inside, tied = scores < border, scores == border
         weights = inside.double() + tied * ((kept - inside.sum()) / tied.sum().double())
@@ -150,7 +150,7 @@ def _miss_curve(scores: Tensor, probs: Tensor, labels: Tensor) -> RiskCoverage:
     return risk_coverage(row("scores", scores, len(labels)), (probs.argmax(dim=-1) != labels).double())
 
 
-def _retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
+def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
     """How many inputs each rate leaves, at least one."""
     values = [float(rate) for rate in rates]
     if not values or not all(0 <= rate < 1 for rate in values):

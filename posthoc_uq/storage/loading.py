@@ -88,9 +88,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         Plain values: ``format_version``, ``library_version``, ``bytes``, ``fingerprint``, ``method``,
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
-        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``calibration``, ``referral``, ``parameters``, ``layers``
-        (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and
-        correction, tensors with shape and dtype, and bytes).
+        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``calibration``, ``referral``,
+        ``parameters``, ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes
+        such as ranks and correction, tensors with shape and dtype, and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.

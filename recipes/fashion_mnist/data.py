@@ -37,20 +37,20 @@ class Data(NamedTuple):
 
 
 def load(folder: Path, cache: Path, validation: int = 5000, download: bool = False) -> Data:
-    """Read everything; the last `validation` training images are held out, the same ones for every seed.
+    """Read everything; the last training images are held out, the same ones for every seed.
 
     Args:
         folder: one that torchvision's FashionMNIST reads (or downloads to), or one with the four ``.gz`` files, as
             Debian's package has it.
         cache: where ``.gz`` files are unpacked to.
-        validation: how many images are held out.
+        validation: how many images are held out; at most a sixth.
         download: let torchvision fetch the files into `folder`.
     """
     if (folder / "train-images-idx3-ubyte.gz").exists():
         folder = _unpacked(folder, cache)
     parts = [FashionMNIST(folder, train=train, download=download) for train in (True, False)]
     train, test = (Labelled(normalised(part.data), part.targets.long()) for part in parts)
-    kept = len(train.labels) - validation
+    kept = len(train.labels) - min(validation, len(train.labels) // 6)
     return Data(
         Labelled(train.images[:kept], train.labels[:kept]),
         Labelled(train.images[kept:], train.labels[kept:]),

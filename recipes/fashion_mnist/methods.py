@@ -33,6 +33,9 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 """Links from the linearised head's Gaussian logits to probabilities, by row."""
 
+FACTORS = (2.0, 4.0, 8.0, 16.0, 64.0)
+"""Prior precisions that are tried on held-out images, beside the evidence's: multiples of that."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -67,13 +70,13 @@ def plain(model: nn.Module) -> Method:
     return Method("plain", lambda images: from_logits(logits(model, images).unsqueeze(0)), _bytes([model]))
 
 
-def temperature_scaling(model: nn.Module, validation: Labelled) -> Method:
+def temperature_scaling(model: nn.Module, validation: Labelled, tuned_on: int) -> Method:
     """Logits over the temperature that has the best likelihood on the held-out images (Guo et al., 2017)."""
-    held_out = logits(model, validation.images)
+    held_out = logits(model, validation.images[:tuned_on])
 
     def loss(log_temperature: float) -> float:
         scaled = held_out.double() / torch.tensor(log_temperature).exp()
-        return float(nn.functional.cross_entropy(scaled, validation.labels))
+        return float(nn.functional.cross_entropy(scaled, validation.labels[:tuned_on]))
 
     found = float(torch.tensor(minimize_scalar(loss, bounds=(-2.0, 3.0), method="bounded").x).exp())
     return Method(
@@ -99,12 +102,13 @@ def posterior_methods(
     """Every posterior with every head; the prior precision is tuned on held-out images, once through the linearised
     head (with the Monte Carlo link, for both links) and once through the sampling head (for the moments head too).
     """
-    held_out = loader(Labelled(data.validation.images[:tuned_on], data.validation.labels[:tuned_on]))
+    held_out = loader(Labelled(data.validation.images[:tuned_on], data.validation.labels[:tuned_on]), 64)
     folder.mkdir(parents=True, exist_ok=True)
 
     def tune(**options: Any) -> dict[str, Any]:
         posterior.prior_precision = evidence
-        uq.tune(posterior, held_out, parameters=("prior_precision",), max_evaluations=6, **options)
+        grid = [evidence * factor for factor in FACTORS]
+        uq.tune(posterior, held_out, parameters=("prior_precision",), prior_precisions=grid, **options)
         return {"prior_precision": posterior.prior_precision, "evidence": evidence}
 
     for name in names:
@@ -132,18 +136,20 @@ class GaussianLogits:
 
     def __init__(self, model: nn.Module, predictor: uq.LinearizedPredictor) -> None:
         self.model, self.predictor = model, predictor
-        self._images: Tensor | None = None
-        self._found: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
 
     @torch.no_grad()
     def predict(self, images: Tensor, link: dict[str, Any]) -> uq.ClassPrediction:
-        """The prediction with a link; the Gaussians of the last images asked for are kept."""
-        if self._images is not images:
-            self._found = [
+        """The prediction with a link; the Gaussians of the last images asked for are kept, as long as they stay the
+        same tensor.
+        """
+        found = next((gaussians for kept, gaussians in self._kept if kept is images), None)
+        if found is None:
+            found = [
                 (self.model(batch), self.predictor.functional_covariance(batch))
-                for batch in images.split(500)
+                for batch in images.split(64)  # larger ones leave the processor's cache
             ]
-            self._images = images
+            self._kept = [*self._kept[-4:], (images, found)]
         predictions = [
             from_gaussian(
                 mean,
@@ -152,7 +158,7 @@ class GaussianLogits:
                 covariance=covariance if link["link"] == "mc" else None,
                 **link,
             )
-            for mean, covariance in self._found
+            for mean, covariance in found
         ]
         return uq.ClassPrediction.cat([p for p in predictions if isinstance(p, uq.ClassPrediction)])
 

@@ -3,8 +3,8 @@
     python recipes/fashion_mnist/run.py --seeds 0 1 2       # as the README shows it; some hours on two cores
     python recipes/fashion_mnist/run.py --smoke             # a minute, for checking that it runs
 
-Writes ``results-seed*.json`` and ``table.md`` into the output folder; networks and posteriors are kept there too, and a
-second run goes on from them.
+Writes ``results-*.json`` and ``table.md`` into a folder of these settings in the output folder; networks and posteriors
+are kept there too, and a second run goes on from them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--tuned-on", type=int, default=500, help="held-out images for the prior precision")
+    parser.add_argument(
+        "--tuned-on", type=int, default=2000, help="held-out images for prior precision and temperature"
+    )
     parser.add_argument("--smoke", action="store_true", help="few images, one epoch, two posteriors")
     return parser.parse_args()
 
@@ -61,14 +63,16 @@ def main() -> None:
     data = load(options.data, options.output, download=options.download)
     if options.smoke:
         data = smaller(data)
-        options.seeds, options.members, options.epochs, options.tuned_on = [0], 2, 1, 100
+        options.seeds, options.members, options.epochs, options.tuned_on = [0], 2, 1, 40
         options.posteriors = options.posteriors[-2:]
-    for seed in options.seeds:
-        results = one_seed(data, seed, options)
-        (options.output / f"results-seed{seed}.json").write_text(json.dumps(results, indent=1) + "\n")
+    # what belongs to other settings is never mixed in
+    folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
+    paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
+    for seed, path in paths.items():
+        results = one_seed(data, seed, folder, options)
+        path.write_text(json.dumps(results, indent=1) + "\n")
         print(f"seed {seed} is done", flush=True)
-    found = [json.loads(path.read_text()) for path in sorted(options.output.glob("results-seed*.json"))]
-    print(write_table(found, options.output / "table.md"))
+    print(write_table([json.loads(path.read_text()) for path in paths.values()], folder / "table.md"))
 
 
 def smaller(data: Data) -> Data:
@@ -77,12 +81,11 @@ def smaller(data: Data) -> Data:
     def cut(part: Labelled, size: int) -> Labelled:
         return Labelled(part.images[:size], part.labels[:size])
 
-    return Data(cut(data.train, 1500), cut(data.validation, 200), cut(data.test, 200), data.digits[:200])
+    return Data(cut(data.train, 600), cut(data.validation, 100), cut(data.test, 100), data.digits[:100])
 
 
-def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def one_seed(data: Data, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By row: what was measured."""
-    folder = options.output
 
     def network(number: int) -> torch.nn.Module:
         return trained(data.train, number, folder, options.epochs, options.learning_rate)
@@ -93,13 +96,13 @@ def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, di
     posteriors = methods.posterior_methods(
         model,
         data,
-        folder / f"posteriors-{len(data.train.labels)}",
+        folder,
         options.posteriors,
         options.tuned_on,
         seed,
     )
     rows = chain(
-        [plain, methods.temperature_scaling(model, data.validation)],
+        [plain, methods.temperature_scaling(model, data.validation, options.tuned_on)],
         posteriors,
         (methods.deep_ensemble([network(seed + i) for i in range(options.members)]) for _ in range(1)),
     )

