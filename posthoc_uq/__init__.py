@@ -18,6 +18,7 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.inference.function_space import function_space_kl
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
@@ -43,6 +44,7 @@ __all__ = [
     "export",
     "exportable",
     "fit",
+    "function_space_kl",
     "inspect",
     "load",
     "save",

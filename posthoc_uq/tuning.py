@@ -24,6 +24,7 @@ from posthoc_uq.inference.evidence import Trials, maximise_evidence, search_deca
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import BatchFunction, BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
@@ -56,6 +57,9 @@ def tune(
     distribution cannot judge epistemic
     uncertainty: with `temperature`, which would displace the weight posterior altogether, the prior precision
     is therefore put where the evidence puts it, and only the temperature is tuned on the held-out data.
+
+    A posterior whose variances were optimised (``method="function_space"``) has no marginal likelihood, and its prior
+    is settled: held-out data can tune its `scale`, the noise and the temperature.
 
     Args:
         posterior: from `fit` or `load`.
@@ -120,7 +124,9 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
     available = [
         p
         for p in PARAMETERS
-        if (p != "residual_weight" or posterior.method == "inf") and (p != "noise" or regression)
+        if (p != "residual_weight" or _has_residual(posterior))
+        and (p != "noise" or regression)
+        and (p != "prior_precision" or posterior.takes_prior)
     ]
     if parameters is None:
         return [p for p in available if p != "noise" or noise]
@@ -130,6 +136,10 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
             f"parameters must be among {available} for this posterior; not {list(parameters)}."
         )
     return list(parameters)
+
+
+def _has_residual(posterior: Posterior) -> bool:
+    return any(isinstance(block, InformationBlock) for block in posterior.blocks.values())
 
 
 @contextmanager
@@ -331,7 +341,7 @@ class _Search:
             raise PosthocUQError(
                 f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
             )
-        if posterior.record.tuning.get("prior precision") != "given":
+        if posterior.takes_prior and posterior.record.tuning.get("prior precision") != "given":
             self.trials = maximise_evidence(posterior, per_layer=isinstance(posterior.prior_precision, dict))
         posterior.temperature = 1.0
         predictor = self._predictor()
