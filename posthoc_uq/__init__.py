@@ -20,6 +20,7 @@ from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import refer, set_referral
 from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.inference.function_space import function_space_kl
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
@@ -47,6 +48,7 @@ __all__ = [
     "export",
     "exportable",
     "fit",
+    "function_space_kl",
     "inspect",
     "load",
     "refer",

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.curvature.dryrun import Prepared, Selection, count_samples, prepare
+from posthoc_uq.curvature.dryrun import Prepared, Selection, prepare
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
+from posthoc_uq.inference.function_space import fit_function_space, from_curvature
+from posthoc_uq.inference.identity import batch_hash, identity
 from posthoc_uq.inference.laplace import FAMILIES, laplace
 from posthoc_uq.inference.noise import find_noise
-from posthoc_uq.inference.run import LaplaceOptions, Run, check_common
-from posthoc_uq.inference.sparsify import kept_entries
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Fisher, Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.inference.options import FunctionSpaceOptions, method_options
+from posthoc_uq.inference.run import Run, check_common
+from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable
 from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.information import CORRECTIONS, Correction
-from posthoc_uq.randomness import isolated_random_state, sample_keys
-from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import model_device, statistics_dtype, unwrap
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import tune
-
-# Options that only some methods take, with their defaults.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "inf": {"rank": 100, "basis": "auto", "basis_fraction": 1.0, "correction": "rescale"}
-}
-_AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
-_BASES = ("auto", "exact", "sketch")
 
 
 def fit(
@@ -49,13 +42,9 @@ def fit(
     method: str = "inf",
     likelihood: str | Likelihood = "classification",
     layers: Selection = "all",
-    rank: int | float | None = None,
     fisher: Fisher = "mc",
     n_samples: int = 1,
-    basis: str | None = None,
-    basis_fraction: float | None = None,
-    correction: Correction | None = None,
-    prior_precision: float | str = "evidence",
+    prior_precision: float | str | None = None,
     residual_weight: float = 1.0,
     noise_variance: Tensor | float | None = None,
     unsupported: str = "raise",
@@ -67,70 +56,104 @@ def fit(
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     progress: bool = True,
+    **options: Any,
 ) -> Posterior:
-    """Fit a Gaussian posterior over the weights of a trained model, around the trained weights.
+    """Fit a Gaussian posterior over the weights of a trained model, around the trained weights or, with
+    ``method="function_space"``, around weights trained on from them.
 
-    The model is not changed, and neither is the global random state. The result does not depend on the batch
-    size or the order of the samples beyond rounding.
+    The model is not changed, and neither is the global random state. The result of the curvature methods does not
+    depend on the batch size or the order of the samples beyond rounding.
 
     In a process group of `torch.distributed` every process calls this with its own part of the data (a `DataLoader`
     with a `DistributedSampler`, whose padding is not counted; an iterable around one should have its ``sampler``), and
-    all get the posterior of the whole.
+    all get the posterior of the whole. Training runs in one process only.
+
+    Options of ``method="inf"``:
+
+    * ``rank`` (100): eigenvalues kept of a layer, or their share in (0, 1).
+    * ``basis`` (``"auto"``): how its bases are found: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or
+      ``"auto"`` by size.
+    * ``basis_fraction`` (1): the share of the samples, in (0, 1], that its bases are found from, picked by a hash of
+      each input; eigenvalues and diagonal always come from all.
+    * ``correction`` (``"rescale"``): or ``"clamp"``, ``"none"``.
+
+    Options of ``method="function_space"`` (Rudner et al. 2022), whose formulas are in ``docs/methods.md``:
+
+    * ``epochs`` (10): passes over the data; with 0 the posterior is that of the curvature named by ``initial``, for the
+      linearised head.
+    * ``context``: where the network is to be uncertain: ``"monochrome"`` images, a ``"uniform"`` box, the training
+      ``"batch"``, a loader of unlabelled inputs, a callable ``(n, generator)``, a list of pairs ``(share, context)``,
+      or one of `posthoc_uq.contexts`. Default: half batch, half monochrome for images, the box for vectors.
+    * ``n_context`` (32): context points a step. ``n_sets`` (1): sets of them; the one that differs most counts.
+    * ``n_draws`` (1): draws of the weights a step.
+    * ``train_mean`` (True): False moves the variances only, and predictions at the mean stay what they were to the bit.
+    * ``initial`` (``"constant"``): starting variances: constant, by ``"diag"``, ``"kfac"``, ``"efb"`` or ``"inf"`` at
+      the prior precision of the evidence, or those of a fitted posterior. ``initial_log_variance`` (-5) and
+      ``initial_body_log_variance`` (-20): of the last layer and all others.
+    * ``prior_mean`` (``"zero"``): of the functions; or ``"pretrained"``, ``"random_init"``.
+      ``prior_body_variance`` (0): prior variance of all weights but the last layer's. ``function_noise`` (1e-6): a
+      variance of function values, as a share of the prior's.
+    * ``body`` (``"linearized"``): how a draw of all layers but the last enters the divergence; ``"sample"`` runs the
+      network with it.
+    * ``learn_noise`` (False): train the noise variance of a regression, from its value at the start.
+    * ``lr`` (1e-4) and ``log_variance_lr`` (1e-3): of the means and the log variances; ``optimizer``: a callable from
+      parameter groups to a torch optimiser, Adam by default; ``schedule``: a callable from progress in [0, 1) to a
+      factor on the rates, a cosine down to 0.05 by default; ``clip`` (1): largest size of a gradient's entries.
+    * ``patience``: epochs without a better validation NLL after which to stop. ``val_draws`` (10): draws for that NLL.
 
     Args:
         model: trained; run in eval mode on a copy that shares its weights.
-        loader: batches ``(inputs, targets)``, inputs alone, or mappings; read once or twice, by method.
-        val_loader: held-out batches; the fit then ends with `tune(posterior, val_loader)`.
-        method: ``"inf"`` (sparse information form), ``"efb"``, ``"kfac"``, ``"diag"`` or ``"full"``.
+        loader: batches ``(inputs, targets)``, inputs alone, or mappings; read once or twice by method, or every epoch.
+        val_loader: held-out batches; the fit then ends with `tune(posterior, val_loader)`, or a training with the
+            weights of the epoch that predicts them best.
+        method: ``"inf"`` (sparse information form), ``"efb"``, ``"kfac"``, ``"diag"``, ``"full"`` or
+            ``"function_space"``.
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
         layers: ``"all"``, ``"last"``, names or prefixes of names, or a predicate ``(name, module) -> bool``.
-        rank: eigenvalues that ``"inf"`` keeps of a layer, or their share in (0, 1); default 100.
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, or
             ``"empirical"`` targets.
         n_samples: labels drawn per sample with ``fisher="mc"``.
-        basis: how ``"inf"`` finds its bases: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or
-            ``"auto"`` by size.
-        basis_fraction: of ``"inf"``: the share of the samples, in (0, 1], that its bases are found from, picked by a
-            hash of each input; eigenvalues and diagonal always come from all.
-        correction: of ``"inf"``: ``"rescale"`` (default), ``"clamp"`` or ``"none"``.
-        prior_precision: tau, or ``"evidence"`` for the maximum of the log marginal likelihood.
+        prior_precision: tau, or ``"evidence"`` (the default) for the maximum of the log marginal likelihood. Of a
+            training: the precision of the last layer's weights in the prior over functions, by default 1.
         residual_weight: omega of ``"inf"``.
         noise_variance: for regression, in squared units of the targets, one number or one an output; by
             default the mean squared residual of the training data, which takes a forward pass over it.
         unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them
             (they stay deterministic).
-        seed: of drawn labels and sketches; a seed makes a fit bit-identical on one device.
+        seed: of all that is drawn; a seed makes a fit bit-identical on one device.
         dtype: of the statistics: float32 (default) or float64.
         memory_budget: bytes that one temporary of the statistics may take; by default a share of what is free, at
             most 256 MiB.
-        checkpoint: a file for the sums so far, from which the same call goes on after an interruption, with the same
-            result to the last bit on one device if the loader gives the same batches in the same order (a shuffling
-            `DataLoader` without a generator of its own does). Deleted when the fit is done.
+        checkpoint: a file for the sums or the training so far, from which the same call goes on after an interruption,
+            with the same result to the last bit on one device if the loader gives the same batches in the same order (a
+            shuffling `DataLoader` without a generator of its own does). Deleted when the fit is done.
         checkpoint_every: batches between two writes of it.
         batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of
             named ones.
         batch_to_targets: takes a batch to its targets.
         progress: show a bar per sweep, on rank 0.
+        **options: of the method, see above; one that it does not take is an error that names those it does.
 
     Returns:
         The posterior; see its `report`.
 
     Raises:
         UnsupportedLayerError: a layer's gradients cannot be caught.
-        NonFiniteError: outputs, activations or gradients are not finite.
+        NonFiniteError: outputs, activations, gradients or a loss are not finite.
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
-    options = _options(method, rank=rank, basis=basis, basis_fraction=basis_fraction, correction=correction)
+    sweeping, training = method_options(method, options)
+    trains = training is not None and training.epochs > 0
     law = resolve_likelihood(likelihood, noise_variance)
-    _check(fisher, n_samples, prior_precision)
+    _check(fisher, n_samples, prior_precision, trains)
     check_loader(loader)
     model = unwrap(model)
     device = model_device(model)
     budget = default_budget(device) if memory_budget is None else _checked_budget(memory_budget)
-    options = replace(options, memory_budget=budget)
+    sweeping = replace(sweeping, memory_budget=budget)
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
     finds_noise = isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
-    check_reusable(loader, FAMILIES[method][1] + finds_noise)
+    check_reusable(loader, _reads(method, training) + finds_noise)
     settings = SweepSettings(reader, law, fisher, n_samples, seed, statistics_dtype(model, dtype), progress)
     if val_loader is not None and is_divided(val_loader):
         raise PosthocUQError(
@@ -146,127 +169,62 @@ def fit(
             return whole, batch, prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
 
     loader, batch, prepared = together(begin, "the dry run")
-    run = Run(prepared, loader, settings, options, device)
+    run = Run(prepared, loader, settings, sweeping, device)
     if checkpoint is not None or world() > 1:
-        identity = _identity(method, run, model) | {"noise": "estimated" if finds_noise else "given"}
-        check_common(identity)
-        identity["first batch"] = _hash(batch)
+        own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}
+        check_common(own)
+        own["first batch"] = batch_hash(batch)
         if checkpoint is not None:
             file, every = checkpoint, _checked_every(checkpoint_every)
-            run.checkpoint = together(
-                lambda: Checkpoint(file, every, identity, budget), "opening the checkpoint"
-            )
-            run.options = replace(options, memory_budget=run.checkpoint.budget)
+            run.checkpoint = together(lambda: Checkpoint(file, every, own, budget), "opening the checkpoint")
+            run.options = replace(sweeping, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"
-    posterior = laplace(method, run, model)
+    if training is not None and trains:
+        precision = cast("float | None", prior_precision)
+        posterior = fit_function_space(run, model, training, batch, precision, val_loader)
+    elif training is not None:
+        posterior = from_curvature(cast(str, training.initial), run, model)
+    else:
+        posterior = laplace(method, run, model)
     del prepared, run.prepared
     if isinstance(law, Gaussian):
-        posterior.record.tuning["noise variance"] = noise_source
-    posterior.residual_weight = residual_weight
-    if isinstance(prior_precision, str):
-        maximise_evidence(posterior)
-        if val_loader is None:
-            _warn_of_noise(posterior, batch, seed)
-    else:
-        posterior.prior_precision = prior_precision
-        posterior.record.tuning["prior precision"] = "given"
-    if val_loader is not None:
-        tune(
-            posterior,
-            val_loader,
-            seed=seed,
-            batch_to_inputs=batch_to_inputs,
-            batch_to_targets=batch_to_targets,
-            progress=progress,
-        )
+        posterior.record.tuning.setdefault("noise variance", noise_source)
+    if not trains:
+        posterior.residual_weight = residual_weight
+        _settle_prior(posterior, prior_precision)
+        if prior_precision in (None, "evidence") and val_loader is None:
+            warn_of_noise(posterior, batch, seed)
+        if val_loader is not None:
+            tune(
+                posterior,
+                val_loader,
+                seed=seed,
+                batch_to_inputs=batch_to_inputs,
+                batch_to_targets=batch_to_targets,
+                progress=progress,
+            )
     if run.checkpoint is not None:
         run.checkpoint.remove()
     return_freed_memory()
-    posterior.fingerprint = fingerprint(posterior.mean)
+    posterior.fingerprint = fingerprint(posterior.original)
     return posterior
 
 
-def _hash(batch: Batch) -> int:
-    """Of the inputs and targets of a batch."""
-    tensors = [*batch.tensors(), *([] if batch.targets is None else [batch.targets])]
-    return int(sample_keys(tensors, count_samples(batch), 0).sum())
+def _reads(method: str, training: FunctionSpaceOptions | None) -> int:
+    """How often a fit reads the loader, beside the noise."""
+    if training is None:
+        return FAMILIES[method][1]
+    initial = training.initial
+    first = FAMILIES[initial][1] if isinstance(initial, str) and initial in FAMILIES else 0
+    return first + training.epochs + (training.epochs > 0)  # once for the context
 
 
-def _identity(method: str, run: Run, model: nn.Module) -> dict[str, Any]:
-    """What two fits must have in common for one to go on where the other stopped."""
-    settings, kind = run.settings, run.device.type
-    options = asdict(run.options)
-    del options["memory_budget"]
-    return {
-        "method": method,
-        "likelihood": settings.likelihood.attributes(),
-        "fisher": settings.fisher,
-        "n_samples": settings.n_samples,
-        "seed": settings.seed,
-        "dtype": str(settings.dtype),
-        "options": options,
-        "layers": {name: list(layer.matrix_shape) for name, layer in run.layers.items()},
-        "model": fingerprint({name: p for name, p in chain(model.named_parameters(), model.named_buffers())}),
-        "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off",
-        "processes": world(),
-    }
-
-
-def _warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
-    """Say so where models drawn at the evidence no longer predict what the trained one does.
-
-    Laplace's evidence trusts a linear approximation; where weights outnumber the data by far, weights drawn at its
-    optimum lie outside of it.
-    """
-    if not isinstance(posterior.likelihood, (Categorical, Bernoulli, Gaussian)):
-        return
-    samples = count_samples(batch)
-    few = batch.narrow(0, min(samples, 64), samples)
-    # Fewer draws tell less, but those of a large network take memory.
-    draws = 20 if sum(mean.numel() for mean in posterior.mean.values()) <= 2_000_000 else 5
-    with torch.no_grad():
-        trained = few.call(replicate(cast(nn.Module, posterior.model)))
-        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(
-            *few.args, **few.kwargs
-        )
-    if isinstance(posterior.likelihood, Gaussian):
-        noise = posterior.likelihood.noise(trained)
-        lost = bool(((drawn.mean(0) - trained).square().mean(0) > noise).any())
-    elif isinstance(posterior.likelihood, Bernoulli):
-        lost = bool((((drawn.sigmoid().mean(0) > 0.5) == (trained > 0)).float().mean()) < _AGREEMENT)
+def _settle_prior(posterior: Posterior, prior_precision: float | str | None) -> None:
+    if prior_precision is None or isinstance(prior_precision, str):
+        maximise_evidence(posterior)
     else:
-        same = drawn.softmax(-1).mean(0).argmax(-1) == trained.argmax(-1)
-        lost = bool(same.float().mean() < _AGREEMENT)
-    if lost:
-        warnings.warn(
-            "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
-            "what the trained one does: it has few data for its weights. Pass val_loader=..., restrict it with "
-            "layers='last', give prior_precision=... (1 / mean squared weight is a start), or predict with "
-            "head='linearized'.",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def _options(method: str, **given: Any) -> LaplaceOptions:
-    if method not in FAMILIES:
-        raise PosthocUQError(f"method must be one of {sorted(FAMILIES)}, not {method!r}.")
-    own = _OPTIONS.get(method, {})
-    stray = [name for name, value in given.items() if value is not None and name not in own]
-    if stray:
-        raise PosthocUQError(
-            f"method={method!r} does not take {stray}; of these options it takes {sorted(own) or 'none'}."
-        )
-    chosen = own | {name: value for name, value in given.items() if value is not None}
-    options = LaplaceOptions(**chosen)
-    kept_entries(options.rank, (1, 1, 1))
-    if options.basis not in _BASES:
-        raise PosthocUQError(f"basis must be one of {_BASES}, not {options.basis!r}.")
-    if not 0 < options.basis_fraction <= 1:
-        raise PosthocUQError(f"basis_fraction must be in (0, 1], not {options.basis_fraction!r}.")
-    if options.correction not in CORRECTIONS:
-        raise PosthocUQError(f"correction must be one of {CORRECTIONS}, not {options.correction!r}.")
-    return options
+        posterior.prior_precision = prior_precision
+        posterior.record.tuning["prior precision"] = "given"
 
 
 def _checked_budget(budget: int) -> int:
@@ -281,7 +239,7 @@ def _checked_every(every: int) -> int:
     return int(every)
 
 
-def _check(fisher: str, n_samples: int, prior_precision: float | str) -> None:
+def _check(fisher: str, n_samples: int, prior_precision: float | str | None, trains: bool) -> None:
     if fisher not in get_args(Fisher):
         raise PosthocUQError(f"fisher must be one of {get_args(Fisher)}, not {fisher!r}.")
     if n_samples < 1 or (n_samples > 1 and fisher != "mc"):
@@ -289,9 +247,15 @@ def _check(fisher: str, n_samples: int, prior_precision: float | str) -> None:
             f"n_samples is the number of labels drawn with fisher='mc', at least 1; not {n_samples} with "
             f"{fisher!r}."
         )
+    if prior_precision is None:
+        return
     if isinstance(prior_precision, str) and prior_precision != "evidence":
         raise PosthocUQError(
             f"prior_precision must be a positive number or 'evidence', not {prior_precision!r}."
+        )
+    if trains and isinstance(prior_precision, str):
+        raise PosthocUQError(
+            "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
         )
     if not isinstance(prior_precision, str) and not 0 < prior_precision < float("inf"):
         raise PosthocUQError(f"prior_precision must be positive and finite, not {prior_precision}.")

@@ -267,7 +267,7 @@ class HeldOutSearch:
             raise PosthocUQError(
                 f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
             )
-        if posterior.record.tuning.get("prior precision") != "given":
+        if posterior.takes_prior and posterior.record.tuning.get("prior precision") != "given":
             self.trials = maximise_evidence(posterior, per_layer=isinstance(posterior.prior_precision, dict))
         posterior.temperature = 1.0
         predictor = self._make()

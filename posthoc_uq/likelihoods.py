@@ -208,8 +208,9 @@ class Gaussian(Likelihood):
             outputs.shape
         )
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        noise = self.noise(outputs)
+    def log_prob(self, outputs: Tensor, targets: Tensor, noise: Tensor | None = None) -> Tensor:
+        """As in `Likelihood`; a `noise` variance in place of its own may need gradients."""
+        noise = self.noise(outputs) if noise is None else noise
         terms = -0.5 * (self.residuals(outputs, targets) ** 2 / noise + noise.log() + log(2 * pi))
         return terms.reshape(outputs.shape[0], -1).sum(1)
 

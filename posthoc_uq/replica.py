@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     return original if isinstance(original, nn.Module) else model
 
 
-def replicate(model: nn.Module, parameters: dict[str, Tensor] | None = None) -> nn.Module:
+def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> nn.Module:
     """A structural copy of `model` in eval mode, whose parameters share storage with the model's and need no
     gradient.
 
     Args:
         model: any module that `copy.deepcopy` can copy.
-        parameters: tensors to put in place of the model's own, by name; an `nn.Parameter` among them is used
-            as it is, so that several replicas can hold the same one.
+        parameters: tensors to put in place of the model's own, by name, on the device of what they replace; an
+            `nn.Parameter` among them is used as it is, so that several replicas can hold the same one.
 
     Raises:
         PosthocUQError: the model cannot be copied (scripted, lazy, or holding something that has no copy).
@@ -47,7 +48,7 @@ def replicate(model: nn.Module, parameters: dict[str, Tensor] | None = None) -> 
             )
         replacement = given.get(name, parameter)
         if name not in given or not isinstance(replacement, nn.Parameter):
-            replacement = nn.Parameter(replacement.detach(), requires_grad=False)
+            replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
         memo[id(parameter)] = replacement
     try:
         twin = copy.deepcopy(model, memo)

@@ -17,6 +17,7 @@ from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import BatchFunction, BatchReader
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.wrapping import wrap
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
@@ -49,6 +50,9 @@ def tune(
     training distribution cannot judge epistemic uncertainty: with `temperature`, which would displace the weight
     posterior altogether, the prior precision is therefore put where the evidence puts it, and only the temperature
     is tuned on the held-out data.
+
+    A posterior whose variances were optimised (``method="function_space"``) has no marginal likelihood, and its prior
+    is settled: held-out data can tune its `scale`, the noise and the temperature.
 
     Args:
         posterior: from `fit` or `load`.
@@ -128,7 +132,9 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
     available = [
         p
         for p in PARAMETERS
-        if (p != "residual_weight" or posterior.method == "inf") and (p != "noise" or regression)
+        if (p != "residual_weight" or _has_residual(posterior))
+        and (p != "noise" or regression)
+        and (p != "prior_precision" or posterior.takes_prior)
     ]
     if parameters is None:
         return [p for p in available if p != "noise" or noise]
@@ -138,3 +144,7 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
             f"parameters must be among {available} for this posterior; not {list(parameters)}."
         )
     return list(parameters)
+
+
+def _has_residual(posterior: Posterior) -> bool:
+    return any(isinstance(block, InformationBlock) for block in posterior.blocks.values())

@@ -109,7 +109,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str = "sampling", **optio
         `RegressionPrediction`; its `predict` takes a loader.
 
     Raises:
-        PosteriorMismatchError: the model's parameters are not those the posterior is centred on.
+        PosteriorMismatchError: the model's parameters are not those the posterior was fitted on.
         PosthocUQError: the head is unknown, or an option or its value is not one that the head takes.
     """
     kind = _head_class(head)
@@ -135,7 +135,7 @@ def _head_class(head: str) -> type[Predictor]:
 
 
 def check_match(model: nn.Module, posterior: Posterior) -> None:
-    """Refuse a model whose parameters are not those the posterior is centred on.
+    """Refuse a model whose parameters are not those the posterior was fitted on.
 
     Raises:
         PosteriorMismatchError: a parameter is missing, or has another shape or other values.
@@ -146,7 +146,7 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
         )
     check_unchanged(posterior)
     parameters = dict(unwrap(model).named_parameters())
-    for name, mean in posterior.mean.items():
+    for name, mean in posterior.original.items():
         parameter = parameters.get(name)
         if parameter is None:
             raise PosteriorMismatchError(

@@ -228,3 +228,12 @@ def test_a_sketch_loses_next_to_nothing() -> None:
     for name in exact:
         if name.startswith("error "):
             assert 0 < exact[name] < 1
+
+
+def test_function_space_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cost.json"
+    _script("function_space_cost").main(["--smoke", "--json", str(path)])
+    assert "multiples of a plain training step" in capsys.readouterr().out
+    rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
+    assert all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows.values())
+    assert rows["last layer"]["step"] < rows["all layers"]["step"]

@@ -311,7 +311,7 @@ def test_inspect_tells_all(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
     found = inspect(path)
     json.dumps(found)
-    assert found["method"] == "inf" and found["format_version"] == 1 and found["bytes"] == path.stat().st_size
+    assert found["method"] == "inf" and found["format_version"] == 2 and found["bytes"] == path.stat().st_size
     assert found["scale"] == posterior.scale and found["prior_precision"] == posterior.prior_precision
     assert found["likelihood"] == {"name": "classification"} and found["fit"] == posterior.record.fit
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
@@ -572,7 +572,7 @@ def test_foreign_files(saved: tuple[Path, nn.Module, Posterior], tmp_path: Path)
         load(foreign, model)
 
 
-@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (2, "version 2.*upgrade")])
+@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (3, "version 3.*upgrade")])
 def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, _ = saved
     body = path.read_bytes()[512:]
@@ -580,6 +580,16 @@ def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.M
     for read in (lambda p: load(p, model), inspect):
         with pytest.raises(CorruptPosteriorError, match=words):
             read(path)
+
+
+def test_version_1_still_loads(saved: tuple[Path, nn.Module, Posterior]) -> None:
+    path, model, posterior = saved
+    edit_state(path, lambda state: state.pop("centre"))  # which that version did not have
+    body = path.read_bytes()[512:]
+    path.write_bytes(userblock.header(body, 1) + body)
+    loaded = load(path, model)
+    assert same_bits(tensors_of(posterior), tensors_of(loaded)) and plain(posterior) == plain(loaded)
+    assert inspect(path)["format_version"] == 1 and inspect(path)["centre"] == []
 
 
 @pytest.mark.parametrize("untrusted", [False, True])

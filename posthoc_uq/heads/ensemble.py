@@ -81,7 +81,7 @@ class Ensemble(nn.Module):
         self._factors = posterior.factors() if keep == "seeds" else None
         self._clear()
         with isolated_random_state():  # copying a module may run its code
-            self.template = replicate(model)
+            self.template = replicate(model, posterior.centre)
             if dtype is not None:
                 self.template.to(dtype)
             if keep == "weights":

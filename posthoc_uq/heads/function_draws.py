@@ -45,7 +45,7 @@ def _attend(
     return scores.softmax(-1) @ value
 
 
-class _Differentiable(CallInterceptor):
+class ForwardDifferentiable(CallInterceptor):
     """Replaces fused attention, which has no forward derivative; the interceptor opens multi-head attention."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
         return output_tensor(functional_call(model, weights, own.args, own.kwargs))
 
     outputs, found = None, list[Tensor]()
-    with _SWAPPING, torch.no_grad(), _Differentiable():
+    with _SWAPPING, torch.no_grad(), ForwardDifferentiable():
         for draw in range(draws):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
             try:

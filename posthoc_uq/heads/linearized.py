@@ -110,9 +110,9 @@ class LinearizedPredictor(Predictor):
         self._engine, self._n_probes, self._budget = engine, n_probes, memory_budget
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
-            self._twin: tuple[nn.Module] = (replicate(model),)
+            self._twin: tuple[nn.Module] = (replicate(model, posterior.centre),)
             # one whose weights are swapped while it runs, so that no other thread may use it for its mean
-            self._swapped = (replicate(model),) if engine == "jvp" else self._twin
+            self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
         self._ready: Tracked | None = None
         self._weights: tuple[Any, WeightCovariance] | None = None
         self._drawn: tuple[Any, dict[str, Tensor]] | None = None

@@ -103,7 +103,7 @@ class MomentsPredictor(Predictor):
         self._weights = weights
         self._link, self._n_draws, self._output_map = link, n_draws, output_map
         with isolated_random_state():  # copying a module may run its code
-            self.network = replicate(model)
+            self.network = replicate(model, posterior.centre)
         self._checked = False
         self._prepare()
 

@@ -2,7 +2,8 @@
 
 A fit is a sequence of *stages* (the noise, a sweep and what is computed from it). The file holds the tensors of
 every finished stage and the accumulators of the sweep under way, exactly; the batches that it covers are read again
-and compared by their hashes, but not swept over.
+and compared by their hashes, but not swept over. A method that trains keeps where it stands in the same file, in place
+of the stages that it began from.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from posthoc_uq.storage import atomic
 from posthoc_uq.storage.snapshot import read_snapshot, write_snapshot
 
 Tensors = dict[str, dict[str, Tensor]]
+
+_TRAINING = "training/"
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Checkpoint:
 
     Attributes:
         stages: finished stages by name.
+        training: where a training stands: a plain description, and tensors by group and name; or None.
+        every: batches between two writes.
         budget: the memory budget of the fit that wrote the file: it decides the order of sums, and so their rounding.
 
     Raises:
@@ -57,12 +62,13 @@ class Checkpoint:
         if world() > 1:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
         self._target = target
-        self._every = every
+        self.every = every
         self._identity: dict[str, Any] = json.loads(
             json.dumps(identity, default=str)
         )  # as it comes out of a file
         self._partial: tuple[str, Summary, Tensors] | None = None
         self.stages: dict[str, Stage] = {}
+        self.training: tuple[dict[str, Any], Tensors] | None = None
         self.budget = budget
         atomic.remove_leftovers(target)
         if target.exists():
@@ -83,6 +89,8 @@ class Checkpoint:
         if description["sweep"] is not None:
             sums = _group(groups, "/")
             self._partial = description["sweep"], _summary(description["summary"]), sums
+        if description.get("training") is not None:
+            self.training = description["training"], _group(groups, _TRAINING)
 
     def interrupted(self, sweep: str) -> tuple[Summary, Tensors] | None:
         """Where a sweep was left, if it was."""
@@ -94,7 +102,7 @@ class Checkpoint:
 
     def after_batch(self, sweep: str, summary: Summary, sums: Tensors) -> None:
         """Write the sums so far, where it is time to."""
-        if summary.batches % self._every == 0:
+        if summary.batches % self.every == 0:
             self._write(sweep, summary, sums)
 
     def finish(self, name: str, stage: Stage) -> None:
@@ -103,20 +111,34 @@ class Checkpoint:
         self._partial = None
         self._write(None, None, {})
 
+    def keep_training(self, description: dict[str, Any], tensors: Tensors) -> None:
+        """Write where a training stands; what was needed to begin it is dropped, but for the noise."""
+        self.stages = {name: stage for name, stage in self.stages.items() if name == "noise"}
+        self._write(None, None, {}, (description, tensors))
+
     def remove(self) -> None:
         """Delete the file: the fit is done."""
         self._target.unlink(missing_ok=True)
 
-    def _write(self, sweep: str | None, summary: Summary | None, sums: Tensors) -> None:
+    def _write(
+        self,
+        sweep: str | None,
+        summary: Summary | None,
+        sums: Tensors,
+        training: tuple[dict[str, Any], Tensors] | None = None,
+    ) -> None:
         groups = {f"/{layer}": tensors for layer, tensors in sums.items()}
         for name, stage in self.stages.items():
             groups |= {f"{name}/{layer}": tensors for layer, tensors in stage.tensors.items()}
+        if training is not None:
+            groups |= {f"{_TRAINING}{name}": tensors for name, tensors in training[1].items()}
         description = {
             "identity": self._identity,
             "stages": {name: _plain(stage.summary) for name, stage in self.stages.items()},
             "memory_budget": self.budget,
             "sweep": sweep,
             "summary": None if summary is None else _plain(summary),
+            "training": None if training is None else training[0],
         }
         write_snapshot(self._target, description, groups)
 

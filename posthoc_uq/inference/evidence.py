@@ -92,6 +92,8 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
     Raises:
         PosthocUQError: the noise is asked for, but the likelihood has none or the fit saw no labels.
     """
+    if not posterior.takes_prior:
+        posterior.log_marginal_likelihood()  # says why there is none
     if noise and posterior.noise_variance is None:
         raise PosthocUQError(
             f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}."

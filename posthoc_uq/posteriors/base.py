@@ -33,15 +33,21 @@ class Posterior:
     `residual_weight`, `noise_scale` and `temperature` are plain attributes; setting one re-factors lazily, and
     never needs the data again.
 
+    Where a method found the variances themselves (``"function_space"``), its prior and its noise were parts of what it
+    optimised: `prior_precision` says which prior that was and cannot be set, and of the others only `scale` enters the
+    variances, as ``samples / scale``.
+
     Attributes:
-        method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"`` or ``"full"``.
+        method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"``, ``"full"`` or ``"function_space"``.
         layers: the layers by name.
         blocks: block name to `Block`; the block's name is its layer's, but for the dense posterior.
         members: block name to the names of its layers.
-        mean: trained parameters by name, a view of the model's.
+        original: the model's own parameters by name, a view of them.
+        centre: what stands in place of the model's own parameters, by name, where a method trained the mean.
+        mean: the parameters that the Gaussian is centred on: `centre` where that has them, else `original`.
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
-        fingerprint: digest of the trained parameters at the fit, which are the model's own and may be trained on.
+        fingerprint: digest of `original` at the fit, which is the model's own memory and may be trained on.
         scale: what the mean Fisher is multiplied with; starts at the number of samples.
         prior_precision: a number, or one number per layer name.
         residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
@@ -59,19 +65,25 @@ class Posterior:
         likelihood: Likelihood,
         evidence: Evidence,
         record: Record | None = None,
+        *,
+        centre: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.method = method
         self.layers = dict(layers)
         self.blocks = dict(blocks)
         self.members = {name: list(inner) for name, inner in members.items()}
-        self.mean = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
+        self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
+        self.centre = dict(centre or {})
+        self.mean = {name: self.centre.get(name, own) for name, own in self.original.items()}
         self.likelihood = likelihood
         self.evidence = evidence
         self.record = record or Record()
         self.model: nn.Module | None = None
         self.fingerprint: str | None = None
         self.scale: float = float(evidence.samples)
-        self.prior_precision: float | dict[str, float] = 1.0
+        self.takes_prior = all(block.takes_prior for block in self.blocks.values())
+        if self.takes_prior:
+            self.prior_precision: float | dict[str, float] = 1.0
         self.residual_weight: float = 1.0
         self.noise_scale: float = 1.0
         self.temperature: float = 1.0
@@ -89,6 +101,12 @@ class Posterior:
         super().__setattr__(name, value)
 
     def _checked_prior(self, value: Any) -> float | dict[str, float]:
+        kept = self.__dict__.get("prior_precision")
+        if not self.takes_prior and kept is not None and kept != value:
+            raise PosthocUQError(
+                f"The prior precision was a part of what method={self.method!r} optimised, and is {kept}; fit again "
+                f"with prior_precision={value}, or set scale to widen or narrow the posterior."
+            )
         if not isinstance(value, Mapping):
             return _positive("prior_precision", value)
         given = {str(k): _positive("prior_precision", v) for k, v in cast(Mapping[str, Any], value).items()}
@@ -293,12 +311,11 @@ class Posterior:
             noise_scale: factor on the noise variance, likewise.
 
         Raises:
-            PosthocUQError: the fit saw no labels.
+            PosthocUQError: the fit saw no labels, or the variances are no Laplace approximation's.
         """
         noise = self.noise_scale if noise_scale is None else noise_scale
-        fit = self.evidence.at_noise(noise)
         parts = [self.occam_factor(name, prior_precision, noise) for name in self.blocks]
-        return fit - 0.5 * torch.stack(parts).sum()
+        return self.evidence.at_noise(noise) - 0.5 * torch.stack(parts).sum()
 
     def occam_factor(
         self,
@@ -307,6 +324,12 @@ class Posterior:
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
+        if not self.blocks[block].takes_prior:
+            raise PosthocUQError(
+                f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
+                f"is no log marginal likelihood to compute or to maximise. Fit again with another prior_precision, or "
+                f"tune on held-out data: uq.tune(posterior, val_loader)."
+            )
         prior = self.prior_precision if prior_precision is None else prior_precision
         noise = self.noise_scale if noise_scale is None else noise_scale
         own = prior_precision is None and noise_scale is None

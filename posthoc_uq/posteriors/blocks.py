@@ -82,6 +82,8 @@ class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes."""
 
     kind: ClassVar[str]
+    takes_prior: ClassVar[bool] = True
+    """Whether the prior precision enters the precision; where it does not, there is no marginal likelihood either."""
 
     @abstractmethod
     def factor(self, settings: Settings) -> Factor:

@@ -1,9 +1,8 @@
 """A posterior as plain tensors and plain values, and back: all that a store writes.
 
-The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name
-    to ``kind``, ``members``,
-``attributes`` and ``tensors``). Plain values are strings, numbers, booleans, lists of those, and dictionaries
-of those by string.
+The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to
+``kind``, ``members``, ``attributes`` and ``tensors``), ``centre`` (parameter name to tensor, where the mean is not the
+model's own). Plain values are strings, numbers, booleans, lists of those, and dictionaries of those by string.
 """
 
 from __future__ import annotations
@@ -22,11 +21,19 @@ from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
+from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.posteriors.record import Evidence, Record
 
 BLOCK_KINDS: dict[str, type[Block]] = {
     kind.kind: kind
-    for kind in (DiagonalBlock, KroneckerBlock, EigenvalueCorrectedBlock, InformationBlock, DenseBlock)
+    for kind in (
+        DiagonalBlock,
+        KroneckerBlock,
+        EigenvalueCorrectedBlock,
+        InformationBlock,
+        DenseBlock,
+        MeanFieldBlock,
+    )
 }
 
 
@@ -67,6 +74,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
             }
             for name, block in posterior.blocks.items()
         },
+        "centre": dict(posterior.centre),
     }
 
 
@@ -117,6 +125,24 @@ def expected_shapes(
     return shapes
 
 
+def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, tuple[int, ...]]:
+    """Parameter name to the shape that a centre's tensor must have; needs no tensor.
+
+    Raises:
+        CorruptPosteriorError: a parameter belongs to none of the layers.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in layers.values():
+        shapes[layer.weight] = layer.weight_shape
+        if layer.bias is not None:
+            shapes[layer.bias] = (layer.groups * layer.outputs,)
+    named = [str(name) for name in state.get("centre", {})]
+    stray = [name for name in named if name not in shapes]
+    if stray:
+        raise CorruptPosteriorError(f"The centre has parameters that no layer has: {stray[:5]}.")
+    return {name: shapes[name] for name in named}
+
+
 def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
     """A calibration's plain values, all there and of their kinds, or none at all."""
     if not kept:
@@ -135,8 +161,19 @@ def _referral(kept: Mapping[str, Any]) -> dict[str, Any]:
     return {"score": str(kept["score"]), "inputs": int(kept["inputs"]), **numbers, **settings}
 
 
+def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, shape in expected_centre(state, layers).items():
+        tensor = state["centre"][name]
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            raise CorruptPosteriorError(f"The centre's '{name}' must be a tensor of shape {shape}.")
+        found[name] = tensor
+    return found
+
+
 def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -> Posterior:
-    """The posterior that a state describes, centred on `mean` (the model's parameters by name).
+    """The posterior that a state describes, for a model with the parameters `mean`, by name; centred on them, or on the
+    centre of the state.
 
     Raises:
         CorruptPosteriorError: the state is incomplete or out of range.
@@ -179,6 +216,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 _calibration(record.get("calibration", {})),
                 _referral(record.get("referral", {})),
             ),
+            centre=_checked_centre(state, layers),
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
             setattr(posterior, name, attributes[name])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.state import expected_shapes, posterior_from_state, state_layers
+from posthoc_uq.posteriors.state import expected_centre, expected_shapes, posterior_from_state, state_layers
 from posthoc_uq.replica import model_device, unwrap
 from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.hdf5 import ImageReader, Structure
@@ -36,7 +36,8 @@ def load(
     untrusted: bool = False,
     device: torch.device | str | None = None,
 ) -> Posterior:
-    """Read a posterior and centre it on the parameters of the model it was fitted on.
+    """Read a posterior for the model it was fitted on; it is centred on that model's parameters, or on those that the
+    method trained.
 
     Args:
         path: a file that `save` wrote.
@@ -62,7 +63,7 @@ def load(
             layers = _checked_layers(state)
             _check_model(layers, mean, path)
             expected = expected_shapes(state, layers)
-            _check_structure(state, expected, structure)
+            _check_structure(state, expected, expected_centre(state, layers), structure)
             names = {name for layer in layers.values() for name in layer.parameter_names}
             _check_fingerprint(state, {name: mean[name] for name in names}, path)
             tensors: dict[str, Tensor] = {}
@@ -70,9 +71,14 @@ def load(
                 tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
         for name, block in state["blocks"].items():
             block["tensors"] = {
-                own: _restore(name, own, tensors.pop(schema.tensor_path(name, own)), dtype)
+                own: _restore(f"block '{name}'", own, tensors.pop(schema.tensor_path(name, own)), dtype)
                 for own, dtype in block["dtypes"].items()
             }
+        state["centre"] = {
+            name: _restore("the centre", name, tensors.pop(schema.centre_path(name)), dtype, mean[name].dtype)
+            for name, dtype in state["centre"].items()
+        }
+    state["centre"] = {name: _placed(tensor, mean[name].device) for name, tensor in state["centre"].items()}
     for block in state["blocks"].values():
         block["tensors"] = {own: _placed(tensor, place) for own, tensor in block["tensors"].items()}
     with _translated(path):
@@ -89,8 +95,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         Plain values: ``format_version``, ``library_version``, ``bytes``, ``fingerprint``, ``method``,
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
         ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``calibration``, ``referral``,
-        ``parameters``, ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes
-        such as ranks and correction, tensors with shape and dtype, and bytes).
+        ``parameters``, ``centre`` (names of parameters with a trained mean), ``layers`` (name to kind and shapes)
+        and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and
+        dtype, and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -103,11 +110,11 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         state = _parse(structure.state)
         layers = _checked_layers(state)
         expected = expected_shapes(state, layers)
-        _check_structure(state, expected, structure)
+        _check_structure(state, expected, expected_centre(state, layers), structure)
         attributes: dict[str, Any] = dict(state["attributes"])
         record: dict[str, Any] = attributes.pop("record")
         return {
-            "format_version": userblock.FORMAT_VERSION,
+            "format_version": userblock.version_of(data),
             "library_version": state["library_version"],
             "bytes": len(data),
             "fingerprint": state["fingerprint"],
@@ -115,6 +122,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             **{key: record[key] for key in ("fit", "tuning", "deterministic")},
             **{key: record.get(key, {}) for key in ("calibration", "referral")},
             "parameters": sum(layer.parameters for layer in layers.values()),
+            "centre": list(state["centre"]),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
         }
@@ -161,6 +169,9 @@ def _parse(text: bytes) -> dict[str, Any]:
     keys = ("attributes", "layers", "blocks", "library_version", "fingerprint")
     if not isinstance(state, dict) or any(key not in state for key in keys):
         raise CorruptPosteriorError("its description is incomplete")
+    centre = state.setdefault("centre", {})  # which version 1 had not
+    if not isinstance(centre, dict) or not all(kind in schema.DTYPES for kind in centre.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        raise CorruptPosteriorError("its centre is not described by parameters and number formats")
     return state
 
 
@@ -225,13 +236,16 @@ def _check_fingerprint(
         )
 
 
-def _check_structure(state: Mapping[str, Any], expected: Shapes, structure: Structure) -> None:
+def _check_structure(
+    state: Mapping[str, Any], expected: Shapes, centre: Mapping[str, tuple[int, ...]], structure: Structure
+) -> None:
     """Exactly the groups and datasets that the description implies, with their shapes and dtypes."""
     groups = {
         "layers",
         "blocks",
         *map(schema.layer_path, state["layers"]),
         *map(schema.block_path, state["blocks"]),
+        *([schema.CENTRE] if centre else []),
     }
     if set(structure.groups) != groups:
         raise CorruptPosteriorError(
@@ -245,14 +259,18 @@ def _check_structure(state: Mapping[str, Any], expected: Shapes, structure: Stru
                 f"block '{name}' describes the tensors {sorted(dtypes)}, not {sorted(shapes)}"
             )
         for tensor, shape in shapes.items():
-            wanted[schema.tensor_path(name, tensor)] = (shape, schema.DTYPES[dtypes[tensor]][1], name)
-    for dataset, (shape, dtype, name) in wanted.items():
+            kind = schema.DTYPES[dtypes[tensor]][1]
+            wanted[schema.tensor_path(name, tensor)] = (shape, kind, f"block '{name}'")
+    for name, shape in centre.items():
+        kind = schema.DTYPES[state["centre"][name]][1]
+        wanted[schema.centre_path(name)] = (shape, kind, "the centre")
+    for dataset, (shape, dtype, owner) in wanted.items():
         stored = structure.datasets.get(dataset)
         if stored is None:
-            raise CorruptPosteriorError(f"block '{name}' lacks the dataset '{dataset}'")
+            raise CorruptPosteriorError(f"{owner} lacks the dataset '{dataset}'")
         if stored.shape != shape or stored.dtype != dtype:
             raise CorruptPosteriorError(
-                f"dataset '{dataset}' of block '{name}' has shape {stored.shape} and type {stored.dtype}, "
+                f"dataset '{dataset}' of {owner} has shape {stored.shape} and type {stored.dtype}, "
                 f"and the file's description implies shape {shape} and type {dtype}"
             )
     extra = sorted(set(structure.datasets) - set(wanted))
@@ -260,15 +278,15 @@ def _check_structure(state: Mapping[str, Any], expected: Shapes, structure: Stru
         raise CorruptPosteriorError(f"it holds datasets that no block has: {extra[:3]}")
 
 
-def _restore(block: str, name: str, tensor: Tensor, dtype: str) -> Tensor:
-    """A dataset's numbers as the tensor that was saved; half formats as float32."""
+def _restore(owner: str, name: str, tensor: Tensor, dtype: str, wanted: torch.dtype | None = None) -> Tensor:
+    """A dataset's numbers as the tensor that was saved; half formats as float32, or all as `wanted`."""
     if dtype == "bfloat16":
         tensor = tensor.view(torch.bfloat16)
-    if dtype in ("bfloat16", "float16"):
-        tensor = tensor.to(torch.float32)
-    fault = schema.complaint(name, tensor)
+    if wanted is not None or dtype in ("bfloat16", "float16"):
+        tensor = tensor.to(torch.float32 if wanted is None else wanted)
+    fault = schema.complaint(name if wanted is None else "", tensor)  # a centre may be negative
     if fault is not None:
-        raise CorruptPosteriorError(f"'{name}' of block '{block}' {fault}")
+        raise CorruptPosteriorError(f"'{name}' of {owner} {fault}")
     return tensor
 
 

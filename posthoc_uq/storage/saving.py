@@ -41,7 +41,7 @@ def save(
         posterior: what `fit` or `load` gave.
         path: the file; its folder must exist.
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; the posterior's own if None. Half
-            formats are read back as float32.
+            formats are read back as float32. A trained mean keeps its own precision.
         compression: ``"gzip"`` (with HDF5's byte shuffle) or None.
 
     Raises:
@@ -75,12 +75,18 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
             formats[tensor_name] = schema.dtype_name(dtype or tensor.dtype)
             arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, dtype or tensor.dtype)
         blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
+    centre: dict[str, str] = {}
+    for name, tensor in state["centre"].items():  # in its own precision: it is what the network predicts with
+        _check("centre", f"mean of {name}", tensor, None)
+        centre[name] = schema.dtype_name(tensor.dtype)
+        arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
     described = {
         "library_version": _library_version(),
-        "fingerprint": schema.fingerprint(posterior.mean),
+        "fingerprint": schema.fingerprint(posterior.original),
         "attributes": state["attributes"],
         "layers": state["layers"],
         "blocks": blocks,
+        "centre": centre,
     }
     try:
         likelihood_from_attributes(state["attributes"]["likelihood"])
@@ -119,6 +125,8 @@ def _attributes(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         found[schema.block_path(name)] = {**own, **block["attributes"]}
         for tensor_name, number_format in block["dtypes"].items():
             found[schema.tensor_path(name, tensor_name)] = {"dtype": number_format}
+    for name, number_format in described["centre"].items():
+        found[schema.centre_path(name)] = {"name": name, "dtype": number_format}
     return found
 
 

@@ -22,7 +22,9 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "bfloat16": (torch.bfloat16, "<u2"),
 }
 
-_NON_NEGATIVE = ("diagonal", "eigenvalues", "input_eigenvalues", "output_eigenvalues")
+CENTRE = "centre"  # the group of parameters that stand in place of the model's own
+
+_NON_NEGATIVE = ("diagonal", "eigenvalues", "input_eigenvalues", "output_eigenvalues", "variances")
 
 
 def layer_path(layer: str) -> str:
@@ -38,6 +40,11 @@ def block_path(block: str) -> str:
 def tensor_path(block: str, tensor: str) -> str:
     """The dataset of a block's tensor."""
     return f"{block_path(block)}/{link_name(tensor)}"
+
+
+def centre_path(parameter: str) -> str:
+    """The dataset of a parameter of the centre."""
+    return f"{CENTRE}/{link_name(parameter)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -61,12 +68,12 @@ def fingerprint(parameters: Mapping[str, Tensor]) -> str:
 
 
 def check_unchanged(posterior: Posterior) -> None:
-    """Refuse a posterior whose model was trained on after the fit: its mean is the model's own memory.
+    """Refuse a posterior whose model was trained on after the fit: what it was fitted on is the model's own memory.
 
     Raises:
         PosteriorMismatchError: the parameters are not those of the fit.
     """
-    if posterior.fingerprint is not None and fingerprint(posterior.mean) != posterior.fingerprint:
+    if posterior.fingerprint is not None and fingerprint(posterior.original) != posterior.fingerprint:
         raise PosteriorMismatchError(
             "The model's parameters changed after the posterior was fitted or loaded; fit again, or give the model its "
             "parameters back."

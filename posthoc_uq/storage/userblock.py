@@ -13,7 +13,8 @@ from pathlib import Path
 
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+OLDEST_VERSION = 1  # that is still read
 SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"
 _FIELDS = struct.Struct("<16sIQ32s")  # magic, version, length, digest; zeros up to SIZE
@@ -23,6 +24,11 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 def header(body: bytes | memoryview, version: int = FORMAT_VERSION) -> bytes:
     """The user block of a file whose HDF5 part is `body`."""
     return _FIELDS.pack(MAGIC, version, len(body), sha256(body).digest()).ljust(SIZE, b"\0")
+
+
+def version_of(data: bytes) -> int:
+    """The format version of a verified file."""
+    return int(_FIELDS.unpack_from(data)[1])
 
 
 def verify(data: bytes, path: str) -> None:
@@ -44,13 +50,14 @@ def verify(data: bytes, path: str) -> None:
     _, version, length, digest = _FIELDS.unpack_from(data)
     if version > FORMAT_VERSION:
         raise CorruptPosteriorError(
-            f"'{path}' is of format version {version}, and this release of posthoc_uq reads version "
-            f"{FORMAT_VERSION}; upgrade posthoc_uq, or save the posterior again with this release."
+            f"'{path}' is of format version {version}, and this release of posthoc_uq reads versions "
+            f"{OLDEST_VERSION} to {FORMAT_VERSION}; upgrade posthoc_uq, or save the posterior again with this release."
         )
-    if version < FORMAT_VERSION:
+    if version < OLDEST_VERSION:
         raise CorruptPosteriorError(
             f"'{path}' is of format version {version}, which this release of posthoc_uq does not read (it "
-            f"reads version {FORMAT_VERSION}); fit and save again, or load it with the release that wrote it."
+            f"reads versions {OLDEST_VERSION} to {FORMAT_VERSION}); fit and save again, or load it with the release "
+            f"that wrote it."
         )
     body = memoryview(data)[SIZE:]
     if length != len(body):

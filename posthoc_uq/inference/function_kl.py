@@ -1,0 +1,136 @@
+"""The divergence between Gaussians over function values, and their covariance by a network's last layer.
+
+All in float64: a covariance of K function values has rank H + 1 at most, and its smallest eigenvalues decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.posteriors.numerics import as_double
+
+_TRIES = 5  # of the Cholesky factors; the noise grows tenfold with each
+
+
+@dataclass(frozen=True)
+class FunctionKL:
+    """``KL(q || p)`` over the function values at some inputs, in nats.
+
+    Attributes:
+        mean_part: ``(m_q - m_p)^T C_p^-1 (m_q - m_p) / 2``, a scalar or one number a set.
+        covariance_part: ``(tr C_p^-1 C_q - K + log det C_p - log det C_q) / 2``, likewise.
+        function_noise: the variance that was added to every function value, likewise.
+    """
+
+    mean_part: Tensor
+    covariance_part: Tensor
+    function_noise: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Both parts."""
+        return self.mean_part + self.covariance_part
+
+    def __str__(self) -> str:
+        total, mean, covariance, noise = (
+            float(part.detach())
+            for part in (self.total, self.mean_part, self.covariance_part, self.function_noise)
+        )
+        return (
+            f"KL {total:.4g} nats: mean part {mean:.4g}, covariance part {covariance:.4g}, at a function noise of "
+            f"{noise:.2g}"
+        )
+
+
+def last_layer_covariance(
+    features: Tensor, weight_variances: Tensor, bias_variances: Tensor | None = None
+) -> Tensor:
+    """Covariance of the function values by an independent Gaussian over the weights of a last layer ``W phi + b``.
+
+    Values of different outputs are independent, so there is one matrix an output: ``C_q = Phi diag(s_q) Phi^T + b_q 1
+    1^T`` (Rudner et al. 2022, eq. 13; one bias is shared by all inputs, so its variance enters every entry).
+
+    Args:
+        features: ``(*sets, inputs, H)``.
+        weight_variances: ``(outputs, H)``.
+        bias_variances: ``(outputs,)``, or None for a layer without bias.
+
+    Returns:
+        ``(*sets, outputs, inputs, inputs)`` in float64, differentiable in all of them.
+    """
+    wide, weights = as_double(features).unsqueeze(-3), as_double(weight_variances).unsqueeze(-2)
+    found = (wide * weights) @ wide.transpose(-1, -2)
+    return found if bias_variances is None else found + as_double(bias_variances)[:, None, None]
+
+
+def relative_noise(prior_covariance: Tensor, share: float) -> Tensor:
+    """A share of the mean prior variance of the function values, one number a set: ``(*sets, 1, 1, 1)``."""
+    diagonal = prior_covariance.detach().diagonal(dim1=-2, dim2=-1)
+    return share * diagonal.mean(dim=(-2, -1))[..., None, None, None]
+
+
+def gaussian_kl(
+    mean: Tensor, covariance: Tensor, prior_mean: Tensor, prior_covariance: Tensor, noise: Tensor | float
+) -> FunctionKL:
+    """``KL(N(m_q, C_q + e I) || N(m_p, C_p + e I))``, summed over independent outputs.
+
+    Where a matrix has no Cholesky factor at the noise ``e``, ten times as much is tried, four times at most. The noise
+    acts as one of the function values: a difference of means that no function of the prior can have costs ``1 / (2 e)``
+    times its square.
+
+    Args:
+        mean: ``(*sets, outputs, inputs)``.
+        covariance: ``(*sets, outputs, inputs, inputs)``.
+        prior_mean: broadcasts to `mean`.
+        prior_covariance: broadcasts to `covariance`; one output stands for all.
+        noise: ``e``, broadcasts to ``(*sets, 1, 1, 1)``.
+
+    Returns:
+        One divergence a set.
+
+    Raises:
+        NonFiniteError: the matrices have no Cholesky factor after all.
+    """
+    mean, covariance = as_double(mean), as_double(covariance)
+    prior_mean, prior_covariance = as_double(prior_mean), as_double(prior_covariance)
+    inputs = covariance.shape[-1]
+    eye = torch.eye(inputs, dtype=torch.float64, device=covariance.device)
+    noise = torch.as_tensor(noise, dtype=torch.float64, device=covariance.device)
+    for _ in range(_TRIES):
+        root, failed = torch.linalg.cholesky_ex(covariance + noise * eye)
+        prior_root, prior_failed = torch.linalg.cholesky_ex(prior_covariance + noise * eye)
+        if not bool(failed.any()) and not bool(prior_failed.any()):
+            break
+        noise = noise * 10
+    else:
+        finite = bool(torch.isfinite(covariance).all() & torch.isfinite(prior_covariance).all())
+        raise NonFiniteError(
+            "The covariance of the function values at the context points "
+            + (
+                "has no Cholesky factor; give a larger function_noise, or fewer or less alike context points."
+                if finite
+                else "is not finite; look at the context points and the learning rates."
+            )
+        )
+    whitened = torch.linalg.solve_triangular(prior_root, root, upper=False)
+    difference = (prior_mean - mean).unsqueeze(-1)
+    shifted = torch.linalg.solve_triangular(
+        prior_root.expand(*difference.shape[:-2], inputs, inputs), difference, upper=False
+    )
+    logarithms = _log_diagonal(prior_root).expand(covariance.shape[:-2]) - _log_diagonal(root)
+    covariance_part = 0.5 * (whitened.square().sum(dim=(-2, -1)) - inputs) + logarithms
+    mean_part = 0.5 * shifted.square().sum(dim=(-2, -1))
+    sets = covariance_part.shape[:-1]
+    return FunctionKL(
+        mean_part.sum(-1),
+        covariance_part.sum(-1),
+        noise.detach().reshape(-1).expand(max(1, sets.numel())).reshape(sets),
+    )
+
+
+def _log_diagonal(root: Tensor) -> Tensor:
+    return root.diagonal(dim1=-2, dim2=-1).log().sum(-1)

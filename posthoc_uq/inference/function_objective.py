@@ -1,0 +1,322 @@
+"""The objective of function-space variational inference (Rudner, Chen, Teh, Gal 2022, "Tractable function-space
+variational inference in Bayesian neural networks").
+
+    E_q[log p(y | f(x; theta))] - max_s KL(q(f(X_s)) || p(f(X_s)))
+
+The first term takes weights drawn from q through the network as it is. In the second both are Gaussians of the network
+linearised in its weights, at context points ``X_s``: with the last layer's weights ``W phi + b`` integrated exactly,
+which gives one covariance an output, and one draw of all others, which moves the mean by ``J_body (sigma o e)``. The
+divergence enters once a data set, so once in N per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.func import jvp  # pyright: ignore[reportPrivateImportUsage]
+
+from posthoc_uq.contexts import Context
+from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.function_draws import ForwardDifferentiable
+from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
+from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.inference.options import FunctionSpaceOptions
+from posthoc_uq.inference.training import Group, Objective
+from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.loaders import Batch
+from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.randomness import mixed_seed
+
+_WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of a step's seed
+
+
+class FunctionPrior:
+    """The Gaussian over functions that a prior over the weights gives, linearised at its own parameters.
+
+    Args:
+        network: runs with any parameters.
+        parameters: where the features are taken.
+        mean: ``"zero"``, or anything else for the outputs at these parameters.
+        precision: of the last layer's weights.
+        body_variance: of all others; 0 leaves them certain.
+    """
+
+    def __init__(
+        self,
+        network: FeatureNetwork,
+        parameters: Mapping[str, Tensor],
+        mean: str,
+        precision: float,
+        body_variance: float = 0.0,
+    ) -> None:
+        self._network, self._parameters = network, dict(parameters)
+        self._mean, self._variance, self._body_variance = mean, 1.0 / precision, body_variance
+
+    @torch.no_grad()
+    def moments(
+        self,
+        batch: Batch,
+        normals: Mapping[str, Tensor] | None = None,
+        at_hand: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Means ``(inputs, outputs)`` and features ``(inputs, H)``.
+
+        Args:
+            normals: of the body, for a prior whose body is not certain.
+            at_hand: outputs and features at these parameters, where they are known already.
+        """
+        if self._body_variance and normals:
+            scaled = {name: value * self._body_variance**0.5 for name, value in normals.items()}
+            outputs, features, moved = linearised_draw(self._network, self._parameters, scaled, batch)
+        else:
+            outputs, features = at_hand or self._network(self._parameters, batch)
+            moved = torch.zeros_like(outputs)
+        return (moved if self._mean == "zero" else outputs + moved), features
+
+    def covariance(self, features: Tensor) -> Tensor:
+        """``(*sets, 1, inputs, inputs)``: the same for every output."""
+        layer, wide = self._network.last, as_double(features)
+        variances = wide.new_full((1, wide.shape[-1]), self._variance)
+        return last_layer_covariance(wide, variances, None if layer.bias is None else variances[:, 0])
+
+
+def linearised_draw(
+    network: FeatureNetwork,
+    parameters: Mapping[str, Tensor],
+    deviations: Mapping[str, Tensor],
+    batch: Batch,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and features at some parameters, and the outputs' derivative along deviations of some of these, by one
+    forward-mode pass; differentiable in all of them.
+
+    Raises:
+        PosthocUQError: some operation of the model has no forward derivative.
+    """
+    moved = {name: parameters[name] for name in deviations}
+    rest = {name: value for name, value in parameters.items() if name not in deviations}
+
+    def run(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return network({**rest, **weights}, batch)
+
+    try:
+        with ForwardDifferentiable():
+            values, tangents = cast(
+                tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], jvp(run, (moved,), (dict(deviations),))
+            )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
+            raise
+        raise PosthocUQError(
+            f"body='linearized' needs forward derivatives, and the model has an operation without one ({reason}); use "
+            f"body='sample'."
+        ) from error
+    return values[0], values[1], tangents[0]
+
+
+class FunctionSpaceObjective(Objective):
+    """The loss of a step, ``-log p(y | x) + KL / N`` a sample, and its gradients.
+
+    Args:
+        network: of the model.
+        field: what is trained.
+        prior: over functions.
+        likelihood: of the targets.
+        context: where the divergence is taken.
+        samples: N.
+        options: of the method.
+        frozen: whether the prior's outputs and features are those of the field's own means, which do not move.
+    """
+
+    def __init__(
+        self,
+        network: FeatureNetwork,
+        field: MeanField,
+        prior: FunctionPrior,
+        likelihood: Likelihood,
+        context: Context,
+        samples: int,
+        options: FunctionSpaceOptions,
+        frozen: bool,
+    ) -> None:
+        self._network, self._field, self._prior, self._likelihood = network, field, prior, likelihood
+        self._context, self._samples, self._options, self._frozen = context, samples, options, frozen
+        self._last = network.last.parameter_names
+        self._body = [name for name in field.means if name not in self._last]
+        self._log_noise: Tensor | None = None
+        if options.learn_noise:
+            assert isinstance(likelihood, Gaussian)
+            like = next(iter(field.means.values()))
+            self._log_noise = likelihood.noise_variance.log().to(like).requires_grad_()
+
+    def groups(self) -> list[Group]:
+        found = self._field.groups(self._options.lr, self._options.log_variance_lr)
+        if self._log_noise is not None:
+            found.append(
+                {"params": [self._log_noise], "lr": self._options.log_variance_lr, "name": "log noise"}
+            )
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        noise = {} if self._log_noise is None else {"log noise": self._log_noise}
+        return self._field.tensors() | noise
+
+    def likelihood(self) -> Likelihood:
+        """With the noise as it is now."""
+        return self._likelihood if self._log_noise is None else Gaussian(self._log_noise.detach().exp())
+
+    def _log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self._log_noise is None:
+            return self._likelihood.log_prob(outputs, targets)
+        noise = self._log_noise.exp()
+        return cast(Gaussian, self._likelihood).log_prob(
+            outputs, targets, noise.squeeze(0) if len(noise) == 1 else noise
+        )
+
+    def _generator(self, *words: int) -> torch.Generator:
+        device = next(iter(self._field.means.values())).device
+        return torch.Generator(device).manual_seed(mixed_seed(*words))
+
+    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+        generator, fits = self._generator(seed, _WEIGHTS), list[Tensor]()
+        deviations: dict[str, Tensor] = {}
+        for _ in range(self._options.n_draws):  # each with a graph of its own, which is freed before the next
+            deviations = self._field.deviations(generator)
+            fits.append(self._fit(batch, deviations))
+        fit = torch.stack(fits).sum()
+        # The body's deviation serves again: either term is right on average, and nothing is drawn twice.
+        body = {name: deviations[name].requires_grad_() for name in self._body}
+        del deviations
+        found, chosen = self.divergence(self._contexts(batch, seed), body)
+        (found.total[chosen] / self._samples).backward()
+        for name, deviation in body.items():
+            gradient, deviation.grad = deviation.grad, None
+            if gradient is not None:
+                self._field.add_gradients(name, gradient, deviation.detach(), mean=False)
+        divergence = found.total[chosen].detach() / self._samples
+        return {
+            "loss": divergence - fit.to(divergence),
+            "log likelihood": fit,
+            "KL mean part": found.mean_part[chosen].detach(),
+            "KL covariance part": found.covariance_part[chosen].detach(),
+        }
+
+    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor]) -> Tensor:
+        """One draw's share of the mean log likelihood, whose gradients are added."""
+        targets = cast(Tensor, batch.targets)
+        weights = {
+            n: (mean.detach() + deviations[n]).requires_grad_() for n, mean in self._field.means.items()
+        }
+        outputs = self._network.outputs(weights, batch)
+        self._likelihood.check(outputs.detach(), targets)
+        own = self._log_prob(outputs, targets).mean() / self._options.n_draws
+        (-own).backward()
+        for name in list(weights):
+            gradient = weights.pop(name).grad
+            if gradient is not None:
+                self._field.add_gradients(name, gradient, deviations[name], mean=True)
+        return own.detach()
+
+    def _contexts(self, batch: Batch, seed: int) -> Batch:
+        """All context sets as one batch, set by set."""
+        options, generator = self._options, torch.Generator().manual_seed(mixed_seed(seed, _CONTEXT))
+        like = batch.tensors()[0]
+        parts = [self._context.draw(options.n_context, batch, generator) for _ in range(options.n_sets)]
+        found = _joined([_as_batch(part, like.device) for part in parts])
+        wanted = options.n_context * options.n_sets
+        if count_samples(found) != wanted:
+            raise PosthocUQError(
+                f"The context gave {count_samples(found)} inputs in place of {wanted}; a callable is asked for n "
+                f"inputs, and gives a tensor (n, ...)."
+            )
+        return found
+
+    def divergence(self, contexts: Batch, deviations: Mapping[str, Tensor]) -> tuple[FunctionKL, int]:
+        """The divergences of all context sets, one number a set and differentiable, and the place of the largest.
+
+        Args:
+            contexts: all sets, one after the other.
+            deviations: ``sigma e`` of the body's parameters; empty where they are certain.
+        """
+        outputs, features, moved = self._draw(contexts, deviations)
+        known = (outputs.detach(), features.detach()) if self._frozen else None
+        prior_mean, prior_features = self._prior.moments(contexts, self._normals(deviations), known)
+        sets = self._options.n_sets
+
+        def by_set(values: Tensor) -> Tensor:
+            return values.reshape(sets, -1, values.shape[1])
+
+        weight, *bias = (self._field.log_variances[name].exp() for name in self._last)
+        covariance = last_layer_covariance(by_set(features), weight.flatten(1), bias[0] if bias else None)
+        prior_covariance = self._prior.covariance(by_set(prior_features))
+        found = gaussian_kl(
+            by_set(outputs + moved).transpose(1, 2),
+            covariance,
+            by_set(prior_mean).transpose(1, 2),
+            prior_covariance,
+            relative_noise(prior_covariance, self._options.function_noise),
+        )
+        return found, int(found.total.detach().argmax())
+
+    @torch.no_grad()
+    def _normals(self, deviations: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The standard normals behind the deviations, for a prior whose body is not certain."""
+        if not self._options.prior_body_variance:
+            return {}
+        logs = self._field.log_variances
+        return {name: deviation / (0.5 * logs[name]).exp() for name, deviation in deviations.items()}
+
+    def _draw(self, contexts: Batch, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs and features at the means (of a body drawn, for ``body="sample"``), and how a draw of the body moves
+        the outputs.
+        """
+        means = self._field.means
+        if not deviations or self._options.body == "sample":
+            drawn = {name: means[name] + deviation for name, deviation in deviations.items()}
+            outputs, features = self._network({**means, **drawn}, contexts)
+            return outputs, features, torch.zeros_like(outputs)
+        return linearised_draw(self._network, means, deviations, contexts)
+
+    def log_predictive(self, batch: Batch, draws: int) -> Tensor:
+        found: list[Tensor] = []
+        for draw in range(draws):
+            weights = self._field.sample(self._generator(0, _VALIDATION, draw))
+            outputs = self._network.outputs(weights, batch)
+            self._likelihood.check(outputs, batch.targets)
+            found.append(self._log_prob(outputs, cast(Tensor, batch.targets)))
+        return torch.logsumexp(torch.stack(found), dim=0) - log(draws)
+
+
+def _as_batch(inputs: Any, device: torch.device) -> Batch:
+    """What a context gave, as a batch on the device."""
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    if isinstance(inputs, Tensor):
+        return Batch((move(inputs),))
+    if isinstance(inputs, Mapping):
+        return Batch((), None, {str(k): move(v) for k, v in cast(Mapping[str, Any], inputs).items()})
+    if isinstance(inputs, tuple):
+        return Batch(tuple(move(v) for v in cast(tuple[Any, ...], inputs)))
+    raise PosthocUQError(
+        f"A context must give a tensor of inputs, a tuple of the model's arguments or a mapping of named ones, not a "
+        f"{type(inputs).__name__}."
+    )
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+
+    def together(values: list[Any]) -> Any:
+        return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
+
+    args = tuple(together(list(values)) for values in zip(*(batch.args for batch in batches), strict=True))
+    named = {name: together([batch.kwargs[name] for batch in batches]) for name in batches[0].kwargs}
+    return Batch(args, None, named)

@@ -1,0 +1,320 @@
+"""``method="function_space"``: variational inference over functions, begun at a trained network (Rudner, Chen, Teh, Gal
+2022); and the divergence over functions of any posterior from its prior, as a diagnostic.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from math import exp
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context, survey
+from posthoc_uq.distributed import world
+from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.heads.linearized import LinearizedPredictor
+from posthoc_uq.inference.evidence import maximise_evidence
+from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_noise
+from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
+from posthoc_uq.inference.laplace import laplace
+from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.inference.options import FUNCTION_SPACE, FunctionSpaceOptions
+from posthoc_uq.inference.run import Run
+from posthoc_uq.inference.training import train
+from posthoc_uq.likelihoods import Gaussian
+from posthoc_uq.loaders import Batch
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.mean_field import MeanFieldBlock
+from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.replica import replicate
+
+PRIOR_PRECISION = 1.0  # where none is given
+_INITIALISATION = 201  # stream of the seed
+_SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
+
+
+def from_curvature(curvature: str, run: Run, model: nn.Module) -> Posterior:
+    """The linearised function-space posterior that needs no training: a Gaussian process with mean ``f(x; theta)`` and
+    covariance ``J(x) Sigma J(x')^T``, Sigma from the data's curvature at the trained weights.
+    """
+    posterior = laplace(curvature, run, model)
+    posterior.method = FUNCTION_SPACE
+    posterior.record.fit["curvature"] = curvature
+    return posterior
+
+
+def fit_function_space(
+    run: Run,
+    model: nn.Module,
+    options: FunctionSpaceOptions,
+    batch: Batch,
+    prior_precision: float | None,
+    val_loader: Iterable[Any] | None,
+) -> Posterior:
+    """Train the variances, and the means unless they are frozen; the noise of a regression is settled already.
+
+    Raises:
+        PosthocUQError: options, data or model do not fit; the message says how to go on.
+        NonFiniteError: a loss is not finite.
+    """
+    if world() > 1:
+        raise PosthocUQError(
+            "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
+        )
+    law, settings = run.settings.likelihood, run.settings
+    if options.learn_noise and not isinstance(law, Gaussian):
+        raise PosthocUQError(f"learn_noise=True is for likelihood='regression'; {law.name!r} has no noise.")
+    start = time.perf_counter()
+    with isolated_random_state(settings.seed):
+        network = FeatureNetwork(replicate(model), run.layers, batch)
+    _check_rank(network, options)
+    context = default_context(batch) if options.context is None else resolve_context(options.context)
+    field = _field(network, options, run, model)
+    samples = run.summary.seen
+    if context.needs_data or not samples:
+        samples = survey(run.loader, settings.reader, context, settings.seed, settings.progress)
+    tau = PRIOR_PRECISION if prior_precision is None else prior_precision
+    prior, frozen = _prior(network, options, run, model, field, tau)
+    objective = FunctionSpaceObjective(network, field, prior, law, context, samples, options, frozen)
+    history = train(
+        objective,
+        run.loader,
+        settings.reader,
+        options,
+        seed=settings.seed,
+        val_loader=val_loader,
+        checkpoint=run.checkpoint,
+        progress=settings.progress,
+    )
+    run.seconds["training"] = time.perf_counter() - start
+    posterior = Posterior(
+        FUNCTION_SPACE,
+        run.layers,
+        field.blocks(run.layers, samples),
+        {name: [name] for name in run.layers},
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        objective.likelihood(),
+        Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
+        Record(
+            _record(options, context, history, run, samples, val_loader), dict(run.prepared.deterministic)
+        ),
+        centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
+    )
+    posterior.prior_precision = tau
+    posterior.record.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    if options.learn_noise:
+        posterior.record.tuning["noise variance"] = "learned with the posterior"
+    posterior.model = model
+    return posterior
+
+
+def _check_rank(network: FeatureNetwork, options: FunctionSpaceOptions) -> None:
+    """Warn of more context points than the prior's functions have dimensions."""
+    rank = network.last.inputs  # the features, and the bias if there is one
+    if options.n_context > rank:
+        warnings.warn(
+            f"n_context={options.n_context} is more than the {rank} dimensions of functions of the last layer "
+            f"'{network.last.name}': what the mean has outside of them costs by function_noise="
+            f"{options.function_noise:g} alone. Take at most {rank} context points, or a larger function_noise.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _field(network: FeatureNetwork, options: FunctionSpaceOptions, run: Run, model: nn.Module) -> MeanField:
+    """Where the training begins."""
+    parameters = dict(network.twin.named_parameters())
+    names = [name for layer in run.layers.values() for name in layer.parameter_names]
+    narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
+    if narrow:
+        raise PosthocUQError(
+            f"method='function_space' trains parameters in float32 or float64, and '{narrow[0]}' is of "
+            f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
+        )
+    means = {name: parameters[name].detach().clone() for name in names}
+    resumed = run.checkpoint is not None and run.checkpoint.training is not None
+    if options.initial == "constant" or resumed:  # what a checkpoint holds is put in place later
+        last = network.last.parameter_names
+        start = {
+            n: options.initial_log_variance if n in last else options.initial_body_log_variance for n in names
+        }
+        logs = {name: torch.full_like(mean, start[name]) for name, mean in means.items()}
+        return MeanField(means, logs, options.train_mean)
+    if isinstance(options.initial, Posterior):
+        initial = options.initial
+        _check_initial(initial, means)
+        if initial.centre:
+            if not options.train_mean:
+                raise PosthocUQError(
+                    "A posterior with a mean of its own cannot begin a training with train_mean=False."
+                )
+            means = {name: initial.mean[name].to(mean).clone() for name, mean in means.items()}
+    else:
+        initial = laplace(cast(str, options.initial), run, model)
+        maximise_evidence(initial)
+    variances = initial.variance()
+    floor = exp(-80.0)
+    logs = {name: variances[name].to(mean).clamp(min=floor).log() for name, mean in means.items()}
+    return MeanField(means, logs, options.train_mean)
+
+
+def _check_initial(initial: Posterior, means: Mapping[str, Tensor]) -> None:
+    for name, mean in means.items():
+        own = initial.original.get(name)
+        if own is None:
+            raise PosteriorMismatchError(
+                f"initial= is a posterior without parameter '{name}', which is to have a variance; fit it with the "
+                f"same layers."
+            )
+        if own.shape != mean.shape or not torch.equal(own.to(mean), mean):
+            raise PosteriorMismatchError(
+                f"initial= was fitted on another model: '{name}' is not the same there."
+            )
+
+
+def _prior(
+    network: FeatureNetwork,
+    options: FunctionSpaceOptions,
+    run: Run,
+    model: nn.Module,
+    field: MeanField,
+    precision: float,
+) -> tuple[FunctionPrior, bool]:
+    """The prior, and whether its moments are those of the field's own means."""
+    pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
+    if options.prior_mean == "random_init":
+        with isolated_random_state(mixed_seed(run.settings.seed, _INITIALISATION)):
+            own = replicate(model, {name: p.clone() for name, p in pretrained.items()})
+            for module in own.modules():
+                reset: Any = getattr(module, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+        parameters = {name: p.detach() for name, p in own.named_parameters()}
+    else:
+        parameters = pretrained
+    frozen = (
+        not field.train_mean
+        and options.prior_mean != "random_init"
+        and not options.prior_body_variance
+        and options.body == "linearized"
+    )
+    return FunctionPrior(
+        network, parameters, options.prior_mean, precision, options.prior_body_variance
+    ), frozen
+
+
+def _record(
+    options: FunctionSpaceOptions,
+    context: Context,
+    history: list[dict[str, float]],
+    run: Run,
+    samples: int,
+    val_loader: Iterable[Any] | None,
+) -> dict[str, Any]:
+    named = options.context if isinstance(options.context, str) else type(context).__name__
+    if options.context is None:
+        named = "batch and monochrome" if isinstance(context, Mixture) else "uniform"
+    losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
+    return {
+        "samples": samples,
+        "seed": run.settings.seed,
+        "epochs": len(history),
+        "epoch taken": losses.index(min(losses)) + 1 if losses else len(history),
+        "mean": "trained" if options.train_mean else "frozen",
+        "context": named,
+        "n_context": options.n_context,
+        "n_sets": options.n_sets,
+        "n_draws": options.n_draws,
+        "prior mean": options.prior_mean,
+        "function noise": options.function_noise,
+        "initial": options.initial if isinstance(options.initial, str) else "a posterior",
+        **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
+        **{f"seconds, {what}": value for what, value in run.seconds.items()},
+    }
+
+
+def function_space_kl(
+    posterior: Posterior,
+    *inputs: Any,
+    prior_precision: float | Mapping[str, float] | None = None,
+    prior_mean: str = "zero",
+    function_noise: float = 1e-6,
+    **named_inputs: Any,
+) -> FunctionKL:
+    """How far a posterior is from its prior in function space, at some inputs: ``KL(q(f(X)) || p(f(X)))`` in nats.
+
+    Both are joint Gaussians over all outputs at all inputs, by the network linearised in its weights: ``q`` around the
+    posterior's mean, with the covariance ``J Sigma J^T``; ``p`` around the trained weights, with ``J J^T /
+    prior_precision`` over the same layers (Rudner et al. 2022, eq. 5 and 9). It is never more than the divergence
+    between the weights' own distributions, if the means differ by a linear map of the weights, and does not fall when
+    inputs are added; large where the data, or the objective, have settled the function.
+
+    Args:
+        posterior: of any method, fitted or loaded.
+        *inputs: what the model takes, a few dozen samples: matrices of size (samples * outputs)^2 in float64.
+        prior_precision: of the weights, a number or one a layer; the posterior's own by default.
+        prior_mean: ``"zero"``, or ``"pretrained"`` for the trained network's outputs.
+        function_noise: variance that is added to every function value, as a share of their mean prior variance; ten
+            times as much where a covariance has no Cholesky factor otherwise.
+        **named_inputs: of the model.
+
+    Raises:
+        PosthocUQError: the posterior has no model, or an option has no valid value.
+        NonFiniteError: the covariances are not finite.
+    """
+    if posterior.model is None:
+        raise PosthocUQError(
+            "The posterior has lost its model; set posterior.model to the model it was fitted on."
+        )
+    if prior_mean not in ("zero", "pretrained"):
+        raise PosthocUQError(f"prior_mean must be 'zero' or 'pretrained', not {prior_mean!r}.")
+    if not 0 < function_noise < float("inf"):
+        raise PosthocUQError(f"function_noise must be positive and finite, not {function_noise}.")
+    prior = _weight_prior(
+        posterior, posterior.prior_precision if prior_precision is None else prior_precision
+    )
+    moments: list[tuple[Tensor, Tensor]] = []
+    for own in (posterior, prior):
+        head = LinearizedPredictor(posterior.model, own, outputs="all", engine="exact")
+        covariance = head.functional_covariance(*inputs, joint=True, **named_inputs)
+        moments.append((head.functional_mean(*inputs, **named_inputs).flatten(), covariance))
+    (mean, covariance), (trained, prior_covariance) = moments
+    difference = trained if prior_mean == "pretrained" else torch.zeros_like(trained)
+    return gaussian_kl(
+        mean[None],
+        covariance[None],
+        difference[None],
+        prior_covariance[None],
+        float(relative_noise(prior_covariance[None], function_noise)),
+    )
+
+
+def _weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -> Posterior:
+    """``N(., 1 / precision)`` over the weights of a posterior's layers, as a posterior that saw nothing."""
+    blocks: dict[str, Block] = {}
+    for name, layer in posterior.layers.items():
+        own = precision[name] if isinstance(precision, Mapping) else precision
+        if not 0 < own < float("inf"):
+            raise PosthocUQError(f"prior_precision must be positive and finite, not {own}.")
+        like = posterior.original[layer.weight]
+        kind = torch.float64 if like.dtype == torch.float64 else torch.float32
+        blocks[name] = MeanFieldBlock(
+            torch.full(layer.matrix_shape, 1.0 / own, dtype=kind, device=like.device), 1
+        )
+    found = Posterior(
+        FUNCTION_SPACE,
+        posterior.layers,
+        blocks,
+        {name: [name] for name in posterior.layers},
+        posterior.original,
+        posterior.likelihood,
+        Evidence(1, noise_power=0),
+    )
+    found.prior_precision = 1.0
+    return found

@@ -1,0 +1,175 @@
+"""Independent Gaussians over a network's parameters as tensors to train, and a network that runs with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.tracking import own_copy
+from posthoc_uq.layers import Layer
+from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.mean_field import MeanFieldBlock
+
+_AGREE = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+class MeanField:
+    """``N(mean, diag exp(log_variance))`` over parameters by name.
+
+    Args:
+        means: leaf tensors of their own, which are trained where `train_mean` is set.
+        log_variances: likewise, always trained.
+        train_mean: whether the means take part.
+    """
+
+    def __init__(self, means: dict[str, Tensor], log_variances: dict[str, Tensor], train_mean: bool) -> None:
+        self.means = {name: mean.requires_grad_(train_mean) for name, mean in means.items()}
+        self.log_variances = {name: value.requires_grad_() for name, value in log_variances.items()}
+        self.train_mean = train_mean
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is trained, by name."""
+        means = {f"mean {name}": t for name, t in self.means.items()} if self.train_mean else {}
+        return means | {f"log variance {name}": t for name, t in self.log_variances.items()}
+
+    def groups(self, lr: float, log_variance_lr: float) -> list[dict[str, Any]]:
+        """The optimiser's groups: the means, if they are trained, and the log variances."""
+        variances = {
+            "params": list(self.log_variances.values()),
+            "lr": log_variance_lr,
+            "name": "log variances",
+        }
+        if not self.train_mean:
+            return [variances]
+        return [{"params": list(self.means.values()), "lr": lr, "name": "means"}, variances]
+
+    @torch.no_grad()
+    def deviations(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """One draw of ``sigma e`` for all parameters, with a standard normal ``e`` of its own for every tensor; without
+        gradients, see `add_gradients`.
+        """
+        found: dict[str, Tensor] = {}
+        for name, value in self.log_variances.items():
+            normal = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=value.device)
+            found[name] = normal.mul_((0.5 * value).exp_())
+        return found
+
+    def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """One draw of all parameters."""
+        return {name: self.means[name].detach() + d for name, d in self.deviations(generator).items()}
+
+    @torch.no_grad()
+    def add_gradients(self, name: str, gradient: Tensor, deviation: Tensor, *, mean: bool) -> None:
+        """Carry a gradient by ``mean + sigma e`` over to the mean (if asked) and the log variance: reparameterisation
+        (Kingma, Welling 2014), with ``d (sigma e) / d log sigma^2 = sigma e / 2``.
+
+        By hand, since autograd would keep sigma, e and their product alive for it.
+        """
+        if mean and self.train_mean:
+            _add(self.means[name], gradient)
+            by_variance = gradient * deviation
+        else:
+            by_variance = gradient.mul_(deviation)
+        _add(self.log_variances[name], by_variance.mul_(0.5))
+
+    def blocks(self, layers: Mapping[str, Layer], samples: int) -> dict[str, Block]:
+        """The variances as blocks of a posterior."""
+        found: dict[str, Block] = {}
+        for name, layer in layers.items():
+            variances = [self.log_variances[p].detach().exp() for p in layer.parameter_names]
+            matrix = layer.to_matrix(variances[0], variances[1] if len(variances) > 1 else None)
+            found[name] = MeanFieldBlock(matrix.contiguous(), samples)
+        return found
+
+
+class FeatureNetwork:
+    """A replica of a model that runs with given weights, and also gives the inputs of its last layer.
+
+    Args:
+        twin: a replica of its own, in eval mode.
+        layers: those that may be its last.
+        batch: a few samples to find the last one with.
+
+    Attributes:
+        last: the layer ``W phi + b`` whose outputs are the model's.
+
+    Raises:
+        PosthocUQError: there is none.
+    """
+
+    def __init__(self, twin: nn.Module, layers: Mapping[str, Layer], batch: Batch) -> None:
+        self.twin = twin
+        self._features: Tensor | None = None
+        self.last = self._find(layers, batch)
+        dict(twin.named_modules())[_owner(self.last)].register_forward_pre_hook(self._catch)
+
+    def _catch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._features = args[0]
+
+    def _find(self, layers: Mapping[str, Layer], batch: Batch) -> Layer:
+        modules = dict(self.twin.named_modules())
+        seen: dict[str, list[Tensor]] = {name: [] for name in layers}
+        handles: list[Any] = []
+        for name, layer in layers.items():
+
+            def catch(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                seen[name].append(args[0].detach().clone())
+
+            if _owner(layer) in modules:
+                handles.append(modules[_owner(layer)].register_forward_pre_hook(catch))
+        with torch.no_grad():
+            outputs = own_copy(batch).call(self.twin)
+        for handle in handles:
+            handle.remove()
+        flat, parameters = (
+            outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(1),
+            dict(self.twin.named_parameters()),
+        )
+        for name, layer in reversed(list(layers.items())):
+            if len(seen[name]) != 1 or layer.groups != 1 or layer.outputs != flat.shape[1]:
+                continue
+            rows = seen[name][0].flatten(1)
+            weight = parameters[layer.weight].detach().flatten(1)
+            if rows.shape != (len(flat), weight.shape[1]):
+                continue
+            own = rows @ weight.T
+            own = own if layer.bias is None else own + parameters[layer.bias].detach()
+            if bool(
+                (own - flat).abs().max() <= _AGREE.get(own.dtype, 1e-2) * own.abs().max().clamp(min=1e-6)
+            ):
+                return layer
+        raise PosthocUQError(
+            f"method='function_space' treats the last layer exactly, and none of {list(layers)[-3:]} gives the model's "
+            f"outputs as W phi + b. Let the model return what its last Linear layer gives, and have that layer among "
+            f"the chosen ones."
+        )
+
+    def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """The model's outputs with these weights, as it gives them."""
+        own = own_copy(batch)
+        found = output_tensor(functional_call(self.twin, dict(weights), own.args, own.kwargs))
+        self._features = None
+        return found
+
+    def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Outputs ``(samples, outputs)`` and features ``(samples, H)``."""
+        own = own_copy(batch)
+        outputs = output_tensor(functional_call(self.twin, dict(weights), own.args, own.kwargs))
+        features, self._features = self._features, None
+        assert features is not None
+        return outputs.reshape(len(features), -1), features.flatten(1)
+
+
+def _add(leaf: Tensor, gradient: Tensor) -> None:
+    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+
+def _owner(layer: Layer) -> str:
+    """The name of the module that holds a layer's weight."""
+    return layer.weight.rpartition(".")[0]

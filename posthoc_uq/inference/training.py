@@ -1,0 +1,320 @@
+"""The training loop of the variational methods: any torch optimiser, progress, checkpoints, early stopping.
+
+What is trained is an `Objective`. All its randomness comes from the seed and the number of the step, and the order of
+the data from the seed and the number of the epoch, so that a run that was killed goes on to the same result.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from math import cos, isfinite, pi
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from tqdm.auto import tqdm
+
+from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.inference.checkpoint import Checkpoint, Tensors
+from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
+from posthoc_uq.loaders import Batch, BatchReader, batches
+from posthoc_uq.randomness import isolated_random_state, mixed_seed, sample_keys
+
+Group = dict[str, Any]
+OptimizerFactory = Callable[[list[Group]], Optimizer]
+
+_DATA, _STEP = 101, 102  # streams of the seed
+
+
+@dataclass
+class TrainingOptions:
+    """What all methods that train have in common; see `posthoc_uq.fit`."""
+
+    epochs: int = 10
+    lr: float = 1e-4
+    log_variance_lr: float = 1e-3
+    optimizer: OptimizerFactory | None = None
+    schedule: Callable[[float], float] | None = None
+    clip: float | None = 1.0
+    patience: int | None = None
+    val_draws: int = 10
+
+    def __post_init__(self) -> None:
+        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PosthocUQError(f"epochs must be a whole number, 0 or more; not {self.epochs!r}.")
+        for name in ("lr", "log_variance_lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not (isfinite(value) and value > 0):
+                raise PosthocUQError(f"{name} must be positive and finite, not {value}.")
+        for name in ("patience", "val_draws"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PosthocUQError(f"{name} must be at least 1, not {value}.")
+
+
+class Objective(ABC):
+    """What is trained: named tensors, and a loss whose gradients by them can be drawn for a batch."""
+
+    @abstractmethod
+    def groups(self) -> list[Group]:
+        """The optimiser's parameter groups: ``params`` (leaf tensors), ``lr``, ``name``."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that is trained, by name."""
+
+    @abstractmethod
+    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+        """Add the gradients of one step's loss to the tensors' ``grad``; give the loss (``"loss"``) and its parts,
+        scalars, for the record.
+        """
+
+    @abstractmethod
+    def log_predictive(self, batch: Batch, draws: int) -> Tensor:
+        """``log p(y | x)`` of held-out samples, ``(samples,)`` in nats, by so many draws that are always the same."""
+
+
+@dataclass
+class _State:
+    """Where a training stands."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    digest: int = 0
+    length: int = 0  # batches of an epoch, 0 while nobody knows
+    sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    samples: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=lambda: list[dict[str, float]]())
+    best: int = -1  # the epoch whose tensors are kept, by number
+    done: bool = False
+
+
+def cosine(progress: float, floor: float = 0.05) -> float:
+    """From 1 down to `floor` as `progress` goes from 0 to 1: the default schedule of learning rates."""
+    return floor + (1 - floor) * 0.5 * (1 + cos(pi * min(1.0, progress)))
+
+
+def adam(groups: list[Group]) -> Optimizer:
+    """The default optimiser: Adam with betas (0.9, 0.99), fused where the device has that."""
+    device = groups[0]["params"][0].device.type
+    return torch.optim.Adam(
+        groups, betas=(0.9, 0.99), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
+    )
+
+
+def train(
+    objective: Objective,
+    loader: Iterable[Any],
+    reader: BatchReader,
+    options: TrainingOptions,
+    *,
+    seed: int,
+    val_loader: Iterable[Any] | None = None,
+    checkpoint: Checkpoint | None = None,
+    progress: bool = True,
+) -> list[dict[str, float]]:
+    """Train `objective` in place.
+
+    With `val_loader` its tensors end as those of the epoch with the least validation NLL, and after `patience` epochs
+    without a better one the training stops.
+
+    Returns:
+        One dictionary an epoch: the means of the loss and its parts over the epoch's samples, ``validation NLL`` where
+        there were held-out data, ``seconds``.
+
+    Raises:
+        NonFiniteError: a loss or a gradient is not finite; names the step.
+        PosthocUQError: the loader yields no targets, or not the data that the checkpoint was made from.
+    """
+    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint)
+    with tqdm(disable=not progress, desc="train", unit=" samples", leave=False) as bar:
+        run.resume()
+        while run.state.epoch < options.epochs and not run.state.done:
+            run.epoch(bar)
+    run.take_best()
+    return run.state.history
+
+
+class _Run:
+    def __init__(
+        self,
+        objective: Objective,
+        loader: Iterable[Any],
+        reader: BatchReader,
+        options: TrainingOptions,
+        seed: int,
+        val_loader: Iterable[Any] | None,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self._objective, self._loader, self._reader, self._options = objective, loader, reader, options
+        self._seed, self._val_loader, self._checkpoint = seed, val_loader, checkpoint
+        with isolated_random_state(seed):
+            groups = objective.groups()
+            self._optimiser = (options.optimizer or adam)(groups)
+        for group in self._optimiser.param_groups:
+            group["initial_lr"] = group["lr"]
+        self._schedule = options.schedule or cosine
+        self._kept: dict[str, Tensor] = {}
+        self.state = _State(length=_length(loader))
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if it holds a training."""
+        if self._checkpoint is None or self._checkpoint.training is None:
+            return
+        description, groups = self._checkpoint.training
+        self.state = _State(**description["state"])
+        for name, tensor in self._objective.tensors().items():
+            tensor.detach().copy_(groups["tensors"][name])
+        self._kept = {name: tensor.to(self._reader.device) for name, tensor in groups.get("best", {}).items()}
+        own = {
+            name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
+        }
+        restore_optimiser(self._optimiser, description["optimiser"], own)
+        self._checkpoint.training = None  # handed over: nothing is to hold the tensors twice
+
+    def _save(self) -> None:
+        if self._checkpoint is None:
+            return
+        plain, own = optimiser_state(self._optimiser)
+        groups: Tensors = {f"optimiser/{name}": tensors for name, tensors in own.items()}
+        groups["tensors"] = {name: tensor.detach() for name, tensor in self._objective.tensors().items()}
+        if self._kept:
+            groups["best"] = self._kept
+        self._checkpoint.keep_training({"state": asdict(self.state), "optimiser": plain}, groups)
+
+    def epoch(self, bar: Any) -> None:
+        """One epoch, or what is left of it."""
+        state, skip, start = self.state, self.state.batch, time.perf_counter()
+        before, digest = state.seconds, 0
+        seen = 0
+        bar.reset()
+        bar.set_description(f"epoch {state.epoch + 1} of {self._options.epochs}")
+        with isolated_random_state(mixed_seed(self._seed, _DATA, state.epoch)):
+            for batch in batches(self._loader, self._reader):
+                samples = count_samples(batch)
+                if self._checkpoint is not None:
+                    digest = _digest(digest, batch, samples)
+                seen += 1
+                bar.update(samples)
+                if seen <= skip:
+                    if seen == skip and digest != state.digest:
+                        raise PosthocUQError(
+                            "The loader does not begin with the batches that the checkpoint was made from, so the "
+                            "training cannot go on from it; pass the same data in the same order, or delete the "
+                            "checkpoint."
+                        )
+                    continue
+                self._step(batch, samples)
+                state.batch, state.digest = seen, digest
+                bar.set_postfix(self._shown(), refresh=False)
+                if self._checkpoint is not None and state.step % self._checkpoint.every == 0:
+                    state.seconds = before + time.perf_counter() - start
+                    self._save()
+        if seen < skip:
+            raise PosthocUQError("The loader has fewer batches than when the checkpoint was made; delete it.")
+        state.seconds = before + time.perf_counter() - start
+        self._end_epoch(seen)
+
+    def _step(self, batch: Batch, samples: int) -> None:
+        state, where = (
+            self.state,
+            f"Step {self.state.step} (epoch {self.state.epoch + 1}, batch {self.state.batch})",
+        )
+        if batch.targets is None:
+            raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
+        self._optimiser.zero_grad(set_to_none=True)
+        terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step))
+        values = dict(
+            zip(terms, torch.stack([t.detach().double() for t in terms.values()]).tolist(), strict=True)
+        )
+        broken = [name for name, value in values.items() if not isfinite(value)]
+        gradients = [
+            t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
+        ]
+        if not broken and not isfinite(float(torch.stack([g.sum() for g in gradients]).sum())):
+            broken = ["gradient"]
+        if broken:
+            raise NonFiniteError(
+                f"{where}: the {' and the '.join(broken)} is not finite; lower the learning rates, or look at the data "
+                f"and the starting variances."
+            )
+        if self._options.clip is not None:
+            torch.nn.utils.clip_grad_value_(
+                (t for group in self._optimiser.param_groups for t in group["params"]), self._options.clip
+            )
+        factor = self._schedule(self._progress())
+        for group in self._optimiser.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        self._optimiser.step()
+        for name, value in values.items():
+            state.sums[name] = state.sums.get(name, 0.0) + value * samples
+        state.samples += samples
+        state.step += 1
+
+    def _progress(self) -> float:
+        """How much of the training is over, in [0, 1)."""
+        state = self.state
+        part = min(state.batch / state.length, 1.0) if state.length else 0.0
+        return (state.epoch + part) / self._options.epochs
+
+    def _shown(self) -> dict[str, str]:
+        return {name: f"{value / self.state.samples:.4g}" for name, value in self.state.sums.items()}
+
+    def _end_epoch(self, seen: int) -> None:
+        state = self.state
+        entry = {name: value / max(1, state.samples) for name, value in state.sums.items()}
+        if self._val_loader is not None:
+            entry["validation NLL"] = self._validate()
+            losses = [past["validation NLL"] for past in state.history]
+            if not losses or entry["validation NLL"] < min(losses):
+                state.best = state.epoch
+                self._kept = {n: t.detach().clone() for n, t in self._objective.tensors().items()}
+        entry["seconds"] = state.seconds
+        state.history.append(entry)
+        waited = state.epoch - state.best
+        state.done = (
+            self._val_loader is not None
+            and self._options.patience is not None
+            and waited >= self._options.patience
+        )
+        state.epoch, state.batch, state.digest, state.length = state.epoch + 1, 0, 0, seen
+        state.sums, state.samples, state.seconds = {}, 0, 0.0
+        self._save()
+
+    def _validate(self) -> float:
+        """Mean negative log-likelihood of the held-out data, in nats."""
+        assert self._val_loader is not None
+        total, count = 0.0, 0
+        with torch.no_grad(), isolated_random_state(self._seed):
+            for batch in batches(self._val_loader, self._reader):
+                if batch.targets is None:
+                    raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
+                found = self._objective.log_predictive(batch, self._options.val_draws)
+                total, count = total - float(found.double().sum()), count + len(found)
+        return total / count
+
+    def take_best(self) -> None:
+        """Put the tensors of the best epoch back."""
+        for name, tensor in self._objective.tensors().items():
+            if name in self._kept:
+                tensor.detach().copy_(self._kept[name])
+
+
+def _digest(digest: int, batch: Batch, samples: int) -> int:
+    tensors = [*batch.tensors(), *([] if batch.targets is None else [batch.targets])]
+    return mixed_seed(digest, int(sample_keys(tensors, samples, 0).sum()))
+
+
+def _length(loader: Iterable[Any]) -> int:
+    """Batches of an epoch, 0 where nobody says."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return 0

@@ -1,0 +1,620 @@
+"""`fit(method="function_space")`: what comes out, with every head, through a file, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from test_storage import edit, edit_state
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.utils.data import DataLoader, TensorDataset
+
+import posthoc_uq as uq
+from posthoc_uq.contexts import UniformBox
+from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.posteriors.blocks import Settings
+from posthoc_uq.posteriors.mean_field import MeanFieldBlock
+from posthoc_uq.storage import userblock
+
+
+def net(outputs: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.AvgPool2d(2), nn.Flatten()]
+        found = nn.Sequential(
+            *layers, nn.Linear(16, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, outputs)
+        ).to(dtype)
+        found.train()
+        found(torch.randn(30, 1, 6, 6, dtype=dtype))  # running statistics
+    return found.eval()
+
+
+def batches(targets: str = "classes", samples: int = 32, dtype: torch.dtype = torch.float32) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 1, 6, 6, generator=generator, dtype=dtype)
+    y = {
+        "classes": torch.randint(0, 3, (samples,), generator=generator),
+        "binary": torch.randint(0, 2, (samples,), generator=generator),
+        "numbers": torch.randn(samples, 2, generator=generator, dtype=dtype),
+    }[targets]
+    return list(zip(x.split(8), y.split(8), strict=True))
+
+
+def fitted(model: nn.Module, **given: Any) -> uq.Posterior:
+    settings: dict[str, Any] = {"epochs": 2, "n_context": 6, "lr": 1e-2, "log_variance_lr": 0.1}
+    settings |= {"initial_body_log_variance": -6.0, "progress": False}
+    data = given.pop("loader", None) or batches()
+    return uq.fit(model, data, method="function_space", **(settings | given))
+
+
+def probe(samples: int = 5) -> Tensor:
+    return torch.randn(samples, 1, 6, 6, generator=torch.Generator().manual_seed(9))
+
+
+# What a training leaves alone
+
+
+def test_frozen_mean_leaves_predictions_at_the_mean_untouched() -> None:
+    model = net()
+    posterior = fitted(model, train_mean=False)
+    assert not posterior.centre and posterior.report().summary["mean"] == "frozen"
+    own = dict(model.named_parameters())
+    assert all(mean.data_ptr() == own[name].data_ptr() for name, mean in posterior.mean.items())
+    head = uq.wrap(model, posterior, "linearized")
+    assert torch.equal(head.functional_mean(probe()), model(probe()))
+    start = {f"{layer}.weight": value for layer, value in (("0", -6.0), ("5", -6.0), ("8", -5.0))}
+    moved = posterior.variance()
+    assert all(float((moved[n].log() - s).abs().max()) > 0.1 for n, s in start.items())
+
+
+@pytest.mark.parametrize("prior_mean", ["zero", "pretrained"])
+def test_moments_at_hand_are_those_of_a_pass_of_its_own(prior_mean: str) -> None:
+    """With a frozen mean the prior's features are taken from the posterior's pass; the result is the same."""
+    model = net(dtype=torch.float64)
+    settings = {"loader": batches(dtype=torch.float64), "train_mean": False, "prior_mean": prior_mean}
+    first = fitted(model, **settings)
+    second = fitted(model, body="linearized", prior_body_variance=1e-30, **settings)  # a pass of its own
+    for name, block in first.blocks.items():
+        torch.testing.assert_close(block.variances, second.blocks[name].variances, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("after", [None, 1, 9, 16])
+def test_user_s_model_and_random_state_stay(after: int | None) -> None:
+    model = net()
+    model.train()
+    model[1].eval()
+    state = copy.deepcopy(model.state_dict())
+    flags = [module.training for module in model.modules()]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    if after is None:
+        fitted(
+            model,
+            loader=DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), 8, shuffle=True),
+        )
+    else:
+        calls = 0
+
+        def context(n: int, generator: torch.Generator) -> Tensor:
+            nonlocal calls
+            calls += 1
+            torch.rand(3), random.random(), np.random.rand()
+            if calls == after:
+                raise KeyError("a context of the user's")
+            return torch.randn(n, 1, 6, 6, generator=generator)
+
+        if after <= 8:
+            with pytest.raises(KeyError):
+                fitted(model, context=context)
+        else:
+            fitted(model, context=context)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == flags
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    after_state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert before[:2] == after_state[:2] and torch.equal(before[2], after_state[2])
+
+
+def test_a_seed_settles_the_result_and_another_does_not() -> None:
+    first, second, third = (fitted(net(), seed=seed) for seed in (3, 3, 4))
+    for name, block in first.blocks.items():
+        assert torch.equal(block.variances, second.blocks[name].variances)
+        assert not torch.equal(block.variances, third.blocks[name].variances)
+
+
+# Through a file and with every head
+
+
+@pytest.mark.parametrize("head", ["sampling", "linearized", "moments"])
+@pytest.mark.parametrize("train_mean", [True, False])
+def test_round_trip_with_every_head(head: str, train_mean: bool, tmp_path: Path) -> None:
+    model = net()
+    posterior = fitted(model, train_mean=train_mean)
+    uq.save(posterior, tmp_path / "p.h5")
+    for untrusted in (False, True):
+        loaded = uq.load(tmp_path / "p.h5", model, untrusted=untrusted)
+        for name, mean in posterior.mean.items():
+            assert torch.equal(loaded.mean[name], mean)
+            assert torch.equal(loaded.variance()[name], posterior.variance()[name])
+        assert loaded.record == posterior.record and loaded.prior_precision == posterior.prior_precision
+        first, second = (uq.wrap(model, p, head)(probe()) for p in (posterior, loaded))
+        assert torch.equal(first.probs, second.probs)
+    uq.save(loaded, tmp_path / "again.h5")
+    assert (tmp_path / "again.h5").read_bytes() == (tmp_path / "p.h5").read_bytes()
+    found = uq.inspect(tmp_path / "p.h5")
+    assert found["method"] == "function_space" and found["format_version"] == userblock.FORMAT_VERSION
+    assert found["centre"] == (list(posterior.mean) if train_mean else [])
+    assert {block["kind"] for block in found["blocks"].values()} == {"mean_field"}
+
+
+def test_every_head_predicts_around_the_trained_mean() -> None:
+    """Means and variances of the heads against the trained parameters put into the model by hand."""
+    model = net(dtype=torch.float64)
+    x = probe().double()
+    posterior = fitted(model, loader=batches(dtype=torch.float64))
+    assert any(not torch.equal(mean, posterior.original[name]) for name, mean in posterior.mean.items())
+    moved = functional_call(copy.deepcopy(model), posterior.mean, (x,)).detach()
+    assert float((moved - model(x).detach()).abs().max()) > 1e-3
+    linearized = uq.wrap(model, posterior, "linearized")
+    torch.testing.assert_close(linearized.functional_mean(x), moved)
+    jacobians = jacrev(lambda w: functional_call(model, w, (x,)))(posterior.mean)
+    variances = posterior.variance()
+    expected = sum((j.square() * variances[n]).flatten(2).sum(2) for n, j in jacobians.items())
+    torch.testing.assert_close(linearized.functional_variance(x), expected.detach())
+    probes = uq.wrap(model, posterior, "linearized", engine="jvp", n_probes=4)
+    torch.testing.assert_close(probes.functional_mean(x), moved)
+    draws = posterior.sample(3, torch.Generator().manual_seed(0))
+    sampling = uq.wrap(model, posterior, n_samples=3)
+    by_hand = torch.stack(
+        [functional_call(model, {n: d[i] for n, d in draws.items()}, (x,)) for i in range(3)]
+    )
+    torch.testing.assert_close(sampling.outputs(x), by_hand)
+    quiet = copy.deepcopy(posterior)
+    for block in quiet.blocks.values():
+        block.variances.zero_()
+    quiet._cache.clear()
+    torch.testing.assert_close(uq.wrap(model, quiet, "moments").functional_mean(x), moved)
+    torch.testing.assert_close(uq.wrap(model, quiet).outputs(x)[0], moved)
+
+
+def test_a_model_that_was_changed_is_refused(tmp_path: Path) -> None:
+    """The file and the posterior belong to the original weights, not to those that were trained on."""
+    model = net()
+    posterior = fitted(model)
+    uq.save(posterior, tmp_path / "p.h5")
+    trained = copy.deepcopy(model)
+    trained.load_state_dict(posterior.mean, strict=False)
+    with pytest.raises(PosteriorMismatchError, match="are not those"):
+        uq.load(tmp_path / "p.h5", trained)
+    with pytest.raises(PosteriorMismatchError, match="are not those"):
+        uq.wrap(trained, posterior)
+    assert uq.wrap(copy.deepcopy(model), posterior) is not None
+    with torch.no_grad():
+        model[8].bias.add_(1e-3)
+    for call in (lambda: uq.wrap(model, posterior), lambda: uq.save(posterior, tmp_path / "q.h5")):
+        with pytest.raises(PosteriorMismatchError, match="changed after"):
+            call()
+
+
+def break_centre(value: float) -> Any:
+    def change(file: h5py.File) -> None:
+        file["centre"]["8.bias"][0] = value
+
+    return change
+
+
+def break_variances(value: float) -> Any:
+    def change(file: h5py.File) -> None:
+        file["blocks"]["8"]["variances"][0, 0, 0] = value
+
+    return change
+
+
+def other_shape(file: h5py.File) -> None:
+    dtype = file["centre"]["8.bias"].attrs["dtype"]
+    del file["centre"]["8.bias"]
+    file["centre"].create_dataset("8.bias", data=np.zeros(4, dtype="<f4")).attrs["dtype"] = dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (break_centre(float("nan")), "'8.bias' of the centre holds NaN"),
+        (break_variances(float("inf")), "'variances' of block '8' holds NaN or infinity"),
+        (break_variances(-1e-9), "'variances' of block '8' holds negative"),
+        (other_shape, r"dataset 'centre/8.bias' of the centre has shape \(4,\)"),
+        (lambda file: file["centre"].pop("8.bias"), "the centre lacks the dataset"),
+        (lambda file: file["centre"].create_dataset("stray", data=np.zeros(2)), "datasets that no block has"),
+        (lambda file: file.pop("centre"), "groups are not those described"),
+    ],
+)
+def test_damaged_files(change: Any, words: str, tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "p.h5"
+    uq.save(fitted(model), path)
+    edit(path, change)
+    for untrusted in (False, True):
+        with pytest.raises(CorruptPosteriorError, match=words):
+            uq.load(path, model, untrusted=untrusted)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s["centre"].update({"stray.weight": "float32"}), "parameters that no layer has"),
+        (lambda s: s["centre"].update({"8.bias": "int8"}), "number formats"),
+        (lambda s: s.update({"centre": ["8.bias"]}), "number formats"),
+        (lambda s: s["blocks"]["8"]["attributes"].update({"samples": 0}), "'samples' is 0"),
+        (lambda s: s["blocks"]["8"]["attributes"].pop("samples"), "no valid attribute 'samples'"),
+        (lambda s: s["attributes"].update({"prior_precision": -1.0}), "prior_precision"),
+    ],
+)
+def test_damaged_descriptions(change: Any, words: str, tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "p.h5"
+    uq.save(fitted(model), path)
+    edit_state(path, change)
+    with pytest.raises(CorruptPosteriorError, match=words):
+        uq.load(path, model)
+    if "prior" not in words:
+        with pytest.raises(CorruptPosteriorError, match=words):
+            uq.inspect(path)
+
+
+def test_half_formats_keep_the_mean(tmp_path: Path) -> None:
+    model = net()
+    posterior = fitted(model)
+    uq.save(posterior, tmp_path / "p.h5", dtype=torch.bfloat16)
+    loaded = uq.load(tmp_path / "p.h5", model)
+    for name, mean in posterior.mean.items():
+        assert torch.equal(loaded.mean[name], mean)
+        rounded = posterior.variance()[name].to(torch.bfloat16).float()
+        assert torch.equal(loaded.variance()[name], rounded)
+
+
+# The posterior's settings
+
+
+def test_scale_is_a_temperature_of_the_whole_posterior() -> None:
+    posterior = fitted(net())
+    assert posterior.scale == 32.0
+    before = posterior.variance()
+    determinant = float(posterior.log_determinant())
+    expected = -sum(float(v.double().log().sum()) for v in before.values())
+    assert determinant == pytest.approx(expected, rel=1e-6)
+    posterior.scale = 128.0
+    for name, variance in posterior.variance().items():
+        torch.testing.assert_close(variance, before[name] / 4)
+    posterior.scale = 32.0
+    assert all(torch.equal(v, before[n]) for n, v in posterior.variance().items())
+
+
+def test_what_does_not_apply_says_so() -> None:
+    posterior = fitted(net(), prior_precision=2.0)
+    assert posterior.prior_precision == 2.0
+    posterior.prior_precision = 2.0  # what it is already
+    with pytest.raises(
+        PosthocUQError, match=r"part of what method='function_space' optimised, and is 2.0; fit again"
+    ):
+        posterior.prior_precision = 3.0
+    for call in (
+        posterior.log_marginal_likelihood,
+        lambda: uq.tune(posterior),
+        lambda: uq.tune(posterior, per_layer=True),
+    ):
+        with pytest.raises(PosthocUQError, match=r"no log marginal likelihood.*val_loader"):
+            call()
+    with pytest.raises(PosthocUQError, match=r"parameters must be among \['scale'\]"):
+        uq.tune(posterior, batches(), parameters=("prior_precision",), progress=False)
+    with pytest.raises(PosthocUQError, match="variances, not a Fisher"):
+        next(iter(posterior.blocks.values())).dense()
+
+
+@pytest.mark.filterwarnings("ignore:The best validation NLL", "ignore:The search ended at the edge")
+def test_held_out_data_tune_scale_and_temperature() -> None:
+    posterior = fitted(net())
+    trials = uq.tune(posterior, batches(), progress=False, max_evaluations=4)
+    assert len(trials.trials) >= 4 and posterior.record.tuning["scale"] == "validation NLL"
+    assert {trial["prior precision"] for trial in trials.trials} == {1.0}
+    uq.tune(posterior, batches(), temperature=True, progress=False)
+    assert posterior.record.tuning["temperature"] == "validation NLL"
+
+
+def test_report_says_how_it_came_about() -> None:
+    report = fitted(net(), val_loader=batches(), context="monochrome").report()
+    text = str(report)
+    for words in (
+        "function_space",
+        "monochrome",
+        "KL mean part",
+        "validation NLL",
+        "prior precision: the default",
+    ):
+        assert words in text
+    assert len(report.summary["loss"]) == 2 and report.summary["epochs"] == 2
+    assert {row["layer"] for row in report.rows} == {"0", "5", "8"}
+    assert report.deterministic["1.weight"] == "BatchNorm2d is kept deterministic"
+
+
+# Options
+
+
+@pytest.mark.parametrize("layers", ["last", ["5", "8"]])
+def test_chosen_layers_alone_are_variational(layers: Any) -> None:
+    model = net()
+    posterior = fitted(model, layers=layers)
+    chosen = ["8"] if layers == "last" else layers
+    assert list(posterior.layers) == chosen
+    assert set(posterior.centre) == {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
+    head = uq.wrap(model, posterior, "linearized", engine="last_layer" if layers == "last" else "exact")
+    assert bool((head.functional_variance(probe()) > 0).all())
+
+
+@pytest.mark.filterwarnings("ignore:At the prior precision")
+@pytest.mark.parametrize("initial", ["diag", "inf", "kfac", "posterior", "trained"])
+def test_initial_variances_of_a_fitted_posterior(initial: str) -> None:
+    """Without a step that matters, the variances are those that the training began from."""
+    model = net()
+    if initial == "posterior":
+        start = uq.fit(model, batches(), method="kfac", prior_precision=3.0, progress=False)
+    elif initial == "trained":
+        start = fitted(model)
+    else:
+        start = uq.fit(model, batches(), method=initial, progress=False)
+    given = start if initial in ("posterior", "trained") else initial
+    found = fitted(model, initial=given, epochs=1, lr=1e-9, log_variance_lr=1e-9)
+    for name, variance in found.variance().items():
+        torch.testing.assert_close(variance, start.variance()[name], rtol=1e-4, atol=0)
+        torch.testing.assert_close(found.mean[name], start.mean[name], rtol=0, atol=1e-6)
+
+
+def test_initial_variances_of_another_model_are_refused() -> None:
+    model, other = net(), net()
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    start = uq.fit(other, batches(), method="diag", prior_precision=1.0, progress=False)
+    with pytest.raises(PosteriorMismatchError, match=r"another model: '0.weight'"):
+        fitted(model, initial=start)
+    start = uq.fit(model, batches(), method="diag", layers="last", prior_precision=1.0, progress=False)
+    with pytest.raises(PosteriorMismatchError, match="the same layers"):
+        fitted(model, initial=start)
+    with pytest.raises(PosthocUQError, match="train_mean=False"):
+        fitted(model, initial=fitted(model), train_mean=False)
+
+
+@pytest.mark.filterwarnings("ignore:At the prior precision")
+@pytest.mark.parametrize("curvature", [None, "diag", "kfac", "inf"])
+def test_without_epochs_the_curvature_s_own(curvature: str | None) -> None:
+    model = net()
+    posterior = fitted(
+        model, epochs=0, initial=curvature, fisher="exact", **{"lr": None, "log_variance_lr": None}
+    )
+    expected = uq.fit(model, batches(), method=curvature or "inf", fisher="exact", progress=False)
+    assert posterior.method == "function_space" and posterior.prior_precision == expected.prior_precision
+    assert posterior.record.fit["curvature"] == (curvature or "inf")
+    first, second = (
+        uq.wrap(model, p, "linearized").functional_covariance(probe(), joint=True)
+        for p in (posterior, expected)
+    )
+    assert torch.equal(first, second) and first.shape == (15, 15)
+    found = uq.function_space_kl(posterior, probe())
+    assert float(found.covariance_part) > 0 and float(found.mean_part) > 0
+
+
+@pytest.mark.parametrize("prior_mean", ["zero", "pretrained", "random_init"])
+@pytest.mark.parametrize("body", ["linearized", "sample"])
+def test_priors_and_bodies_train(prior_mean: str, body: str) -> None:
+    posterior = fitted(net(), prior_mean=prior_mean, body=body, prior_body_variance=1e-4, n_sets=2, n_draws=2)
+    assert all(bool((v > 0).all()) for v in posterior.variance().values())
+
+
+def test_a_random_prior_depends_on_the_seed_alone() -> None:
+    first, second = (fitted(net(), prior_mean="random_init", seed=2) for _ in range(2))
+    for name, block in first.blocks.items():
+        assert torch.equal(block.variances, second.blocks[name].variances)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another's option": ({"rank": 10}, r"does not take \['rank'\].*'context'"),
+    "a typo": ({"n_contexts": 10}, r"does not take \['n_contexts'\]"),
+    "epochs": ({"epochs": -1}, "epochs must be a whole number"),
+    "lr": ({"lr": 0.0}, "lr must be positive"),
+    "context": ({"context": "grey"}, "context must be one of"),
+    "vectors": ({"context": lambda n, g: torch.zeros(n - 1, 1, 6, 6)}, "gave 5 inputs in place of 6"),
+    "no tensor": ({"context": lambda n, g: None}, "must give a tensor"),
+    "n_context": ({"n_context": 0}, "n_context must be a whole number"),
+    "prior mean": ({"prior_mean": "one"}, "prior_mean must be one of"),
+    "body": ({"body": "exact"}, "body must be one of"),
+    "initial": ({"initial": "full"}, "initial must be one of"),
+    "initial, no epochs": ({"initial": "constant", "epochs": 0}, "initial must be one of"),
+    "log variance": ({"initial_log_variance": 100.0}, "logarithm of a variance"),
+    "function noise": ({"function_noise": 0.0}, "function_noise must be positive"),
+    "evidence": ({"prior_precision": "evidence"}, "give prior_precision a number"),
+    "noise": ({"learn_noise": True}, "learn_noise=True is for"),
+    "patience": ({"patience": 0}, "patience must be at least 1"),
+    "not the last layer": ({"layers": ["0", "5"]}, "have that layer among"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options(case: str) -> None:
+    given, words = WRONG[case]
+    with pytest.raises(PosthocUQError, match=words) as caught:
+        fitted(net(), **given)
+    assert len(str(caught.value)) < 600
+
+
+def test_options_of_function_space_belong_to_it_alone() -> None:
+    with pytest.raises(PosthocUQError, match=r"method='inf' does not take \['epochs'\].*'basis'"):
+        uq.fit(net(), batches(), epochs=3, progress=False)
+
+
+def test_an_iterator_is_refused() -> None:
+    with pytest.raises(PosthocUQError, match="can be read only once"):
+        fitted(net(), loader=iter(batches()))
+
+
+def test_more_points_than_dimensions_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"n_context=10 is more than the 9 dimensions"):
+        fitted(net(), n_context=10, epochs=1)
+
+
+# Likelihoods and models
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
+def test_likelihoods(likelihood: str, tmp_path: Path) -> None:
+    outputs, targets = {
+        "classification": (3, "classes"),
+        "binary": (1, "binary"),
+        "regression": (2, "numbers"),
+    }[likelihood]
+    model = net(outputs)
+    posterior = fitted(model, likelihood=likelihood, loader=batches(targets), val_loader=batches(targets))
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    for head in ("sampling", "linearized", "moments"):
+        first, second = (uq.wrap(model, p, head)(probe()) for p in (posterior, loaded))
+        if likelihood == "regression":
+            assert torch.equal(first.variance, second.variance) and bool((first.variance > 0).all())
+        else:
+            assert torch.equal(first.probs, second.probs)
+
+
+def regression_data(samples: int = 200) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 2, generator=generator)
+    y = torch.stack([x[:, 0], x[:, 1]], 1) + torch.tensor([0.1, 0.5]) * torch.randn(
+        samples, 2, generator=generator
+    )
+    return list(zip(x.split(20), y.split(20), strict=True))
+
+
+def test_noise_is_given_estimated_or_learned() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2))
+        model[0].bias.zero_()
+    data = regression_data()
+    settings: dict[str, Any] = {"loader": data, "likelihood": "regression", "n_context": 3}
+    residuals = torch.cat([model(x) - y for x, y in data]).square().mean(0)
+    given = fitted(model, noise_variance=0.7, **settings)
+    assert given.noise_variance.tolist() == [0.7]
+    estimated = fitted(model, **settings)
+    torch.testing.assert_close(estimated.noise_variance.float(), residuals.detach())
+    assert "mean squared residual" in estimated.record.tuning["noise variance"]
+    # From ten times too much, learning comes close to the residuals' variance, output by output.
+    learned = fitted(
+        model, noise_variance=residuals * 10, learn_noise=True, epochs=20, layers="last", **settings
+    )
+    torch.testing.assert_close(learned.noise_variance.float(), residuals.detach(), rtol=0.3, atol=0)
+    assert learned.record.tuning["noise variance"] == "learned with the posterior"
+    before = learned.variance()
+    learned.noise_scale = 4.0  # of the predictive alone
+    assert all(torch.equal(v, before[n]) for n, v in learned.variance().items())
+
+
+def test_uncertainty_grows_where_the_context_is() -> None:
+    """Two clouds of points, and a box far around them: entropy rises there, and decisions on the data stay."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(160) % 2
+    x = torch.randn(160, 2, generator=generator) * 0.5 + torch.stack([2.0 * y - 1, 0.0 * y], 1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
+        optimiser = torch.optim.Adam(model.parameters(), 2e-2)
+        for _ in range(200):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+    posterior = uq.fit(
+        model.eval(),
+        list(zip(x.split(40), y.split(40), strict=True)),
+        method="function_space",
+        context=UniformBox(-8.0, 8.0),
+        n_context=16,
+        epochs=60,
+        lr=1e-2,
+        log_variance_lr=3e-2,
+        progress=False,
+    )
+    far = torch.tensor([[6, 6], [-6, 6], [-6, -6], [6, -6], [0, 8], [0, -8.0]])
+    head = uq.wrap(model, posterior)
+
+    def entropy(probs: Tensor) -> float:
+        return float(torch.distributions.Categorical(probs=probs).entropy().mean().detach())
+
+    assert entropy(head(far).probs) > 5 * entropy(model(far).softmax(1))
+    assert entropy(head(far).probs) > 2 * entropy(head(x).probs)
+    assert torch.equal(head(x).probs.argmax(1), model(x).argmax(1))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny"])
+def test_real_architectures(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "resnet18":
+        import torchvision
+
+        model = torchvision.models.resnet18(num_classes=5)
+    else:
+        import timm
+
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5)
+    model.eval()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 3, 32, 32, generator=generator)
+    data = [(x[:2], torch.tensor([0, 1])), (x[2:], torch.tensor([2, 3]))]
+    posterior = fitted(model, loader=data, epochs=1, n_context=4)
+    assert all(bool(torch.isfinite(v).all()) for v in posterior.variance().values())
+    moved = [n for n, m in posterior.mean.items() if not torch.equal(m, posterior.original[n])]
+    assert len(moved) == len(posterior.mean)
+    assert bool(torch.isfinite(uq.wrap(model, posterior, n_samples=2)(x).probs).all())
+
+
+def test_inputs_of_several_parts_by_a_callable() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.out = nn.Linear(2, 8), nn.Linear(3, 8), nn.Linear(8, 2)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.out((self.first(a) + self.second(b)).tanh())
+
+    torch.manual_seed(0)
+    model = Two().eval()
+    data = [
+        {"a": torch.randn(6, 2), "b": torch.randn(6, 3), "labels": torch.randint(0, 2, (6,))}
+        for _ in range(3)
+    ]
+    with pytest.raises(PosthocUQError, match="one floating-point input"):
+        fitted(model, loader=data)
+
+    def context(n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return {"a": torch.randn(n, 2, generator=generator), "b": torch.randn(n, 3, generator=generator)}
+
+    posterior = fitted(model, loader=data, context=context, n_sets=2)
+    assert list(posterior.layers) == ["first", "second", "out"]
+
+
+def test_a_block_draws_and_measures_as_its_variances_say() -> None:
+    variances = torch.rand(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    factor = MeanFieldBlock(variances, 10).factor(Settings(10.0, 1.0))
+    noise = torch.randn(5000, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(factor.transform(noise).var(0), variances, rtol=0.1, atol=0)
+    rows = torch.randn(3, 2, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(
+        factor.quadratic(rows), rows.flatten(1) @ variances.flatten().diag() @ rows.flatten(1).T
+    )
+    mean = torch.randn(6, 2, 4, dtype=torch.float64)
+    expected = torch.einsum("goi,rgi->rgo", variances, mean.square())
+    torch.testing.assert_close(factor.rows(0, (2, 3, 4)).variance(mean, None), expected)

@@ -1,0 +1,340 @@
+"""The training loop of variational methods: optimisers and schedules, resuming to the bit, early stopping, errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import posthoc_uq as uq
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.inference.checkpoint import Checkpoint
+from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
+from posthoc_uq.inference.training import Group, Objective, TrainingOptions, cosine, train
+from posthoc_uq.loaders import Batch, BatchReader
+
+READER = BatchReader(torch.device("cpu"))
+
+
+class Quadratic(Objective):
+    """``(w - mean of the targets)^2 / 2``: its gradient is known, and so is every step of SGD."""
+
+    def __init__(self, start: float = 1.0, losses: list[float] | None = None) -> None:
+        self.w = torch.tensor([start], requires_grad=True)
+        self.losses = list(losses or [])
+        self.seeds: list[int] = []
+        self.broken: int | None = None
+
+    def groups(self) -> list[Group]:
+        return [{"params": [self.w], "lr": 0.1, "name": "w"}]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"w": self.w}
+
+    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+        self.seeds.append(seed)
+        loss = 0.5 * (self.w - batch.targets.float().mean()).square().sum()
+        if len(self.seeds) - 1 == self.broken:
+            loss = loss * float("nan")
+        loss.backward()
+        return {"loss": loss}
+
+    def log_predictive(self, batch: Batch, draws: int) -> Tensor:
+        return torch.full((len(batch.targets),), -self.losses.pop(0))
+
+
+def loader_of(targets: list[float], batch: int = 1) -> list[tuple[Tensor, Tensor]]:
+    values = torch.tensor(targets)
+    return [(torch.zeros(len(part), 1), part) for part in values.split(batch)]
+
+
+def options(**given: Any) -> TrainingOptions:
+    def sgd(groups: list[Group]) -> Optimizer:
+        return torch.optim.SGD(groups)
+
+    return TrainingOptions(**({"optimizer": sgd, "clip": None, "schedule": lambda progress: 1.0} | given))
+
+
+def test_steps_are_those_of_the_optimiser_and_the_schedule() -> None:
+    seen: list[float] = []
+
+    def schedule(progress: float) -> float:
+        seen.append(progress)
+        return 1 - progress
+
+    objective = Quadratic()
+    history = train(
+        objective, loader_of([0.0, 2.0]), READER, options(epochs=3, schedule=schedule), seed=0, progress=False
+    )
+    w, losses = 1.0, []
+    for step, target in enumerate([0.0, 2.0] * 3):
+        losses.append(0.5 * (w - target) ** 2)
+        w -= 0.1 * (1 - step / 6) * (w - target)
+    assert float(objective.w.detach()) == pytest.approx(w, rel=1e-6)
+    assert seen == pytest.approx([step / 6 for step in range(6)])
+    assert [entry["loss"] for entry in history] == pytest.approx(
+        [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)], rel=1e-5
+    )
+    assert len(set(objective.seeds)) == 6  # every step draws anew
+
+
+def test_a_loader_of_unknown_length_is_counted() -> None:
+    class Unknown:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(loader_of([0.0, 1.0, 2.0, 3.0]))
+
+    seen: list[float] = []
+
+    def schedule(progress: float) -> float:
+        seen.append(progress)
+        return 1.0
+
+    train(Quadratic(), Unknown(), READER, options(epochs=2, schedule=schedule), seed=0, progress=False)
+    assert seen == pytest.approx([0.0] * 4 + [0.5, 0.625, 0.75, 0.875])
+
+
+def test_default_schedule() -> None:
+    assert cosine(0.0) == 1.0 and cosine(1.0) == pytest.approx(0.05) and cosine(0.5) == pytest.approx(0.525)
+
+
+def test_entries_of_a_gradient_are_clipped() -> None:
+    objective = Quadratic(start=100.0)
+    train(objective, loader_of([0.0]), READER, options(epochs=1, clip=0.5), seed=0, progress=False)
+    assert float(objective.w.detach()) == pytest.approx(100 - 0.1 * 0.5)
+
+
+@pytest.mark.parametrize(("patience", "epochs"), [(None, 5), (2, 4), (1, 3)])
+def test_the_best_epoch_is_kept(patience: int | None, epochs: int) -> None:
+    """Held-out losses 3, 1, 2, 2, 2: the weights are those after the second epoch, and patience ends the training."""
+    objective = Quadratic(losses=[3.0, 1.0, 2.0, 2.0, 2.0])
+    data = loader_of([0.0])
+    history = train(
+        objective, data, READER, options(epochs=5, patience=patience), seed=0, val_loader=data, progress=False
+    )
+    assert len(history) == epochs
+    assert [entry["validation NLL"] for entry in history] == [3.0, 1.0, 2.0, 2.0, 2.0][:epochs]
+    assert float(objective.w.detach()) == pytest.approx(0.9**2)
+
+
+def test_what_is_not_finite_names_its_step() -> None:
+    objective = Quadratic()
+    objective.broken = 5
+    with pytest.raises(NonFiniteError, match=r"Step 5 \(epoch 2, batch 1\): the loss is not finite"):
+        train(objective, loader_of([0.0] * 4), READER, options(epochs=3), seed=0, progress=False)
+    assert bool(torch.isfinite(objective.w).all())  # stopped before the step was taken
+
+
+def test_targets_are_needed() -> None:
+    with pytest.raises(PosthocUQError, match="trains on targets"):
+        train(Quadratic(), [torch.zeros(2, 1)], READER, options(epochs=1), seed=0, progress=False)
+    with pytest.raises(PosthocUQError, match="Early stopping needs targets"):
+        train(
+            Quadratic(),
+            loader_of([0.0]),
+            READER,
+            options(epochs=1),
+            seed=0,
+            val_loader=[torch.zeros(2, 1)],
+            progress=False,
+        )
+
+
+# The state of an optimiser
+
+OPTIMISERS: dict[str, Callable[[Any], Optimizer]] = {
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+    "fused Adam": lambda groups: torch.optim.Adam(groups, lr=0.01, fused=True),
+    "AMSGrad": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+    "Rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_state_of_an_optimiser_goes_through_a_file(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """After a round trip through the file, further steps are the same to the bit."""
+
+    def make() -> tuple[list[Tensor], Optimizer]:
+        values = [torch.linspace(-1, 1, n, dtype=dtype).requires_grad_() for n in (3, 4)]
+        return values, OPTIMISERS[name]([{"params": values[:1]}, {"params": values[1:], "lr": 0.05}])
+
+    def step(values: list[Tensor], optimiser: Optimizer) -> None:
+        optimiser.zero_grad()
+        sum((value.square() * (1 + index)).sum() for index, value in enumerate(values)).backward()
+        optimiser.step()
+
+    first, own = make()
+    for _ in range(3):
+        step(first, own)
+    plain, tensors = optimiser_state(own)
+    file = Checkpoint(tmp_path / "c.h5", 1, {}, 0)
+    file.keep_training({"optimiser": plain}, tensors | {"tensors": {str(i): v for i, v in enumerate(first)}})
+    kept = Checkpoint(tmp_path / "c.h5", 1, {}, 0).training
+    second, other = make()
+    with torch.no_grad():
+        for index, value in enumerate(second):
+            value.copy_(kept[1]["tensors"][str(index)])
+    restore_optimiser(other, kept[0]["optimiser"], kept[1])
+    for _ in range(3):
+        step(first, own)
+        step(second, other)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in own.param_groups]
+
+
+def test_an_optimiser_that_no_file_holds_is_refused() -> None:
+    w = torch.ones(2, requires_grad=True)
+    optimiser = torch.optim.LBFGS([w])
+    optimiser.step(lambda: (optimiser.zero_grad(), w.square().sum().backward(), w.square().sum())[-1])
+    with pytest.raises(PosthocUQError, match="LBFGS keeps a list"):
+        optimiser_state(optimiser)
+    with pytest.raises(PosthocUQError, match="made with the optimiser SGD, and this is Adam"):
+        restore_optimiser(torch.optim.Adam([w]), {"kind": "SGD", "state": {}, "groups": []}, {})
+
+
+# Interruptions
+
+
+def net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)).eval()
+
+
+def data(samples: int = 40, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 1, 6, 6, generator=generator)
+    return TensorDataset(x, torch.randint(0, 3, (samples,), generator=generator))
+
+
+class Fragile:
+    """A shuffling loader that fails, or kills its process, with a batch of a given number over all passes."""
+
+    def __init__(self, after: int | None, kill: bool = False) -> None:
+        self._loader = DataLoader(data(), batch_size=8, shuffle=True)
+        self._after, self._kill, self._count = after, kill, 0
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if self._count == self._after:
+                if self._kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("the power went out")
+            self._count += 1
+            yield batch
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "held-out data": {"val_loader": DataLoader(data(12, 2), batch_size=5), "patience": 3},
+    "momentum, INF variances": {
+        "optimizer": lambda groups: torch.optim.SGD(groups, momentum=0.9),
+        "initial": "inf",
+        "n_sets": 2,
+        "body": "sample",
+    },
+}
+
+
+def fitted(scenario: str, path: Path | None, loader: Any) -> uq.Posterior:
+    return uq.fit(
+        net(),
+        loader,
+        method="function_space",
+        epochs=4,
+        lr=1e-2,
+        n_context=8,
+        initial_body_log_variance=-6.0,
+        checkpoint=path,
+        checkpoint_every=2,
+        progress=False,
+        **SCENARIOS[scenario],
+    )
+
+
+def same(first: uq.Posterior, second: uq.Posterior) -> bool:
+    return all(
+        torch.equal(block.variances, second.blocks[name].variances) for name, block in first.blocks.items()
+    ) and all(torch.equal(first.mean[name], second.mean[name]) for name in first.mean)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_an_interrupted_training_ends_as_if_it_had_not_been(scenario: str, tmp_path: Path) -> None:
+    """Failures in the pass for the context or the curvature, in the first epoch, at an epoch's end, in a later one."""
+    whole, path = fitted(scenario, None, Fragile(None)), tmp_path / "c.h5"
+    passes = 2 if "INF" in scenario else 0
+    first = 5 * (1 + passes)  # 5 batches a pass; training begins after it
+    for after in (3, first + 3, 5 + 4, 5 + 5, 5 + 8):
+        with pytest.raises(RuntimeError, match="the power went out"):
+            fitted(scenario, path, Fragile(after))
+    found = fitted(scenario, path, Fragile(None))
+    assert same(whole, found) and not path.exists()
+    assert found.record.fit["epochs"] == whole.record.fit["epochs"]
+    assert found.record.fit["loss"] == whole.record.fit["loss"]
+
+
+def test_a_killed_training_goes_on(tmp_path: Path) -> None:
+    whole, path = fitted("plain", None, Fragile(None)), tmp_path / "c.h5"
+    for after in (5 + 7, 5 + 9):
+        child = os.fork()
+        if child == 0:
+            fitted("plain", path, Fragile(after, kill=True))
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert path.exists()
+    assert same(whole, fitted("plain", path, Fragile(None)))
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.h5"
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("plain", path, Fragile(13))
+    with pytest.raises(PosthocUQError, match=r"the checkpoint of another fit: its options"):
+        fitted("held-out data", path, Fragile(None))
+    other = DataLoader(data(40, 5), batch_size=8)
+    with pytest.raises(PosthocUQError, match="first batch"):
+        fitted("plain", path, other)
+    # The same first batch, but others after it.
+    path2 = tmp_path / "d.h5"
+    own = DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    class Stopping:
+        count = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            first = next(iter(DataLoader(data(), batch_size=8)))
+            yield first
+            for batch in own:
+                type(self).count += 1
+                if type(self).count == 12:
+                    raise RuntimeError("the power went out")
+                yield batch
+
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("plain", path2, Stopping())
+    with pytest.raises(PosthocUQError, match="does not begin with the batches"):
+        fitted("plain", path2, Stopping())
+
+
+def test_a_checkpoint_is_no_posterior(tmp_path: Path) -> None:
+    path = tmp_path / "c.h5"
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("plain", path, Fragile(13))
+    with pytest.raises(uq.CorruptPosteriorError, match="checkpoint of an unfinished fit"):
+        uq.load(path, net())
