@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -42,24 +42,24 @@ class Evaluation:
         targets: of the test data: labels (inputs,), or values shaped like the mean.
         predictors: by row, those that have a posterior.
         galleries: images worth a look, by title.
-        hyperparameters: by row, those of its posterior when it predicted.
         score: the uncertainty that `threshold` and the figures take if none is named.
         referral_rates: shares of referred inputs.
         bins: of calibration errors.
         class_names: by index, or None.
         display: input image to colours, or None.
+        hyperparameters: by row, those of its posterior when it predicted; without them no threshold can be kept.
     """
 
     predictions: Mapping[str, Mapping[str, Prediction]]
     targets: Tensor
     predictors: Mapping[str, Predictor | None]
     galleries: Mapping[str, Sequence[Example]]
-    hyperparameters: Mapping[str, Mapping[str, Any]]
     score: str | None
     referral_rates: tuple[float, ...]
     bins: int
     class_names: Sequence[str] | None = None
     display: Callable[[Tensor], Tensor] | None = None
+    hyperparameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict[str, Any]())
 
     def __post_init__(self) -> None:
         for name, by_set in self.predictions.items():
@@ -139,7 +139,7 @@ class Evaluation:
         predictor = self.predictors.get(self._row(name))
         if predictor is None:
             raise PosthocUQError(f"{self._row(name)!r} has no posterior to keep a threshold in.")
-        if predictor.hyperparameters() != self.hyperparameters[self._row(name)]:
+        if predictor.hyperparameters() != self.hyperparameters.get(self._row(name)):
             raise PosthocUQError(
                 "The posterior's hyperparameters changed after these predictions were made; evaluate again."
             )
