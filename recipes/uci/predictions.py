@@ -210,11 +210,15 @@ def differences(name: str, found: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 
 def edges(found: Sequence[Mapping[str, Any]], head: str) -> str:
-    """How often the choice for a head lay at an end of the grid, and at which."""
+    """How often the choice for a head lay at an end of the grid, at which, and where nothing is left of the weights."""
     reached = [one[f"{method}, {head}"]["edges"] for one in found for method in METHODS]
     counts = Counter(end for ends in reached for end in ends)
     detail = ", ".join(f"{end} {count}" for end, count in sorted(counts.items()))
-    return f"{head}: {sum(map(bool, reached))} of {len(reached)} choices at an end of the grid ({detail or 'none'})"
+    away = sum({"highest prior", "highest noise"} <= set(ends) for ends in reached)
+    return (
+        f"{head}: {sum(map(bool, reached))} of {len(reached)} choices at an end of the grid ({detail or 'none'}), "
+        f"{away} with the highest prior and the highest noise"
+    )
 
 
 def main() -> None:
