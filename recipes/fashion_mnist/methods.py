@@ -33,8 +33,8 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 """Links from the linearised head's Gaussian logits to probabilities, by row."""
 
-FACTORS = (2.0, 4.0, 8.0, 16.0, 64.0)
-"""Prior precisions that are tried on held-out images, beside the evidence's: multiples of that."""
+FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
+"""Prior precisions that are tried on held-out images: multiples of the evidence's."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,11 @@ def deep_ensemble(models: list[nn.Module]) -> Method:
 def posterior_methods(
     model: nn.Module, data: Data, folder: Path, names: Iterable[str], tuned_on: int, seed: int
 ) -> Iterator[Method]:
-    """Every posterior with every head; the prior precision is tuned on held-out images, once through the linearised
-    head (with the Monte Carlo link, for both links) and once through the sampling head (for the moments head too).
+    """Every posterior with every head; the prior precision is tuned on held-out images, for each link of the linearised
+    head and for the sampling head (and with that for the moments head, which is then calibrated).
     """
-    held_out = loader(Labelled(data.validation.images[:tuned_on], data.validation.labels[:tuned_on]), 64)
+    held_out = Labelled(data.validation.images[:tuned_on], data.validation.labels[:tuned_on])
     folder.mkdir(parents=True, exist_ok=True)
-
-    def tune(**options: Any) -> dict[str, Any]:
-        posterior.prior_precision = evidence
-        grid = [evidence * factor for factor in FACTORS]
-        uq.tune(posterior, held_out, parameters=("prior_precision",), prior_precisions=grid, **options)
-        return {"prior_precision": posterior.prior_precision, "evidence": evidence}
-
     for name in names:
         path = folder / f"{name.replace(', ', '-').replace(' ', '-').lower()}-seed{seed}.h5"
         if path.exists():
@@ -119,16 +112,37 @@ def posterior_methods(
             posterior = uq.fit(model, loader(data.train), seed=seed, **POSTERIORS[name])
             uq.save(posterior, path)
         size, evidence = path.stat().st_size, posterior.prior_precision
-        settings = tune(head="linearized", **LINKS["linearized, mc"])
-        logits_of = GaussianLogits(model, uq.wrap(model, posterior, "linearized"))
-        for head, link in LINKS.items():
-            yield Method(f"{name}, {head}", partial(logits_of.predict, link=link), size, settings)
-        settings = tune(head="sampling", n_samples=10)
+        grid = [evidence * factor for factor in FACTORS]
+        gaussian = GaussianLogits(model, uq.wrap(model, posterior, "linearized"))
+        for head, tau in tuned_links(gaussian, held_out, grid).items():
+            settings = {"prior_precision": tau, "evidence": evidence}
+            yield Method(
+                f"{name}, {head}", partial(gaussian.predict, tau=tau, link=LINKS[head]), size, settings
+            )
+        posterior.prior_precision = evidence
+        uq.tune(
+            posterior,
+            loader(held_out),
+            parameters=("prior_precision",),
+            prior_precisions=grid[1:],
+            n_samples=10,
+        )
+        settings = {"prior_precision": posterior.prior_precision, "evidence": evidence}
         sampling = uq.wrap(model, posterior, "sampling", n_samples=10)
         yield Method(f"{name}, sampling", partial(_in_batches, sampling), size, settings)
         moments = uq.wrap(model, posterior, "moments")
-        moments.calibrate(held_out, progress=False)
+        moments.calibrate(loader(held_out), progress=False)
         yield Method(f"{name}, moments", partial(_in_batches, moments), size, settings)
+
+
+def tuned_links(gaussian: GaussianLogits, held_out: Labelled, grid: list[float]) -> dict[str, float]:
+    """By link, the prior precision with the best likelihood of held-out images; one pass serves all links."""
+    losses: dict[str, dict[float, float]] = {name: {} for name in LINKS}
+    for tau in grid:
+        for name, link in LINKS.items():
+            prediction = gaussian.predict(held_out.images, tau, link)
+            losses[name][tau] = -float(prediction.log_prob(held_out.labels).double().mean())
+    return {name: min(by_tau, key=lambda tau, by_tau=by_tau: by_tau[tau]) for name, by_tau in losses.items()}
 
 
 class GaussianLogits:
@@ -136,20 +150,21 @@ class GaussianLogits:
 
     def __init__(self, model: nn.Module, predictor: uq.LinearizedPredictor) -> None:
         self.model, self.predictor = model, predictor
-        self._kept: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
+        self._kept: list[tuple[Tensor, float, list[tuple[Tensor, Tensor]]]] = []
 
     @torch.no_grad()
-    def predict(self, images: Tensor, link: dict[str, Any]) -> uq.ClassPrediction:
-        """The prediction with a link; the Gaussians of the last images asked for are kept, as long as they stay the
+    def predict(self, images: Tensor, tau: float, link: dict[str, Any]) -> uq.ClassPrediction:
+        """The prediction at a prior precision with a link; the last Gaussians are kept, as long as the images stay the
         same tensor.
         """
-        found = next((gaussians for kept, gaussians in self._kept if kept is images), None)
+        found = next((last for kept, at, last in self._kept if kept is images and at == tau), None)
         if found is None:
+            self.predictor.posterior.prior_precision = tau
             found = [
                 (self.model(batch), self.predictor.functional_covariance(batch))
                 for batch in images.split(64)  # larger ones leave the processor's cache
             ]
-            self._kept = [*self._kept[-4:], (images, found)]
+            self._kept = [*self._kept[-4:], (images, tau, found)]
         predictions = [
             from_gaussian(
                 mean,
