@@ -11,7 +11,7 @@ from posthoc_uq import metrics
 from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction
 from posthoc_uq.heads.scores import uncertainty_scores
 
-LARGER_IS_BETTER = ("accuracy", "top-5 accuracy", "log density", "AUROC", "AUPR", "accuracy at", "AUC at")
+LARGER_IS_BETTER = ("accuracy", "top-5 accuracy", "log density", "AUROC", "AUPR", "AUC at")
 """How the names of such measures start; of the others but coverage and mean entropy, smaller is better."""
 NEUTRAL = ("coverage", "sharpness", "mean entropy")
 

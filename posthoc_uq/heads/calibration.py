@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
@@ -64,14 +65,10 @@ class Calibration:
 
 
 def posterior_settings(posterior: Posterior) -> dict[str, Any]:
-    """What a propagated variance depends on beside the blocks."""
-    prior = posterior.prior_precision
-    return {
-        "scale": posterior.scale,
-        "prior_precision": dict(prior) if isinstance(prior, dict) else prior,
-        "residual_weight": posterior.residual_weight,
-        "noise_scale": posterior.noise_scale,
-    }
+    """What a propagated variance depends on beside the blocks: all but the temperature, which divides it afterwards."""
+    found = hyperparameters_of(posterior)
+    del found["temperature"]
+    return found
 
 
 def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Calibration | None:
