@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,16 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 """Links from the linearised head's Gaussian logits to probabilities, by row."""
 
-FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
+FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Prior precisions that are tried on held-out images: multiples of the evidence's."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Prior precision, and the temperature that divides the Gaussian logits."""
+
+    prior_precision: float
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -70,21 +79,26 @@ def plain(model: nn.Module) -> Method:
     return Method("plain", lambda images: from_logits(logits(model, images).unsqueeze(0)), _bytes([model]))
 
 
-def temperature_scaling(model: nn.Module, validation: Labelled, tuned_on: int) -> Method:
+def temperature_scaling(model: nn.Module, held_out: Labelled) -> Method:
     """Logits over the temperature that has the best likelihood on the held-out images (Guo et al., 2017)."""
-    held_out = logits(model, validation.images[:tuned_on])
-
-    def loss(log_temperature: float) -> float:
-        scaled = held_out.double() / torch.tensor(log_temperature).exp()
-        return float(nn.functional.cross_entropy(scaled, validation.labels[:tuned_on]))
-
-    found = float(torch.tensor(minimize_scalar(loss, bounds=(-2.0, 3.0), method="bounded").x).exp())
+    outputs = logits(model, held_out.images).double()
+    found = best_temperature(
+        lambda temperature: nn.functional.cross_entropy(outputs / temperature, held_out.labels)
+    )
     return Method(
         "temperature scaling",
         lambda images: from_logits((logits(model, images) / found).unsqueeze(0)),
         _bytes([model]),
         {"temperature": found},
     )
+
+
+def best_temperature(loss: Callable[[float], Tensor]) -> float:
+    """The temperature between e^-2 and e^2 with the least loss, to a hundredth."""
+    found = minimize_scalar(
+        lambda x: float(loss(exp(x))), bounds=(-2.0, 2.0), method="bounded", options={"xatol": 0.01}
+    )
+    return exp(found.x)
 
 
 def deep_ensemble(models: list[nn.Module]) -> Method:
@@ -96,53 +110,65 @@ def deep_ensemble(models: list[nn.Module]) -> Method:
     )
 
 
+def last_row(posterior: str) -> str:
+    """The last of the rows that `posterior_methods` gives."""
+    return f"{posterior}, moments"
+
+
 def posterior_methods(
-    model: nn.Module, data: Data, folder: Path, names: Iterable[str], tuned_on: int, seed: int
+    model: nn.Module, data: Data, folder: Path, name: str, held_out: Labelled, seed: int
 ) -> Iterator[Method]:
-    """Every posterior with every head; the prior precision is tuned on held-out images, for each link of the linearised
-    head and for the sampling head (and with that for the moments head, which is then calibrated).
+    """A posterior with every head, tuned on held-out images: prior precision and temperature for each link of the
+    linearised head, the prior precision for the sampling head (and with that for the moments head, which is then
+    calibrated).
     """
-    held_out = Labelled(data.validation.images[:tuned_on], data.validation.labels[:tuned_on])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        path = folder / f"{name.replace(', ', '-').replace(' ', '-').lower()}-seed{seed}.h5"
-        if path.exists():
-            posterior = uq.load(path, model)
-        else:
-            posterior = uq.fit(model, loader(data.train), seed=seed, **POSTERIORS[name])
-            uq.save(posterior, path)
-        size, evidence = path.stat().st_size, posterior.prior_precision
-        grid = [evidence * factor for factor in FACTORS]
-        gaussian = GaussianLogits(model, uq.wrap(model, posterior, "linearized"))
-        for head, tau in tuned_links(gaussian, held_out, grid).items():
-            settings = {"prior_precision": tau, "evidence": evidence}
-            yield Method(
-                f"{name}, {head}", partial(gaussian.predict, tau=tau, link=LINKS[head]), size, settings
-            )
-        posterior.prior_precision = evidence
-        uq.tune(
-            posterior,
-            loader(held_out),
-            parameters=("prior_precision",),
-            prior_precisions=grid[1:],
-            n_samples=10,
+    path = folder / f"{name.replace(', ', '-').replace(' ', '-').lower()}-seed{seed}.h5"
+    if path.exists():
+        posterior = uq.load(path, model)
+    else:
+        posterior = uq.fit(model, loader(data.train), seed=seed, **POSTERIORS[name])
+        uq.save(posterior, path)
+    size, evidence = path.stat().st_size, posterior.prior_precision
+    grid = [evidence * factor for factor in FACTORS]
+    gaussian = GaussianLogits(model, uq.wrap(model, posterior, "linearized"))
+    for head, setting in tuned_links(gaussian, held_out, grid).items():
+        yield Method(
+            f"{name}, {head}",
+            partial(gaussian.predict, setting=setting, link=LINKS[head]),
+            size,
+            asdict(setting) | {"evidence": evidence},
         )
-        settings = {"prior_precision": posterior.prior_precision, "evidence": evidence}
-        sampling = uq.wrap(model, posterior, "sampling", n_samples=10)
-        yield Method(f"{name}, sampling", partial(_in_batches, sampling), size, settings)
-        moments = uq.wrap(model, posterior, "moments")
-        moments.calibrate(loader(held_out), progress=False)
-        yield Method(f"{name}, moments", partial(_in_batches, moments), size, settings)
+    posterior.prior_precision, posterior.temperature = evidence, 1.0
+    uq.tune(
+        posterior,
+        loader(held_out),
+        parameters=("prior_precision",),
+        prior_precisions=grid[1:],
+        n_samples=10,
+    )
+    settings = {"prior_precision": posterior.prior_precision, "evidence": evidence}
+    sampling = uq.wrap(model, posterior, "sampling", n_samples=10)
+    yield Method(f"{name}, sampling", partial(in_batches, sampling), size, settings)
+    moments = uq.wrap(model, posterior, "moments")
+    moments.calibrate(loader(held_out), progress=False)
+    yield Method(last_row(name), partial(in_batches, moments), size, settings)
 
 
-def tuned_links(gaussian: GaussianLogits, held_out: Labelled, grid: list[float]) -> dict[str, float]:
-    """By link, the prior precision with the best likelihood of held-out images; one pass serves all links."""
-    losses: dict[str, dict[float, float]] = {name: {} for name in LINKS}
+def tuned_links(gaussian: GaussianLogits, held_out: Labelled, grid: list[float]) -> dict[str, Setting]:
+    """By link, prior precision and temperature with the best likelihood of held-out images; one pass serves all links.
+    Every prior precision has the temperature that suits it best.
+    """
+    losses: dict[str, dict[Setting, float]] = {name: {} for name in LINKS}
     for tau in grid:
         for name, link in LINKS.items():
-            prediction = gaussian.predict(held_out.images, tau, link)
-            losses[name][tau] = -float(prediction.log_prob(held_out.labels).double().mean())
-    return {name: min(by_tau, key=lambda tau, by_tau=by_tau: by_tau[tau]) for name, by_tau in losses.items()}
+
+            def loss(temperature: float, tau: float = tau, link: dict[str, Any] = link) -> Tensor:
+                prediction = gaussian.predict(held_out.images, Setting(tau, temperature), link)
+                return -prediction.log_prob(held_out.labels).double().mean()
+
+            best = best_temperature(loss)
+            losses[name][Setting(tau, best)] = float(loss(best))
+    return {name: min(by_setting, key=by_setting.__getitem__) for name, by_setting in losses.items()}
 
 
 class GaussianLogits:
@@ -150,36 +176,39 @@ class GaussianLogits:
 
     def __init__(self, model: nn.Module, predictor: uq.LinearizedPredictor) -> None:
         self.model, self.predictor = model, predictor
-        self._kept: list[tuple[Tensor, float, list[tuple[Tensor, Tensor]]]] = []
+        self._kept: list[tuple[Tensor, float, tuple[Tensor, Tensor]]] = []
 
     @torch.no_grad()
-    def predict(self, images: Tensor, tau: float, link: dict[str, Any]) -> uq.ClassPrediction:
-        """The prediction at a prior precision with a link; the last Gaussians are kept, as long as the images stay the
-        same tensor.
+    def predict(self, images: Tensor, setting: Setting, link: dict[str, Any]) -> uq.ClassPrediction:
+        """The prediction at a setting with a link; the last Gaussians are kept, as long as the images stay the same
+        tensor.
         """
+        tau, posterior = setting.prior_precision, self.predictor.posterior
+        posterior.temperature = setting.temperature
         found = next((last for kept, at, last in self._kept if kept is images and at == tau), None)
         if found is None:
-            self.predictor.posterior.prior_precision = tau
-            found = [
+            posterior.prior_precision = tau
+            parts = [
                 (self.model(batch), self.predictor.functional_covariance(batch))
                 for batch in images.split(64)  # larger ones leave the processor's cache
             ]
+            found = torch.cat([mean for mean, _ in parts]), torch.cat([covariance for _, covariance in parts])
             self._kept = [*self._kept[-4:], (images, tau, found)]
-        predictions = [
-            from_gaussian(
-                mean,
-                covariance.diagonal(dim1=1, dim2=2),
-                self.predictor.posterior,
-                covariance=covariance if link["link"] == "mc" else None,
-                **link,
-            )
-            for mean, covariance in found
-        ]
-        return uq.ClassPrediction.cat([p for p in predictions if isinstance(p, uq.ClassPrediction)])
+        mean, covariance = found
+        prediction = from_gaussian(
+            mean,
+            covariance.diagonal(dim1=1, dim2=2),
+            posterior,
+            covariance=covariance if link["link"] == "mc" else None,
+            **link,
+        )
+        assert isinstance(prediction, uq.ClassPrediction)
+        return prediction
 
 
 @torch.no_grad()
-def _in_batches(predictor: uq.Predictor, images: Tensor) -> uq.ClassPrediction:
+def in_batches(predictor: uq.Predictor, images: Tensor) -> uq.ClassPrediction:
+    """The prediction of many images."""
     return uq.ClassPrediction.cat([predictor(batch) for batch in images.split(500)])
 
 

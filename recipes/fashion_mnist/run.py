@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument(
-        "--tuned-on", type=int, default=2000, help="held-out images for prior precision and temperature"
+        "--tuned-on", type=int, default=5000, help="held-out images for prior precision and temperature"
     )
     parser.add_argument("--smoke", action="store_true", help="few images, one epoch, two posteriors")
     return parser.parse_args()
@@ -69,8 +69,7 @@ def main() -> None:
     folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
     paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
     for seed, path in paths.items():
-        results = one_seed(data, seed, folder, options)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        one_seed(data, seed, folder, path, options)
         print(f"seed {seed} is done", flush=True)
     print(write_table([json.loads(path.read_text()) for path in paths.values()], folder / "table.md"))
 
@@ -84,32 +83,35 @@ def smaller(data: Data) -> Data:
     return Data(cut(data.train, 600), cut(data.validation, 100), cut(data.test, 100), data.digits[:100])
 
 
-def one_seed(data: Data, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By row: what was measured."""
+def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.Namespace) -> None:
+    """Measure what is not yet in the file of results, which has every row as soon as it is there."""
 
     def network(number: int) -> torch.nn.Module:
         return trained(data.train, number, folder, options.epochs, options.learning_rate)
 
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     model = network(seed)
-    results: dict[str, dict[str, Any]] = {}
     plain = methods.plain(model)
-    posteriors = methods.posterior_methods(
-        model,
-        data,
-        folder,
-        options.posteriors,
-        options.tuned_on,
-        seed,
+    held_out = Labelled(
+        data.validation.images[: options.tuned_on], data.validation.labels[: options.tuned_on]
     )
-    rows = chain(
-        [plain, methods.temperature_scaling(model, data.validation, options.tuned_on)],
-        posteriors,
-        (methods.deep_ensemble([network(seed + i) for i in range(options.members)]) for _ in range(1)),
-    )
-    for method in rows:
-        results[method.name] = measured(method, data, plain)
-        print(f"seed {seed}, {method.name}: {shown(results[method.name])}", flush=True)
-    return results
+
+    def measure(rows: Iterable[methods.Method]) -> None:
+        for method in rows:
+            results[method.name] = measured(method, data, plain)
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"seed {seed}, {method.name}: {shown(results[method.name])}", flush=True)
+
+    if "temperature scaling" not in results:
+        measure([plain, methods.temperature_scaling(model, held_out)])
+    for name in options.posteriors:
+        if methods.last_row(name) not in results:
+            measure(methods.posterior_methods(model, data, folder, name, held_out, seed))
+    ensemble = f"deep ensemble of {options.members}"
+    if ensemble not in results:
+        measure([methods.deep_ensemble([network(seed + i) for i in range(options.members)])])
+    results[ensemble] = results.pop(ensemble)  # the last row
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 @torch.no_grad()

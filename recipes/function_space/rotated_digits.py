@@ -1,0 +1,134 @@
+"""Figure 2 of Rudner et al. (2022): Brier score and entropy of a digit classifier as the digits are rotated.
+
+python recipes/function_space/rotated_digits.py            three splits and a picture; a quarter of an hour
+python recipes/function_space/rotated_digits.py --smoke    seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import OUTPUT, spread
+from data import MEAN, Labelled, mnist_digits
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from methods import from_logits, in_batches, loader
+from network import logits, trained
+from torch import Tensor
+from torchvision.transforms.functional import InterpolationMode, rotate
+from variational import function_space
+
+import posthoc_uq as uq
+from posthoc_uq import metrics
+
+SHOWN = (0, 45, 90, 180)
+"""Angles of the table."""
+BLACK = float(-MEAN / 0.3530)
+Predict = Callable[[Tensor], uq.ClassPrediction]
+
+
+def predictors(
+    train: Labelled, held_out: Labelled, seed: int, options: argparse.Namespace
+) -> dict[str, Predict]:
+    """By row: the network, an ensemble, INF with its prior precision tuned on held-out digits, function space."""
+    folder = options.output / f"digits-{len(train.labels)}-{options.network_epochs}-split{seed}"
+    networks = [
+        trained(train, number, folder, options.network_epochs, 0.01) for number in range(options.members)
+    ]
+    model = networks[0]
+    inf = uq.fit(model, loader(train), seed=seed, progress=False)
+    uq.tune(inf, loader(held_out), head="linearized", parameters=("prior_precision",), progress=False)
+    path = folder / f"function-space-{options.epochs}.h5"
+    trained_variances = function_space(model, train, path, seed=seed, epochs=options.epochs)
+    linearized = uq.wrap(model, inf, "linearized")
+    sampling = uq.wrap(model, trained_variances, "sampling", n_samples=options.draws)
+    return {
+        "network": lambda images: from_logits(logits(model, images).unsqueeze(0)),
+        f"deep ensemble of {options.members}": lambda images: from_logits(
+            torch.stack([logits(one, images) for one in networks])
+        ),
+        "INF, linearized": lambda images: in_batches(linearized, images),
+        "function space": lambda images: in_batches(sampling, images),
+    }
+
+
+@torch.no_grad()
+def measures(predict: Predict, test: Labelled, angles: list[int]) -> dict[str, float]:
+    """``Brier at A`` and ``entropy at A`` (nats) of the test digits turned by every angle, in degrees."""
+    found: dict[str, float] = {}
+    for angle in angles:
+        turned = rotate(test.images, angle, InterpolationMode.BILINEAR, fill=[BLACK])
+        prediction = predict(turned)
+        found[f"Brier at {angle}"] = metrics.brier_score(prediction.probs, test.labels)
+        found[f"entropy at {angle}"] = float(prediction.entropy().double().mean())
+    return found
+
+
+def picture(results: list[dict[str, dict[str, float]]], angles: list[int]) -> Figure:
+    """Means over splits with a band of one standard deviation, Brier score at the left, entropy at the right."""
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2)
+    for panel, measure in zip(panels, ("Brier", "entropy"), strict=True):
+        for index, name in enumerate(results[0]):
+            values = torch.tensor([[one[name][f"{measure} at {a}"] for a in angles] for one in results])
+            centre, deviation = values.mean(0), values.std(0, correction=int(len(results) > 1))
+            panel.plot(angles, centre, color=f"C{index}", marker="o", markersize=3, label=name)
+            panel.fill_between(
+                angles, centre - deviation, centre + deviation, color=f"C{index}", alpha=0.15, linewidth=0
+            )
+        panel.set(
+            xlabel="angle in degrees", ylabel="Brier score" if measure == "Brier" else "entropy in nats"
+        )
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def split(seed: int, size: int, train: int, held_out: int) -> tuple[Labelled, Labelled, Labelled]:
+    """Training, held-out and test digits."""
+    digits = mnist_digits()
+    order = torch.randperm(len(digits.labels), generator=torch.Generator().manual_seed(seed))[:size]
+    parts = order.split([train, held_out, size - train - held_out])
+    first, second, third = (Labelled(digits.images[part], digits.labels[part]) for part in parts)
+    return first, second, third
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="few digits, one epoch: seconds")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a split each")
+    parser.add_argument("--network-epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=100, help="of variational training")
+    parser.add_argument("--members", type=int, default=5, help="of the deep ensemble")
+    parser.add_argument("--draws", type=int, default=30, help="of weights, for every prediction")
+    parser.add_argument("--step", type=int, default=15, help="between angles, in degrees")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args()
+    sizes = (5000, 3500, 500)
+    if options.smoke:
+        sizes = (400, 300, 50)
+        options.seeds, options.network_epochs, options.epochs, options.step = [0], 1, 1, 45
+        options.members, options.draws = 2, 3
+    angles = list(range(0, 181, options.step))
+    options.output.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, dict[str, float]]] = []
+    for seed in options.seeds:
+        train, held_out, test = split(seed, *sizes)
+        rows = predictors(train, held_out, seed, options)
+        results.append({name: measures(predict, test, angles) for name, predict in rows.items()})
+        print(f"split {seed} is done", flush=True)
+    picture(results, angles).savefig(options.output / "rotated_digits.png", dpi=110)
+    (options.output / "rotated_digits.json").write_text(json.dumps(results, indent=1) + "\n")
+    columns = [f"{measure} at {angle}" for measure in ("Brier", "entropy") for angle in SHOWN]
+    print(f"\n{spread(results, columns)}\n\nPicture: {options.output / 'rotated_digits.png'}")
+
+
+if __name__ == "__main__":
+    main()
