@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import struct
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
+from recipe_helpers import RECIPES, run_recipe, write_fashion_mnist
 from sklearn.datasets import load_digits
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "fashion_mnist"
+RECIPE = RECIPES / "fashion_mnist"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """scikit-learn's digits in the four files of FashionMNIST, as Debian ships them."""
-    target = tmp_path_factory.mktemp("idx")
-    pixels, labels = load_digits(return_X_y=True)
-    images = np.kron(pixels.reshape(-1, 8, 8), np.ones((3, 3)))  # 24 x 24
-    images = np.pad(images * (255 / 16), ((0, 0), (2, 2), (2, 2))).round().astype(np.uint8)
-    for name, part in (("train", slice(0, 1500)), ("t10k", slice(1500, None))):
-        chosen = images[part]
-        header = struct.pack(">IIII", 0x803, len(chosen), 28, 28)
-        (target / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + chosen.tobytes()))
-        header = struct.pack(">II", 0x801, len(chosen))
-        numbers = labels[part].astype(np.uint8).tobytes()
-        (target / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header + numbers))
-    return target
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(RECIPE / "run.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return write_fashion_mnist(tmp_path_factory.mktemp("idx"))
 
 
 def test_files_are_read_as_they_were_written(folder, tmp_path):
@@ -61,7 +37,7 @@ def test_files_are_read_as_they_were_written(folder, tmp_path):
 
 
 def test_smoke(folder, tmp_path):
-    done = run("--smoke", "--data", folder, "--output", tmp_path)
+    done = run_recipe("fashion_mnist/run.py", "--smoke", "--data", folder, "--output", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads((tmp_path / "600-1-0.01" / "results-40-seed0.json").read_text())
     heads = ("linearized, probit", "linearized, mc", "sampling", "moments")
@@ -76,5 +52,5 @@ def test_smoke(folder, tmp_path):
 
 
 def test_help_names_the_options():
-    shown = run("--help").stdout
+    shown = run_recipe("fashion_mnist/run.py", "--help").stdout
     assert all(option in shown for option in ("--seeds", "--data", "--smoke", "--posteriors"))

@@ -4,16 +4,11 @@ independent computations.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import os
 import struct
-import subprocess
-import sys
 import zlib
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,48 +18,30 @@ import pandas as pd
 import pytest
 import rdata
 import torch
+from recipe_helpers import recipe_modules, run_recipe
 from scipy.integrate import quad
 from scipy.stats import norm
 from torch import nn
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-
-
-def _modules(folder: str, names: Sequence[str]) -> Namespace:
-    """Modules of a recipe, imported as its scripts do; other recipes' modules of the same names are kept apart."""
-    own = {path.stem for recipe in (folder, "uci") for path in (RECIPES / recipe).glob("*.py")}
-    before = {name: sys.modules.pop(name) for name in own if name in sys.modules}
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(str(RECIPES / folder))
-            return Namespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        for name in own:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
-
 
 @pytest.fixture(scope="module")
 def uci() -> Namespace:
-    return _modules("uci", ["data", "network", "fisher", "information_errors", "predictions", "common"])
+    return recipe_modules("uci", ["data", "network", "fisher", "information_errors", "predictions", "common"])
 
 
 @pytest.fixture(scope="module")
 def toy() -> Namespace:
-    return _modules("toy_regression", ["problem", "truth", "compare"])
+    return recipe_modules("toy_regression", ["problem", "truth", "compare"])
 
 
 @pytest.fixture(scope="module")
 def active() -> Namespace:
-    return _modules("active_learning", ["acquisition", "compare"])
+    return recipe_modules("active_learning", ["acquisition", "compare"], ["uci"])
 
 
 def _smoke(script: str, output: Path) -> str:
     """What a script prints in its smoke mode."""
-    command = [sys.executable, str(RECIPES / script), "--smoke", "--output", str(output)]
-    found = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-    )
+    found = run_recipe(script, "--smoke", "--output", output)
     assert found.returncode == 0, found.stderr
     return found.stdout
 

@@ -14,7 +14,9 @@ from data import Data, Labelled
 from network import logits
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
+from variational import function_space
 
 import posthoc_uq as uq
 from posthoc_uq.heads.links import from_gaussian
@@ -37,13 +39,25 @@ LINKS: dict[str, dict[str, Any]] = {
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Prior precisions that are tried on held-out images: multiples of the evidence's."""
 
+WIDENINGS = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)
+"""Factors on the function-space posterior's variances: its prior precision is a part of the training."""
+
+FUNCTION_SPACE = "function space"
+
 
 @dataclass(frozen=True)
 class Setting:
-    """Prior precision, and the temperature that divides the Gaussian logits."""
+    """How Gaussian logits become a prediction.
 
-    prior_precision: float
-    temperature: float
+    Attributes:
+        prior_precision: None leaves the posterior's own.
+        widening: a factor on the covariance of the logits, which is one on the covariance of the weights.
+        temperature: divides the logits, their deviations included.
+    """
+
+    prior_precision: float | None = None
+    widening: float = 1.0
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,9 +108,9 @@ def temperature_scaling(model: nn.Module, held_out: Labelled) -> Method:
 
 
 def best_temperature(loss: Callable[[float], Tensor]) -> float:
-    """The temperature between e^-2 and e^2 with the least loss, to a hundredth."""
+    """The temperature between e^-3 and e^2 with the least loss, to a hundredth."""
     found = minimize_scalar(
-        lambda x: float(loss(exp(x))), bounds=(-2.0, 2.0), method="bounded", options={"xatol": 0.01}
+        lambda x: float(loss(exp(x))), bounds=(-3.0, 2.0), method="bounded", options={"xatol": 0.01}
     )
     return exp(found.x)
 
@@ -111,7 +125,7 @@ def deep_ensemble(models: list[nn.Module]) -> Method:
 
 
 def last_row(posterior: str) -> str:
-    """The last of the rows that `posterior_methods` gives."""
+    """The last of the rows that `posterior_methods` and `function_space_methods` give."""
     return f"{posterior}, moments"
 
 
@@ -129,21 +143,15 @@ def posterior_methods(
         posterior = uq.fit(model, loader(data.train), seed=seed, **POSTERIORS[name])
         uq.save(posterior, path)
     size, evidence = path.stat().st_size, posterior.prior_precision
-    grid = [evidence * factor for factor in FACTORS]
+    grid = [Setting(prior_precision=evidence * factor) for factor in FACTORS]
     gaussian = GaussianLogits(model, uq.wrap(model, posterior, "linearized"))
-    for head, setting in tuned_links(gaussian, held_out, grid).items():
-        yield Method(
-            f"{name}, {head}",
-            partial(gaussian.predict, setting=setting, link=LINKS[head]),
-            size,
-            asdict(setting) | {"evidence": evidence},
-        )
+    yield from linearized_methods(gaussian, name, grid, held_out, size)
     posterior.prior_precision, posterior.temperature = evidence, 1.0
     uq.tune(
         posterior,
         loader(held_out),
         parameters=("prior_precision",),
-        prior_precisions=grid[1:],
+        prior_precisions=[evidence * factor for factor in FACTORS[1:]],
         n_samples=10,
     )
     settings = {"prior_precision": posterior.prior_precision, "evidence": evidence}
@@ -154,21 +162,97 @@ def posterior_methods(
     yield Method(last_row(name), partial(in_batches, moments), size, settings)
 
 
-def tuned_links(gaussian: GaussianLogits, held_out: Labelled, grid: list[float]) -> dict[str, Setting]:
-    """By link, prior precision and temperature with the best likelihood of held-out images; one pass serves all links.
-    Every prior precision has the temperature that suits it best.
+def function_space_methods(
+    model: nn.Module, data: Data, folder: Path, held_out: Labelled, seed: int, epochs: int
+) -> Iterator[Method]:
+    """The function-space posterior with monochrome context and every head; the variances are widened and the logits
+    tempered by held-out images for the linearised head, tempered for the sampling head.
     """
-    losses: dict[str, dict[Setting, float]] = {name: {} for name in LINKS}
-    for tau in grid:
-        for name, link in LINKS.items():
+    path = folder / f"function-space-monochrome-{epochs}-seed{seed}.h5"
+    posterior = function_space(model, data.train, path, seed=seed, epochs=epochs)
+    size, name = path.stat().st_size, FUNCTION_SPACE
+    grid = [Setting(widening=factor) for factor in WIDENINGS]
+    gaussian = GaussianLogits(model, uq.wrap(model, posterior, "linearized"))
+    yield from linearized_methods(gaussian, name, grid, held_out, size)
+    alone = float(nn.functional.cross_entropy(logits(model, held_out.images), held_out.labels))
+    head = "linearized, mc"
+    found = widest(gaussian, held_out, grid, LINKS[head], alone)
+    yield Method(
+        f"{name}, {head}, widest",
+        partial(gaussian.predict, setting=found, link=LINKS[head]),
+        size,
+        asdict(found),
+    )
+    posterior.temperature = 1.0
+    sampling = uq.wrap(model, posterior, "sampling", n_samples=10)
+    outputs = torch.cat([sampling.outputs(batch) for batch in held_out.images.split(500)], dim=1)
 
-            def loss(temperature: float, tau: float = tau, link: dict[str, Any] = link) -> Tensor:
-                prediction = gaussian.predict(held_out.images, Setting(tau, temperature), link)
-                return -prediction.log_prob(held_out.labels).double().mean()
+    def loss(temperature: float) -> Tensor:
+        return -from_logits(outputs / temperature).log_prob(held_out.labels).double().mean()
 
-            best = best_temperature(loss)
-            losses[name][Setting(tau, best)] = float(loss(best))
-    return {name: min(by_setting, key=by_setting.__getitem__) for name, by_setting in losses.items()}
+    with torch.no_grad():
+        posterior.temperature = best_temperature(loss)
+    settings = {"temperature": posterior.temperature}
+    yield Method(f"{name}, sampling", partial(in_batches, sampling), size, settings)
+    posterior.temperature = 1.0
+    moments = uq.wrap(model, posterior, "moments")
+    moments.calibrate(loader(held_out), progress=False)
+    yield Method(last_row(name), partial(in_batches, moments), size)
+
+
+def linearized_methods(
+    gaussian: GaussianLogits, name: str, grid: list[Setting], held_out: Labelled, size: int
+) -> Iterator[Method]:
+    """The linearised head with each link at the setting with the best likelihood of held-out images."""
+    for head, setting in tuned_links(gaussian, held_out, grid).items():
+        predict = partial(gaussian.predict, setting=setting, link=LINKS[head])
+        yield Method(f"{name}, {head}", predict, size, asdict(setting))
+
+
+def tuned_links(gaussian: GaussianLogits, held_out: Labelled, grid: list[Setting]) -> dict[str, Setting]:
+    """By link, the setting of `grid` with its temperature that has the best likelihood of held-out images.
+
+    From the middle of the grid on, as long as a neighbour of a link's best one has not been tried: along the grid
+    there is one minimum. A pass over the images serves all links.
+    """
+    found: dict[str, dict[int, tuple[float, Setting]]] = {name: {} for name in LINKS}
+    ahead = {len(grid) // 2}
+    while ahead:
+        for index in ahead:
+            for name, link in LINKS.items():
+                found[name][index] = tempered(gaussian, held_out, grid[index], link)
+        tried = found[next(iter(LINKS))]
+        leaders = [min(losses, key=lambda i, losses=losses: losses[i][0]) for losses in found.values()]
+        neighbours = {leader + step for leader in leaders for step in (-1, 1)}
+        ahead = {i for i in neighbours if 0 <= i < len(grid) and i not in tried}
+    return {name: min(losses.values(), key=lambda pair: pair[0])[1] for name, losses in found.items()}
+
+
+def widest(
+    gaussian: GaussianLogits, held_out: Labelled, grid: list[Setting], link: dict[str, Any], limit: float
+) -> Setting:
+    """The first setting of `grid`, from wide to narrow, whose loss on held-out images is within the limit; the last one
+    if none is: the most uncertainty that costs no likelihood.
+    """
+    setting = grid[-1]
+    for setting in grid:
+        loss, setting = tempered(gaussian, held_out, setting, link)
+        if loss <= limit:
+            break
+    return setting
+
+
+def tempered(
+    gaussian: GaussianLogits, held_out: Labelled, setting: Setting, link: dict[str, Any]
+) -> tuple[float, Setting]:
+    """The setting with the temperature that suits it best, and its mean loss on held-out images."""
+
+    def loss(temperature: float) -> Tensor:
+        prediction = gaussian.predict(held_out.images, replace(setting, temperature=temperature), link)
+        return -prediction.log_prob(held_out.labels).double().mean()
+
+    best = best_temperature(loss)
+    return float(loss(best)), replace(setting, temperature=best)
 
 
 class GaussianLogits:
@@ -176,25 +260,27 @@ class GaussianLogits:
 
     def __init__(self, model: nn.Module, predictor: uq.LinearizedPredictor) -> None:
         self.model, self.predictor = model, predictor
-        self._kept: list[tuple[Tensor, float, tuple[Tensor, Tensor]]] = []
+        self._kept: list[tuple[Tensor, float | None, tuple[Tensor, Tensor]]] = []
 
     @torch.no_grad()
     def predict(self, images: Tensor, setting: Setting, link: dict[str, Any]) -> uq.ClassPrediction:
         """The prediction at a setting with a link; the last Gaussians are kept, as long as the images stay the same
         tensor.
         """
-        tau, posterior = setting.prior_precision, self.predictor.posterior
+        posterior, tau = self.predictor.posterior, setting.prior_precision
         posterior.temperature = setting.temperature
         found = next((last for kept, at, last in self._kept if kept is images and at == tau), None)
         if found is None:
-            posterior.prior_precision = tau
+            if tau is not None:
+                posterior.prior_precision = tau
+            weights = {**dict(self.model.named_parameters()), **posterior.mean}
             parts = [
-                (self.model(batch), self.predictor.functional_covariance(batch))
+                (functional_call(self.model, weights, batch), self.predictor.functional_covariance(batch))
                 for batch in images.split(64)  # larger ones leave the processor's cache
             ]
             found = torch.cat([mean for mean, _ in parts]), torch.cat([covariance for _, covariance in parts])
             self._kept = [*self._kept[-4:], (images, tau, found)]
-        mean, covariance = found
+        mean, covariance = found[0], found[1] * setting.widening
         prediction = from_gaussian(
             mean,
             covariance.diagonal(dim1=1, dim2=2),

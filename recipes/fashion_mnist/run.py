@@ -48,7 +48,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--posteriors", nargs="+", default=list(methods.POSTERIORS), choices=methods.POSTERIORS
     )
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument(
+        "--function-space-epochs", type=int, default=10, help="of variational training; 0 leaves it out"
+    )
+    parser.add_argument("--epochs", type=int, default=15, help="of the networks")
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument(
         "--tuned-on", type=int, default=5000, help="held-out images for prior precision and temperature"
@@ -64,7 +67,7 @@ def main() -> None:
     if options.smoke:
         data = smaller(data)
         options.seeds, options.members, options.epochs, options.tuned_on = [0], 2, 1, 40
-        options.posteriors = options.posteriors[-2:]
+        options.posteriors, options.function_space_epochs = options.posteriors[-2:], 1
     # what belongs to other settings is never mixed in
     folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
     paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
@@ -107,11 +110,12 @@ def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.
     for name in options.posteriors:
         if methods.last_row(name) not in results:
             measure(methods.posterior_methods(model, data, folder, name, held_out, seed))
+    if options.function_space_epochs and methods.last_row(methods.FUNCTION_SPACE) not in results:
+        epochs = options.function_space_epochs
+        measure(methods.function_space_methods(model, data, folder, held_out, seed, epochs))
     ensemble = f"deep ensemble of {options.members}"
     if ensemble not in results:
         measure([methods.deep_ensemble([network(seed + i) for i in range(options.members)])])
-    results[ensemble] = results.pop(ensemble)  # the last row
-    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 @torch.no_grad()

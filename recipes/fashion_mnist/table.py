@@ -6,7 +6,17 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-COLUMNS = ("accuracy", "NLL", "ECE")
+ORDER = (
+    "plain",
+    "temperature",
+    "diag",
+    "KFAC",
+    "EFB",
+    "INF",
+    "last layer",
+    "function space",
+    "deep ensemble",
+)
 SCORES = ("entropy", "mutual_information", "functional_variance")
 
 
@@ -14,7 +24,7 @@ def write_table(results: list[dict[str, dict[str, Any]]], path: Path) -> str:
     """Mean ± standard deviation over seeds, one row a method; also written to `path`."""
     header = ["method", "accuracy", "NLL", "ECE", *(f"AUROC, {s.replace('_', ' ')}" for s in SCORES)]
     lines = [[*header, "time", "MB"]]
-    names = list(dict.fromkeys(name for result in results for name in result))
+    names = sorted(dict.fromkeys(name for result in results for name in result), key=place)
     for name in names:
         found = [result[name] for result in results if name in result]
         cells = [spread([one["accuracy"] * 100 for one in found], 2)]
@@ -32,6 +42,11 @@ def write_table(results: list[dict[str, dict[str, Any]]], path: Path) -> str:
     text = f"{len(results)} seeds.\n\n" + "\n".join(rows) + "\n"
     path.write_text(text)
     return text
+
+
+def place(name: str) -> int:
+    """Of a row in the table; those of one posterior stay as they were measured."""
+    return next((i for i, start in enumerate(ORDER) if name.startswith(start)), len(ORDER))
 
 
 def spread(values: list[float], digits: int) -> str:

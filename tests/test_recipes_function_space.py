@@ -1,0 +1,102 @@
+"""The function-space recipes: their smoke modes as scripts, and their parts."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_helpers import RECIPES, recipe_modules, run_recipe, write_fashion_mnist
+from torch import nn
+
+import posthoc_uq as uq
+
+SCRIPTS = ("regression", "two_moons", "images", "rotated_digits")
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Namespace:
+    return recipe_modules("function_space", ["common", "foreign", *SCRIPTS, "variational"], ["fashion_mnist"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script: str) -> None:
+    shown = run_recipe(f"function_space/{script}.py", "--help")
+    assert shown.returncode == 0 and "--smoke" in shown.stdout and "--seeds" in shown.stdout
+
+
+@pytest.mark.parametrize(("script", "rows"), [("regression", 6), ("two_moons", 7), ("rotated_digits", 4)])
+def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
+    done = run_recipe(f"function_space/{script}.py", "--smoke", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (results,) = json.loads((tmp_path / f"{script}.json").read_text())
+    assert len(results) == rows and all(f"| {name} |" in done.stdout for name in results)
+    assert all(torch.tensor(list(row.values())).isfinite().all() for row in results.values())
+    assert (tmp_path / f"{script}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoke_on_images(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_fashion_mnist(tmp_path / "data")
+    options = ("--smoke", "--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
+    done = run_recipe("function_space/images.py", *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (results,) = json.loads((tmp_path / "out" / "images.json").read_text())
+    rows = ["network", "post hoc, monochrome", "post hoc, photographs", "post hoc, digits"]
+    assert list(results) == [*rows, "from scratch, monochrome"]
+    kept = sorted(path.name for path in (tmp_path / "networks" / "600-1-0.01").glob("function-space-*.h5"))
+    assert kept == [
+        f"function-space-{name}-1-seed0.h5" for name in ("digits", "monochrome", "photographs", "scratch")
+    ]
+    assert (tmp_path / "out" / "selective_prediction.png").stat().st_size > 10_000
+
+
+def test_foreign_images_are_what_they_are_said_to_be(recipe: Namespace) -> None:
+    photos, letters = recipe.foreign.photos(50), recipe.foreign.letters(50)
+    assert photos.shape == letters.shape == (50, 28, 28) and photos.dtype == letters.dtype == torch.uint8
+    assert torch.equal(letters, recipe.foreign.letters(50))
+    assert not torch.equal(letters, recipe.foreign.letters(50, seed=1))
+    border = torch.cat([letters[:, 0], letters[:, -1], letters[:, :, 0], letters[:, :, -1]])
+    assert border.float().mean() < 8  # white letters inside of a black field ...
+    assert ((letters > 200).flatten(1).sum(1) >= 15).all()  # ... and none without ink
+    assert letters.flatten(1).unique(dim=0).shape[0] > 45
+    assert photos.flatten(1).float().std(1).gt(0).double().mean() > 0.95
+
+
+def test_draws_of_the_linearised_network_have_its_moments(recipe: Namespace) -> None:
+    torch.manual_seed(0)
+    x, y = recipe.two_moons.moons(0, 60)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)).eval()
+    posterior = uq.fit(model, [(x, y)], method="full", fisher="exact", prior_precision=200.0, progress=False)
+    draws = recipe.two_moons.by_linearising(model, posterior, 40_000)(x[:3])
+    with torch.no_grad():
+        covariance = uq.wrap(model, posterior, "linearized").functional_covariance(x[:3])
+        spread = covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]
+        difference = model(x[:3]).diff(dim=1).squeeze(1)
+    found = draws[..., 1].logit()
+    assert torch.allclose(found.mean(0), difference, atol=4 * float(spread.max() / 40_000) ** 0.5)
+    assert torch.allclose(found.var(0), spread, rtol=0.03)
+
+
+def test_a_tables_cells_are_means_and_deviations(recipe: Namespace) -> None:
+    table = recipe.common.spread([{"a": {"x": 1.0}}, {"a": {"x": 2.0}}], ["x"]).splitlines()
+    assert table == ["|  | x |", "| --- | --- |", "| a | 1.5 ± 0.71 |"]
+    assert recipe.common.spread([{"a": {"x": 1.0}}], ["x"]).endswith("| a | 1 |")
+
+
+def test_shuffled_batches_hold_every_sample_once_in_a_new_order(recipe: Namespace) -> None:
+    loader = recipe.variational.shuffled(torch.arange(10), torch.arange(10) * 2, seed=0, batch_size=4)
+    epochs = [list(loader) for _ in range(2)]
+    for batches in epochs:
+        assert [len(first) for first, _ in batches] == [4, 4, 2]
+        assert all(torch.equal(first * 2, second) for first, second in batches)
+        assert torch.cat([first for first, _ in batches]).sort().values.tolist() == list(range(10))
+    first, second = (torch.cat([x for x, _ in batches]).tolist() for batches in epochs)
+    assert first != second
+
+
+def test_the_readme_names_every_script() -> None:
+    text = (RECIPES / "function_space" / "README.md").read_text()
+    assert all(f"recipes/function_space/{script}.py" in text for script in SCRIPTS)
