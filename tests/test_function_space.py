@@ -135,6 +135,26 @@ def drawn(
 # Covariances and divergences in numbers
 
 
+@pytest.mark.parametrize("outputs", [2, 3, 4, 9])
+@pytest.mark.parametrize("biased", [True, False])
+def test_last_layer_covariance_of_few_and_of_many_outputs(outputs: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    features = torch.randn(2, 3, 4, generator=generator, dtype=F64, requires_grad=True)
+    weights = torch.rand(outputs, 4, generator=generator, dtype=F64, requires_grad=True)
+    bias = torch.rand(outputs, generator=generator, dtype=F64, requires_grad=True) if biased else None
+    found = last_layer_covariance(features, weights, bias)
+    assert found.shape == (2, outputs, 3, 3)
+    for s in range(2):
+        for q in range(outputs):
+            for k in range(3):
+                for l in range(3):
+                    expected = sum(features[s, k, h] * weights[q, h] * features[s, l, h] for h in range(4))
+                    expected = expected + (0 if bias is None else bias[q])
+                    assert abs(float(found[s, q, k, l] - expected)) < 1e-13
+    inputs = (features, weights) if bias is None else (features, weights, bias)
+    assert torch.autograd.gradcheck(last_layer_covariance, inputs)
+
+
 def test_last_layer_covariance_in_numbers() -> None:
     found = last_layer_covariance(FEATURES, WEIGHT_VARIANCES, BIAS_VARIANCES)
     expected = torch.tensor(

@@ -62,8 +62,18 @@ def last_layer_covariance(
     Returns:
         ``(*sets, outputs, inputs, inputs)`` in float64, differentiable in all of them.
     """
-    wide, weights = as_double(features).unsqueeze(-3), as_double(weight_variances).unsqueeze(-2)
-    found = (wide * weights) @ wide.transpose(-1, -2)
+    wide, weights = as_double(features), as_double(weight_variances)
+    inputs = wide.shape[-2]
+    if len(weights) <= inputs:
+        wide = wide.unsqueeze(-3)
+        found = (wide * weights.unsqueeze(-2)) @ wide.transpose(-1, -2)
+    else:  # many outputs: (pairs of inputs, H) is smaller than (outputs, inputs, H), and one product serves them all
+        first, second = torch.tril_indices(inputs, inputs, device=wide.device)
+        products = wide.index_select(-2, first) * wide.index_select(-2, second)
+        place = torch.empty(inputs, inputs, dtype=torch.long, device=wide.device)
+        place[first, second] = place[second, first] = torch.arange(len(first), device=wide.device)
+        pairs = weights @ products.transpose(-1, -2)
+        found = pairs.index_select(-1, place.flatten()).unflatten(-1, (inputs, inputs))
     return found if bias_variances is None else found + as_double(bias_variances)[:, None, None]
 
 
