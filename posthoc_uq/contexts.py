@@ -6,6 +6,7 @@ is a function of a seed and a step alone, and nothing is remembered between step
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -267,6 +268,17 @@ class Callback(Context):
         return self._function(n, generator)
 
 
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with two arguments; where nobody can tell, it is tried."""
+    try:
+        inspect.signature(function).bind(1, None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
 class Mixture(Context):
     """Fixed shares of several contexts; the paper takes half training inputs, half monochrome images.
 
@@ -343,7 +355,7 @@ def default_context(batch: Batch) -> Context:
 
 def resolve_context(context: Any) -> Context:
     """A `Context` from what a user may give: one of these, ``"monochrome"``, ``"uniform"``, ``"batch"``, a list of
-    pairs ``(share, context)``, a callable ``(n, generator)``, or a loader.
+    pairs ``(share, context)``, a callable ``(n, generator)``, a tensor of inputs, or a loader.
 
     Raises:
         PosthocUQError: it is nothing of these.
@@ -358,14 +370,30 @@ def resolve_context(context: Any) -> Context:
     if isinstance(context, str):
         if context not in named:
             raise PosthocUQError(
-                f"context must be one of {sorted(named)}, a loader, a callable (n, generator), a list of pairs (share, "
-                f"context), or a Context, not {context!r}."
+                f"context must be one of {sorted(named)}, a loader or tensor of inputs, a callable (n, generator), a "
+                f"list of pairs (share, context), or a Context, not {context!r}."
             )
         return named[context]()
     if isinstance(context, (list, tuple)) and context and all(_is_share(part) for part in cast(Any, context)):
         return Mixture(cast(Any, context))
     if callable(context):
+        if not _takes_two(context):
+            raise PosthocUQError(
+                "A callable context takes two arguments, (n, generator): how many inputs to give, and a "
+                "torch.Generator."
+            )
         return Callback(cast(Draw, context))
+    if isinstance(context, Tensor):
+        if context.ndim == 0 or not len(context):
+            raise PosthocUQError(
+                f"A tensor as context holds inputs (inputs, ...), not {tuple(context.shape)}."
+            )
+        return Pool([context])
+    if isinstance(context, (list, tuple)) and any(isinstance(part, str) for part in cast(Any, context)):
+        raise PosthocUQError(
+            f"A mixture of contexts is a list of pairs (share, context), for instance [(0.5, 'batch'), (0.5, "
+            f"'monochrome')], not {context!r}."
+        )
     return Pool(context)
 
 

@@ -82,9 +82,10 @@ def fit(
     * ``epochs`` (10): passes over the data; with 0 the posterior is that of the curvature named by ``initial``, for the
       linearised head.
     * ``context``: where the network is to be uncertain: ``"monochrome"`` images, a ``"uniform"`` box, the training
-      ``"batch"``, a loader of unlabelled inputs, a callable ``(n, generator)``, a list of pairs ``(share, context)``,
-      or one of `posthoc_uq.contexts`. Default: half batch, half monochrome for images, the box for vectors.
-    * ``n_context`` (32): context points a step. ``n_sets`` (1): sets of them; the one that differs most counts.
+      ``"batch"``, a loader or a tensor of unlabelled inputs, a callable ``(n, generator)``, a list of pairs ``(share,
+      context)``, or one of `posthoc_uq.contexts`. Default: half batch, half monochrome for images, the box for vectors.
+    * ``n_context`` (32, or the last layer's dimensions where these are fewer): context points a step. ``n_sets`` (1):
+      sets of them; the one that differs most counts.
     * ``n_draws`` (1): draws of the weights a step.
     * ``train_mean`` (True): False moves the variances only, and predictions at the mean stay what they were to the bit.
     * ``initial`` (``"constant"``): starting variances: constant, by ``"diag"``, ``"kfac"``, ``"efb"`` or ``"inf"`` at
@@ -146,6 +147,8 @@ def fit(
     trains = training is not None and training.epochs > 0
     law = resolve_likelihood(likelihood, noise_variance)
     _check(fisher, n_samples, prior_precision, trains)
+    if trains and residual_weight != 1.0:
+        raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
     check_loader(loader)
     model = unwrap(model)
     device = model_device(model)

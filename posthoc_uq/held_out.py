@@ -195,9 +195,14 @@ class HeldOutSearch:
                 count += outputs.shape[0]
         self.trials.model_alone = total / count
         if loss > total / count + 0.02:
+            advice = (
+                "Train longer, with a smaller prior_precision, or with train_mean=False."
+                if self.posterior.centre
+                else "Restrict the posterior (layers='last') or give it more data."
+            )
             warnings.warn(
                 f"The best validation NLL found, {loss:.4g}, is worse than the model's own, {total / count:.4g}: the "
-                f"drawn weights do not serve this model. Restrict the posterior (layers='last') or give it more data.",
+                f"drawn weights do not serve this model. {advice}",
                 UserWarning,
                 stacklevel=4,
             )

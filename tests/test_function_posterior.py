@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -440,6 +441,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "evidence": ({"prior_precision": "evidence"}, "give prior_precision a number"),
     "noise": ({"learn_noise": True}, "learn_noise=True is for"),
     "patience": ({"patience": 0}, "patience must be at least 1"),
+    "one argument": (
+        {"context": lambda n: torch.zeros(n, 1, 6, 6)},
+        r"takes two arguments, \(n, generator\)",
+    ),
+    "no shares": ({"context": ["batch", "monochrome"]}, r"list of pairs \(share, context\)"),
+    "an empty tensor": ({"context": torch.zeros(0, 1, 6, 6)}, "holds inputs"),
+    "other images": (
+        {"context": torch.zeros(9, 2, 6, 6)},
+        r"of shapes \[\(2, 6, 6\)\] .* have \[\(1, 6, 6\)\]",
+    ),
+    "another's hyperparameter": ({"residual_weight": 0.5}, "residual_weight belongs to"),
     "not the last layer": ({"layers": ["0", "5"]}, "have that layer among"),
 }
 
@@ -465,6 +477,43 @@ def test_an_iterator_is_refused() -> None:
 def test_more_points_than_dimensions_is_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"n_context=10 is more than the 9 dimensions"):
         fitted(net(), n_context=10, epochs=1)
+
+
+def test_context_points_are_no_more_than_dimensions_by_default() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="n_context")
+        posterior = fitted(net(), n_context=None, epochs=1)
+    assert posterior.record.fit["n_context"] == 9  # 8 features and a bias, where 32 is the default otherwise
+
+
+def test_a_training_of_too_few_steps_says_so() -> None:
+    with pytest.warns(
+        UserWarning, match=r"8 steps at log_variance_lr=0.001 move a log variance by 0.004 at most"
+    ):
+        fitted(net(), log_variance_lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*steps at log_variance_lr")
+        fitted(net(), log_variance_lr=0.1)
+
+
+def test_a_tensor_of_inputs_is_a_context() -> None:
+    given = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(2))
+    first, second = (fitted(net(), context=context, epochs=1) for context in (given, [given]))
+    for name, block in first.blocks.items():
+        assert torch.equal(block.variances, second.blocks[name].variances)
+
+
+def test_the_report_has_the_ends_of_a_trainings_record() -> None:
+    report = fitted(net(), epochs=3).report()
+    values = report.summary["loss"]
+    assert f"loss: {values[0]:.4g} ... {values[2]:.4g} (3 values)" in str(report).splitlines()
+
+
+def test_advice_for_a_mean_that_predicts_worse() -> None:
+    wrong = [(x, (y + 1) % 3) for x, y in batches()]
+    posterior = fitted(net(), loader=wrong, lr=0.05, epochs=20)
+    with pytest.warns(UserWarning, match=r"worse than the model's own.*train_mean=False"):
+        uq.tune(posterior, batches(), parameters=("scale",), progress=False)
 
 
 # Likelihoods and models

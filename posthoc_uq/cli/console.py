@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import click
 
@@ -52,6 +52,28 @@ class Command(click.Command):
         """Run it."""
         with _told(ctx):
             return super().invoke(ctx)
+
+
+class WrongUsage(click.UsageError):
+    """Wrong usage, told in one line."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it."""
+        hint = "" if self.ctx is None else f" (see {self.ctx.command_path} --help)"
+        click.echo(
+            f"Error: {_rank()}{_one_line(self.message).rstrip('.')}{hint}.", file=file, err=file is None
+        )
+
+
+@contextmanager
+def usage_in_one_line() -> Generator[None]:
+    """Turn click's errors of usage, of four lines, into `WrongUsage`; a help text that it shows as one stays."""
+    try:
+        yield
+    except click.UsageError as error:
+        if type(error).show is not click.UsageError.show:
+            raise
+        raise WrongUsage(error.format_message(), error.ctx) from error
 
 
 def _remember(key: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +23,7 @@ from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
 
 _SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
+_SHOWN = 5  # class folders that a warning names
 _SMALL = 256  # items that are read faster than worker processes start
 
 
@@ -88,7 +90,7 @@ def data_of(
             raise PosthocUQError(
                 f"--split {name} is for named data sets; give the folder '{spec}/{name}' itself."
             )
-        images, labelled, names = _folder(spec, source, labels, given)
+        images, labelled, names = _folder(spec, source, labels, given, name or split)
         files = images.files
     elif is_place(spec):
         return _foreign(spec, name, cut, given, divided)
@@ -114,9 +116,11 @@ def data_of(
 
 
 def _folder(
-    folder: str, source: Source, labels: bool, given: Mapping[str, Any]
+    folder: str, source: Source, labels: bool, given: Mapping[str, Any], part: str
 ) -> tuple[FolderImages, bool, list[str] | None]:
-    """A folder's images, whether they have labels, and the names of the outputs where each has a class folder."""
+    """A folder's images, whether they have labels, and the names of the outputs where each has a class folder; `part`
+    is the part of the data that the command is about.
+    """
     if os.path.isfile(folder):
         folder, files = os.path.dirname(folder) or ".", [os.path.basename(folder)]
     else:
@@ -135,12 +139,25 @@ def _folder(
             f"'{folder}' has class folders, and images beside them that belong to none, such as '{stray[0]}'; move "
             f"them away."
         )
+    if given["class_map"] is None and all(file.count(os.sep) > 1 for file in files):
+        _warn_of_level(folder, classes, part)
     outputs = _outputs(plain, source)
     index = folder_labels(classes, outputs, given["class_map"], folder)
     numbers = [index[file.split(os.sep)[0]] for file in files]
     names = sorted(index, key=lambda name: index[name])
     complete = [index[name] for name in names] == list(range(outputs))
     return FolderImages(folder, files, numbers, source.transform), True, names if complete else None
+
+
+def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
+    """Class folders that hold folders alone are likely the parts of a data set, one level above its classes."""
+    meant = next((name for name in (part, "train") if name in classes), classes[0])
+    more = ", ..." if len(classes) > _SHOWN else ""
+    warnings.warn(
+        f"The class folders of '{folder}' ({', '.join(classes[:_SHOWN])}{more}) hold no images themselves, only folders "
+        f"of them; each counts as one class. Perhaps '{os.path.join(folder, meant)}' is meant?",
+        stacklevel=2,
+    )
 
 
 def _outputs(images: FolderImages, source: Source) -> int:

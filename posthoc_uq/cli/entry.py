@@ -7,10 +7,23 @@ from typing import Any
 import click
 
 from posthoc_uq.cli import demo, evaluate, fit, inspect, predict, tune
+from posthoc_uq.cli.console import usage_in_one_line
 
 
-class _InOrder(click.Group):
-    """Commands in the order in which they are used."""
+class _Commands(click.Group):
+    """Commands in the order in which they are used; wrong usage is told in one line."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Read the group's own options."""
+        with usage_in_one_line():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        with usage_in_one_line():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -24,7 +37,11 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=_InOrder, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    "posthoc-uq",
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version."
 )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from posthoc_uq.cli.data import data_of
-from posthoc_uq.cli.models import source_of
+from posthoc_uq.cli.models import device_named, source_of
 from posthoc_uq.cli.session import check_output
 from posthoc_uq.distributed import agree, rank, world
 from posthoc_uq.errors import PosthocUQError
@@ -45,7 +45,7 @@ def processes(given: dict[str, Any]) -> Generator[None]:
     wanted = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda"):
         given["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(given["device"])
+        torch.cuda.set_device(device_named(given["device"]))
     dist.init_process_group("nccl" if wanted.startswith("cuda") else "gloo")
     try:
         yield

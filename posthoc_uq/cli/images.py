@@ -177,6 +177,7 @@ class ImageLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.skipped.clear()
+        read = 0
         for batch in cast(Any, self._loader):
             for trouble in batch.troubles:
                 if trouble.readable or not self._skip:
@@ -184,7 +185,17 @@ class ImageLoader:
                 self.skipped.append(trouble)
             if batch.inputs is None:
                 continue
+            read += 1
             if self._indexed:
                 yield batch.inputs, batch.indices
             else:
                 yield batch.inputs if batch.targets is None else (batch.inputs, batch.targets)
+        if self.skipped and not read:
+            raise PosthocUQError(_none_read(self.skipped))
+
+
+def _none_read(troubles: Sequence[Trouble]) -> str:
+    first = troubles[0]
+    if len(troubles) == 1:
+        return f"The only image, '{first.name}', could not be read: {first.reason}"
+    return f"None of the {len(troubles)} images could be read. The first, '{first.name}': {first.reason}"

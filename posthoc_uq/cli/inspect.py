@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import exp
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -86,12 +86,15 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     referral: Mapping[str, Any] = found["referral"]
     if referral:
-        head = ", ".join(str(value) for value in referral["head"].values())
+        own: dict[str, Any] = dict(referral["head"])
+        head = f"head {own.pop('head')}"
+        if own:
+            head += f" ({', '.join(f'{name} {_text(value)}' for name, value in own.items())})"
         lines.append(
             (
                 "referral",
                 f"{referral['score']} above {referral['threshold']:.6g} (a share {referral['rate']:g} of "
-                f"{referral['inputs']:,} inputs), head {head}",
+                f"{referral['inputs']:,} inputs), {head}",
             )
         )
     lines.append(("fingerprint", found["fingerprint"]))
@@ -147,4 +150,8 @@ def _numbers(block: Mapping[str, Any]) -> int:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return " ".join(_text(item) for item in cast(list[Any], value)) or "no"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -44,6 +44,7 @@ def source_of(given: Mapping[str, Any]) -> Source:
     Raises:
         PosthocUQError: there is none of this name, no weights for it, or weights of another one.
     """
+    device = device_named(given["device"])
     spec: str = given["model"]
     kind, _, name = spec.partition(":")
     categories: Sequence[str] | None = None
@@ -68,7 +69,7 @@ def source_of(given: Mapping[str, Any]) -> Source:
         )
     if given["weights"] is not None:
         load_weights(model, given["weights"])
-    model = model.eval().to(_device(given["device"]))
+    model = model.eval().to(device)
     transform = resolve_transform(
         model, spec, given["transform"], given["image_size"], given["mean"], given["std"]
     )
@@ -127,15 +128,30 @@ class _fetching:
             ) from error
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """A device by its name; without one a GPU if there is one.
+
+    Raises:
+        PosthocUQError: it is not there.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise PosthocUQError(
+            f"--device {name} is not there: torch knows none of this name; use cpu, cuda or cuda:1."
+        ) from None
+    try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise PosthocUQError(f"--device {name} is not there: {reason}") from None
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch's own text runs over many lines
+        count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+        found = f"torch finds no {device.type} device that it can use"
+        if count:
+            found = f"torch finds {count} GPU{'' if count == 1 else 's'}, numbered from 0"
+        raise PosthocUQError(
+            f"--device {name} is not there: {found}; leave --device out, or use cpu."
+        ) from None
     return device
 
 

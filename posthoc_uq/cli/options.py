@@ -61,7 +61,7 @@ class NumberOr(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 
 
 class Setting(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """``NAME=VALUE``; the value is a Python literal, or else text."""
+    """``NAME=VALUE``; the value is a Python literal, or else text. An option's metavar may name the two otherwise."""
 
     name = "name=value"
 
@@ -70,7 +70,8 @@ class Setting(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
             return value
         name, equals, text = value.partition("=")
         if not equals or not name:
-            self.fail(f"{value!r} is not of the form NAME=VALUE.", param, ctx)
+            form = (None if param is None else param.metavar) or "NAME=VALUE"
+            self.fail(f"{value!r} is not of the form {form}.", param, ctx)
         try:
             return name.replace("-", "_"), ast.literal_eval(text)
         except (ValueError, SyntaxError):

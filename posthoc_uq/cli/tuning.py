@@ -19,6 +19,7 @@ from posthoc_uq.cli.session import (
 )
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.heads.referral import set_referral
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.tuning import tune
@@ -33,10 +34,17 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     data = None
     if given["data"] is not None:
         data = data_of(given["data"], source, given, labels=not given["no_search"], split="val")
+    before = _threshold_rests_on(posterior)
     loss, alone = _search(posterior, data, given, progress)
     threshold = None
     if data is not None and (given["calibrate"] or given["referral_rate"] is not None):
         threshold = _threshold(source, posterior, data, given, progress)
+    if threshold is None and posterior.record.referral and _threshold_rests_on(posterior) != before:
+        warnings.warn(
+            "The file has a threshold for referral, which the new hyperparameters make void; set it again with "
+            "--referral-rate.",
+            stacklevel=2,
+        )
     rewrite(posterior, path, given["output"])
     prior = posterior.prior_precision
     found: dict[str, Any] = {
@@ -61,18 +69,20 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     }
 
 
+def _threshold_rests_on(posterior: Posterior) -> dict[str, Any]:
+    """What a threshold that is kept was set for, as far as tuning changes it."""
+    calibrated = posterior.record.referral.get("head", {}).get("head") == MomentsPredictor.head
+    return hyperparameters_of(posterior) | (
+        {"calibration": posterior.record.calibration} if calibrated else {}
+    )
+
+
 def _search(
     posterior: Posterior, data: Data | None, given: Mapping[str, Any], progress: bool
 ) -> tuple[float | None, float | None]:
     """The validation NLL that was reached, and that of the model alone, where the search knows them."""
     if given["no_search"]:
         return None, None
-    if posterior.record.referral and given["referral_rate"] is None:
-        warnings.warn(
-            "The file has a threshold for referral, which the new hyperparameters make void; set it again with "
-            "--referral-rate.",
-            stacklevel=2,
-        )
     if data is not None and not data.labelled:
         raise PosthocUQError(
             f"Tuning needs labels, and '{data.spec}' has no class folders; or give --no-search."

@@ -124,8 +124,10 @@ def select(found: list[Tracked], selection: Selection, reference: _Reference) ->
                 want
             ):
                 near = difflib.get_close_matches(want, names, n=3, cutoff=0.3)
+                known = f"the nearest are {near}" if near else f"there are {names[:5]}"
+                more = ", ..." if not near and len(names) > 5 else ""
                 raise PosthocUQError(
-                    f"There is no weighted layer '{want}' in the forward pass; the nearest are {near}."
+                    f"There is no weighted layer '{want}' in the forward pass; {known}{more}."
                 )
         chosen = [
             t for t in found if any(t.layer.name == w or t.layer.name.startswith(w + ".") for w in wanted)

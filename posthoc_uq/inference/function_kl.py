@@ -121,7 +121,8 @@ def gaussian_kl(
         raise NonFiniteError(
             "The covariance of the function values at the context points "
             + (
-                "has no Cholesky factor; give a larger function_noise, or fewer or less alike context points."
+                "has no Cholesky factor; give a larger function_noise, fewer or less alike context points or, if the "
+                "loss has grown before, smaller learning rates."
                 if finite
                 else "is not finite; look at the context points and the learning rates."
             )

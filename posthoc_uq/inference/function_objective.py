@@ -192,7 +192,12 @@ class FunctionSpaceObjective(Objective):
         # The body's deviation serves again: either term is right on average, and nothing is drawn twice.
         body = {name: deviations[name].requires_grad_() for name in self._body}
         del deviations
-        found, chosen = self.divergence(self._contexts(batch, seed), body)
+        contexts = self._contexts(batch, seed)
+        try:
+            found, chosen = self.divergence(contexts, body)
+        except RuntimeError as error:
+            raise_of_shapes(contexts, batch, error)
+            raise
         (found.total[chosen] / self._samples).backward()
         for name, deviation in body.items():
             gradient, deviation.grad = deviation.grad, None
@@ -226,9 +231,10 @@ class FunctionSpaceObjective(Objective):
         """All context sets as one batch, set by set."""
         options, generator = self._options, torch.Generator().manual_seed(mixed_seed(seed, _CONTEXT))
         like = batch.tensors()[0]
-        parts = [self._context.draw(options.n_context, batch, generator) for _ in range(options.n_sets)]
+        points = cast(int, options.n_context)  # a number by now
+        parts = [self._context.draw(points, batch, generator) for _ in range(options.n_sets)]
         found = _joined([_as_batch(part, like.device) for part in parts])
-        wanted = options.n_context * options.n_sets
+        wanted = points * options.n_sets
         if count_samples(found) != wanted:
             raise PosthocUQError(
                 f"The context gave {count_samples(found)} inputs in place of {wanted}; a callable is asked for n "
@@ -290,6 +296,18 @@ class FunctionSpaceObjective(Objective):
             self._likelihood.check(outputs, batch.targets)
             found.append(self._log_prob(outputs, cast(Tensor, batch.targets)))
         return torch.logsumexp(torch.stack(found), dim=0) - log(draws)
+
+
+def raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None:
+    """Raises:
+    PosthocUQError: the model failed on context points that are not shaped like the data.
+    """
+    shapes = [[tuple(tensor.shape[1:]) for tensor in each.tensors()] for each in (contexts, batch)]
+    if shapes[0] != shapes[1]:
+        raise PosthocUQError(
+            f"The model does not run on the context's inputs, of shapes {shapes[0]} a sample, where the data have "
+            f"{shapes[1]} ({str(error).partition(chr(10))[0]}); give context inputs like the data's."
+        ) from error
 
 
 def _as_batch(inputs: Any, device: torch.device) -> Batch:

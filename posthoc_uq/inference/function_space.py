@@ -7,13 +7,15 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from math import exp
+from dataclasses import replace
+from math import ceil, exp
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context, survey
+from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
@@ -35,6 +37,7 @@ from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import replicate
 
 PRIOR_PRECISION = 1.0  # where none is given
+N_CONTEXT = 32
 _INITIALISATION = 201  # stream of the seed
 _SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
@@ -73,7 +76,7 @@ def fit_function_space(
     start = time.perf_counter()
     with isolated_random_state(settings.seed):
         network = FeatureNetwork(replicate(model), run.layers, batch)
-    _check_rank(network, options)
+    options = _with_points(network, options)
     context = default_context(batch) if options.context is None else resolve_context(options.context)
     field = _field(network, options, run, model)
     samples = run.summary.seen
@@ -93,6 +96,7 @@ def fit_function_space(
         progress=settings.progress,
     )
     run.seconds["training"] = time.perf_counter() - start
+    _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(batch))))
     posterior = Posterior(
         FUNCTION_SPACE,
         run.layers,
@@ -114,14 +118,31 @@ def fit_function_space(
     return posterior
 
 
-def _check_rank(network: FeatureNetwork, options: FunctionSpaceOptions) -> None:
-    """Warn of more context points than the prior's functions have dimensions."""
+def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> FunctionSpaceOptions:
+    """The options with a number of context points: by default 32, but no more than the prior's functions have
+    dimensions; more than these are warned of.
+    """
     rank = network.last.inputs  # the features, and the bias if there is one
+    if options.n_context is None:
+        return replace(options, n_context=min(N_CONTEXT, rank))
     if options.n_context > rank:
         warnings.warn(
             f"n_context={options.n_context} is more than the {rank} dimensions of functions of the last layer "
             f"'{network.last.name}': what the mean has outside of them costs by function_noise="
             f"{options.function_noise:g} alone. Take at most {rank} context points, or a larger function_noise.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return options
+
+
+def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
+    """Adam moves a number by its rate a step, so that few steps leave the variances where they began."""
+    reach = 0.5 * steps * options.log_variance_lr  # the default schedule halves the rate on average
+    if options.optimizer is None and reach < 0.25:
+        warnings.warn(
+            f"{steps} steps at log_variance_lr={options.log_variance_lr:g} move a log variance by {reach:.2g} at most, "
+            f"so the variances are nearly those of the start; raise log_variance_lr and lr={options.lr:g}, or epochs.",
             UserWarning,
             stacklevel=4,
         )

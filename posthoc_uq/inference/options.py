@@ -32,7 +32,7 @@ class FunctionSpaceOptions(TrainingOptions):
     """Options of ``method="function_space"``; see `posthoc_uq.fit`."""
 
     context: Any = None
-    n_context: int = 32
+    n_context: int | None = None
     n_sets: int = 1
     n_draws: int = 1
     train_mean: bool = True
@@ -47,7 +47,7 @@ class FunctionSpaceOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least_one(self, "n_context", "n_sets", "n_draws")
+        _at_least_one(self, "n_sets", "n_draws", *(["n_context"] if self.n_context is not None else []))
         _among(self, "prior_mean", get_args(PriorMean))
         _among(self, "body", get_args(Body))
         if self.initial is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from posthoc_uq.tables import cell_text, text_table
 
@@ -30,7 +30,7 @@ class Report:
     tuning: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {cell_text(value)}" for name, value in self.summary.items()]
+        lines = [f"{name}: {_shown(value)}" for name, value in self.summary.items()]
         lines += [f"{name}: {how}" for name, how in self.tuning.items()]
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         lines.append(text_table(columns, [[row.get(column) for column in columns] for row in self.rows]))
@@ -50,6 +50,14 @@ class Report:
             "deterministic": self.deterministic,
             "tuning": self.tuning,
         }
+
+
+def _shown(value: Any) -> str:
+    """A value in words; of several numbers, as a training has one an epoch, the first and the last."""
+    if isinstance(value, list) and value and all(isinstance(v, float) for v in cast(list[Any], value)):
+        first, *rest = (cell_text(v) for v in cast(list[Any], value))
+        return f"{first} ... {rest[-1]} ({len(rest) + 1} values)" if rest else first
+    return cell_text(value)
 
 
 def build_report(posterior: Posterior) -> Report:
