@@ -116,10 +116,10 @@ def tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(*arguments: Any, code: int = 0) -> Result:
-    """A command in this process; its exit code must be the expected one, and an error one line."""
+    """A command in this process; its exit code must be the expected one, and an error, or wrong usage, one line."""
     result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
     assert result.exit_code == code, (result.exit_code, result.output, result.exception)
-    if code == 1:
+    if code in (1, 2):
         errors = [line for line in result.stderr.splitlines() if not line.startswith("Warning: ")]
         assert len(errors) == 1 and errors[0].startswith("Error: "), result.stderr
         assert "Traceback" not in result.output

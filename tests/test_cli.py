@@ -92,6 +92,16 @@ def test_python_m_runs_it_without_a_traceback(place: Path) -> None:
     assert done.stderr == f"Error: There is no file '{place / 'nothing.h5'}'.\n"
 
 
+def test_wrong_usage_is_one_line_that_names_the_help() -> None:
+    said = run("fit", "x", "--model", "timm:resnet18", code=2).stderr
+    assert said == "Error: Missing option '--output' / '-o' (see posthoc-uq fit --help).\n"
+    said = run("tune", "m.h5", "--model", "timm:resnet18", "--no-search", code=2).stderr  # not of click's own
+    assert said.startswith("Error: --no-search leaves nothing") and "(see posthoc-uq tune --help).\n" in said
+    assert run("--colour", code=2).stderr.endswith("(see posthoc-uq --help).\n")
+    wrong = CliRunner().invoke(commands, [])  # which shows the help, in whole
+    assert (wrong.exit_code, "Commands:" in wrong.output, "Error" in wrong.output) == (2, True, False)
+
+
 def test_wrong_usage_ends_with_2(place: Path) -> None:
     assert "No such command" in run("fitt", code=2).stderr
     assert "Missing option '--output'" in run("fit", "x", "--model", "timm:resnet18", code=2).stderr
@@ -105,6 +115,8 @@ def test_wrong_usage_ends_with_2(place: Path) -> None:
         (["--head-option", "keep"], "NAME=VALUE"),
     ):
         assert words in run("tune", file, *_model(place), *options, code=2).stderr
+    nameless = run("evaluate", file, "x", *_model(place), "--ood", "textures", code=2).stderr
+    assert "'textures' is not of the form NAME=DATA" in nameless
     same = ["--ood", "a=x", "--ood", "a=y"]
     assert "a name of its own" in run("evaluate", file, "x", *_model(place), *same, code=2).stderr
     assert (
@@ -292,6 +304,17 @@ def test_inspect_shows_a_file_without_its_model(place: Path) -> None:
     for block in posterior["blocks"].values():
         assert f"{block['bytes']}" in text
     assert found["fingerprint"] in text
+
+
+def test_inspect_names_the_settings_of_the_referrals_head(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "r.h5"
+    options = ["--data", place / "val", "--no-search", "--referral-rate", 0.2, "-o", file, "--workers", 0]
+    run("tune", place / "m.h5", *_model(place), *options, "--n-samples", 6)
+    text = run("inspect", file).stdout
+    assert "18 inputs), head sampling (n_samples 6, antithetic no, dtype own)" in text
+    run("tune", place / "m.h5", *_model(place), *options, "--head", "moments")
+    text = run("inspect", file).stdout
+    assert "head moments (link probit, " in text and "relu unscented, " in text and "calibrated no)" in text
 
 
 def test_inspect_refuses_what_is_no_posterior(place: Path, tmp_path: Path) -> None:

@@ -251,6 +251,9 @@ class TestTune:
         assert "Tuning needs labels" in said
         options = ["--data", place / "flat", "--no-search", "--referral-rate", 0.4, "--n-samples", 4]
         assert run_json("tune", copy, *model_options(place), *options)["threshold"] > 0
+        before = copy.read_bytes()
+        said = failure("tune", copy, *model_options(place), "--data", place / "flat")
+        assert said.count("\n") == 1 and copy.read_bytes() == before, "a failure voids no threshold"
 
     def test_the_moments_head_is_calibrated(self, place: Path, copy: Path) -> None:
         options = ["--data", place / "train", "--no-search", "--calibrate"]
@@ -263,11 +266,21 @@ class TestTune:
         data = ["--data", place / "val", "--n-samples", 4]
         run("tune", copy, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
         said = run("tune", copy, *model_options(place)).stderr
-        assert "make void; set it again with --referral-rate" in said
+        assert "no longer holds for what was tuned; set it again with --referral-rate" in said
+        again = run("tune", copy, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
+        assert again.stderr == ""
         out = copy.with_suffix(".csv")
+        run("tune", copy, *model_options(place), "--per-layer")
         result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--n-samples", 4)
         assert "The column flag stays empty." in result.stderr
         assert {row["flag"] for row in table(out)} == {""}
+
+    def test_a_new_calibration_makes_a_threshold_void_too(self, place: Path, copy: Path) -> None:
+        moments = [*model_options(place), "--data", place / "val", "--no-search", "--head", "moments"]
+        run("tune", copy, *moments, "--referral-rate", 0.2)
+        assert "no longer holds" in run("tune", copy, *moments, "--calibrate").stderr
+        assert run("tune", copy, *moments, "--referral-rate", 0.2).stderr == ""
+        assert run("tune", copy, *moments, "--calibrate").stderr == "", "the same calibration again"
 
 
 class TestPredict:
@@ -346,7 +359,12 @@ class TestPredict:
                 assert {row["mutual_information"] for row in rows} == {""}
             assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set("012")
         run(*common, "--head-option", "keep=seeds", "--head-option", "dtype=bfloat16", "--n-samples", 3)
-        assert "no option ['colour']" in failure(*common, "--head-option", "colour=red")
+        for name in ("colour", "generator"):  # the second exists, in Python
+            said = failure(*common, "--head-option", f"{name}=1")
+            assert (
+                f"--head-option {name}: the head sampling takes no such option; it takes n_samples, " in said
+            )
+            assert "antithetic" in said and "generator, " not in said
         assert "is no number format" in failure(*common, "--head-option", "dtype=number3")
         assert "--link is for" in failure(*common, "--link", "mc")
         assert "--n-samples is for" in failure(*common, "--head", "moments", "--n-samples", 3)
@@ -397,6 +415,19 @@ class TestPredict:
         assert [row["file"] for row in table(out)] == ["0.png", "2.png"]
         assert run_json(*common, "--skip-unreadable", code=3)["skipped"] == [str(folder / "1.png")]
         assert sorted(path.name for path in copy.parent.iterdir()) == ["images", "m.csv", "m.h5"]
+
+    def test_where_no_image_can_be_read_that_is_said(self, place: Path, copy: Path) -> None:
+        folder, out = copy.with_name("broken"), copy.with_suffix(".csv")
+        folder.mkdir()
+        for name in ("a.png", "b.png"):
+            (folder / name).write_bytes(b"x")
+        common = [*model_options(place), "-o", out, "--n-samples", 2, "--skip-unreadable", "--batch-size", 1]
+        said = failure("predict", copy, folder / "a.png", *common)
+        reason = "not in an image format that Pillow reads."
+        assert said == f"Error: The only image, '{folder / 'a.png'}', could not be read: {reason}\n"
+        said = failure("predict", copy, folder, *common)
+        first = f"The first, '{folder / 'a.png'}': {reason}"
+        assert said == f"Error: None of the 2 images could be read. {first}\n" and not out.exists()
 
     def test_other_preparation_than_for_the_fit_is_said(self, place: Path, copy: Path) -> None:
         common = ["predict", copy, place / "flat", *model_options(place), "-o", copy.with_suffix(".csv")]
@@ -490,6 +521,37 @@ class TestEvaluate:
         assert "An evaluation needs labels" in said
         said = failure("evaluate", copy, place / "val", *model_options(place), "--ood", f"x={place / 'gone'}")
         assert f"There is no folder '{place / 'gone'}'" in said
+
+
+@pytest.mark.parametrize("train_mean", [True, False])
+def test_a_function_space_posterior_goes_through_every_command_on_a_file(
+    place: Path, tmp_path: Path, train_mean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file, out = trained(place), tmp_path / "f.h5", tmp_path / "f.csv"
+    settings: dict[str, Any] = {"epochs": 2, "n_context": 6, "lr": 1e-2, "train_mean": train_mean}
+    data = loader(place, "train", 12)
+    posterior = uq.fit(model, data, method="function_space", progress=False, **settings)
+    uq.save(posterior, file)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    options = ["--model", "nets:net", "--weights", place / "w.pt", "--workers", 0]
+    search = ["--data", place / "val", "--search-draws", 4, "--max-evaluations", 3, "--n-samples", 6]
+    said = run_json("tune", file, *options, *search, "--referral-rate", 0.25)
+    posterior.scale = said["hyperparameters"]["scale"]
+    assert uq.load(file, model).scale == posterior.scale and said["threshold"] > 0
+
+    said = run_json("predict", file, place / "val", *options, "-o", out)
+    x, y = tensors(place / "val")
+    with torch.no_grad():
+        probs = uq.wrap(model, posterior, n_samples=6).outputs(x).double().softmax(-1).mean(0)
+    assert column(table(out), "probability_1") == pytest.approx(probs.max(1).values.numpy(), rel=1e-4)
+    assert said["flagged"] == math.floor(0.25 * 18)
+    said = run_json("evaluate", file, place / "val", *options, "--ood", f"noise={place / 'flat'}")
+    expected = float(nn.functional.nll_loss(probs.log(), y))
+    assert said["quality"]["function_space, sampling"]["NLL"] == pytest.approx(expected, rel=1e-4)
+    text = run("inspect", file).stdout
+    assert "function_space" in text and "fit, epochs" in text and "n_samples 6" in text
+    assert "method='function_space' optimises a bound" in failure("tune", file, *options)
 
 
 def test_the_throughput_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ class TestFolders:
         Image.new("RGB", (12, 14)).save(folder / "stray.png")
         assert "belong to none, such as 'stray.png'" in complaint(lambda: read(folder))
         assert len(read(folder, labels=False).files) == 13
+
+    def test_a_folder_one_level_too_high(self, folder: Path, tmp_path: Path) -> None:
+        for part in ("test", "train", "val"):
+            make_images(tmp_path / "photos" / part, ("cat", "dog", "emu"), 1, 0)
+        for split in ("train", "val"):
+            with pytest.warns(UserWarning) as caught:
+                assert labels_of(read(tmp_path / "photos", split=split)) == [0] * 3 + [1] * 3 + [2] * 3
+            (said,) = [str(warning.message) for warning in caught]
+            assert "(test, train, val) hold no images themselves" in said
+            assert f"Perhaps '{tmp_path / 'photos' / split}' is meant?" in said
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            read(tmp_path / "photos", labels=False)
+            (tmp_path / "map.txt").write_text("test\ntrain\nval\n")
+            read(tmp_path / "photos", class_map=str(tmp_path / "map.txt"))  # they are said to be classes
+            make_images(folder / "cat" / "persian", ("",), 1, 0)
+            read(folder)
+            Image.new("RGB", (12, 14)).save(tmp_path / "photos" / "val" / "own.png")
+            read(tmp_path / "photos")
 
     def test_a_limit_is_evenly_spaced(self, folder: Path) -> None:
         assert labels_of(read(folder, limit=3)) == [0, 1, 2]

@@ -166,6 +166,27 @@ class TestModels:
 
     def test_a_device_that_is_not_there(self, nets: Path) -> None:
         assert "--device nonsense is not there" in complaint(lambda: source(f"{nets}:net", device="nonsense"))
+        said = complaint(lambda: source(f"{nets}:net", device="xpu:90"))
+        assert said == (
+            "--device xpu:90 is not there: torch finds no xpu device that it can use; leave --device out, or use cpu."
+        )
+
+    @pytest.mark.parametrize("count", [0, 2])
+    def test_a_gpu_that_is_not_there(self, nets: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("Found no NVIDIA driver on your system.\nAdvice of\nmany lines")
+
+        monkeypatch.setattr(torch, "empty", refuse)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        found = (
+            "torch finds 2 GPUs, numbered from 0" if count else "torch finds no cuda device that it can use"
+        )
+        expected = f"--device cuda:5 is not there: {found}; leave --device out, or use cpu."
+        assert complaint(lambda: source(f"{nets}:missing", device="cuda:5")) == expected
+        if count:  # it is there, and something else is wrong with it
+            said = complaint(lambda: source(f"{nets}:net", device="cuda"))
+            assert "--device cuda is not there: Found no NVIDIA driver on your system; leave" in said
 
     def test_timm_by_its_own_config(self, tmp_path: Path, photo: Image.Image) -> None:
         path = tmp_path / "w.safetensors"

@@ -510,10 +510,13 @@ def test_the_report_has_the_ends_of_a_trainings_record() -> None:
 
 
 def test_advice_for_a_mean_that_predicts_worse() -> None:
-    wrong = [(x, (y + 1) % 3) for x, y in batches()]
-    posterior = fitted(net(), loader=wrong, lr=0.05, epochs=20)
+    model = net(2)
+    right = [(x, model(x).detach()) for x, _ in batches()]
+    wrong = [(x, y + 3) for x, y in right]
+    settings: dict[str, Any] = {"likelihood": "regression", "noise_variance": 0.05}
+    posterior = fitted(model, loader=wrong, lr=0.05, epochs=20, **settings)
     with pytest.warns(UserWarning, match=r"worse than the model's own.*train_mean=False"):
-        uq.tune(posterior, batches(), parameters=("scale",), progress=False)
+        uq.tune(posterior, right, parameters=("scale",), progress=False)
 
 
 # Likelihoods and models

@@ -154,8 +154,8 @@ def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
     meant = next((name for name in (part, "train") if name in classes), classes[0])
     more = ", ..." if len(classes) > _SHOWN else ""
     warnings.warn(
-        f"The class folders of '{folder}' ({', '.join(classes[:_SHOWN])}{more}) hold no images themselves, only folders "
-        f"of them; each counts as one class. Perhaps '{os.path.join(folder, meant)}' is meant?",
+        f"The class folders of '{folder}' ({', '.join(classes[:_SHOWN])}{more}) hold no images themselves, only "
+        f"folders of them; each counts as one class. Perhaps '{os.path.join(folder, meant)}' is meant?",
         stacklevel=2,
     )
 

@@ -144,11 +144,14 @@ def device_named(name: str | None) -> torch.device:
         ) from None
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):  # torch's own text runs over many lines
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
-        found = f"torch finds no {device.type} device that it can use"
-        if count:
+        if not count:  # torch's own text gives advice on drivers, or lists all that it was built for
+            found = f"torch finds no {device.type} device that it can use"
+        elif (device.index or 0) >= count:
             found = f"torch finds {count} GPU{'' if count == 1 else 's'}, numbered from 0"
+        else:
+            found = str(error).strip().splitlines()[0].rstrip(".")
         raise PosthocUQError(
             f"--device {name} is not there: {found}; leave --device out, or use cpu."
         ) from None

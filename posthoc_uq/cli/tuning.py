@@ -41,8 +41,7 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
         threshold = _threshold(source, posterior, data, given, progress)
     if threshold is None and posterior.record.referral and _threshold_rests_on(posterior) != before:
         warnings.warn(
-            "The file has a threshold for referral, which the new hyperparameters make void; set it again with "
-            "--referral-rate.",
+            "The file's threshold for referral no longer holds for what was tuned; set it again with --referral-rate.",
             stacklevel=2,
         )
     rewrite(posterior, path, given["output"])
