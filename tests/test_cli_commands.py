@@ -528,7 +528,13 @@ def test_a_function_space_posterior_goes_through_every_command_on_a_file(
     place: Path, tmp_path: Path, train_mean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, file, out = trained(place), tmp_path / "f.h5", tmp_path / "f.csv"
-    settings: dict[str, Any] = {"epochs": 2, "n_context": 6, "lr": 1e-2, "train_mean": train_mean}
+    settings: dict[str, Any] = {
+        "epochs": 2,
+        "n_context": 6,
+        "lr": 1e-2,
+        "log_variance_lr": 0.1,
+        "train_mean": train_mean,
+    }
     data = loader(place, "train", 12)
     posterior = uq.fit(model, data, method="function_space", progress=False, **settings)
     uq.save(posterior, file)

@@ -130,6 +130,21 @@ def test_validation_improves_and_reports(classifier):
     assert "validation NLL" in str(trials)
 
 
+def test_trials_name_the_best_of_them(classifier):
+    model, loader, val_loader = classifier
+    posterior = uq.fit(model, loader, method="diag", progress=False)
+    trials = uq.tune(posterior, val_loader, parameters=("prior_precision",), progress=False)
+    losses = [trial["validation NLL"] for trial in trials.trials]
+    assert trials.best is trials.trials[losses.index(min(losses))] and len(losses) > 3
+    assert f"best: prior precision={trials.best['prior precision']:.5g}" in str(trials)
+    assert repr(trials).startswith(f"Trials({len(losses)} evaluations; best: prior precision=")
+    assert trials.best["prior precision"] == pytest.approx(posterior.prior_precision)
+    trials = uq.tune(posterior)
+    values = [trial["log marginal likelihood less log likelihood"] for trial in trials.trials]
+    assert trials.best is trials.trials[values.index(max(values))]
+    assert uq.tune(posterior, per_layer=True).best is None  # one a layer
+
+
 def test_fit_tunes_at_once(classifier):
     model, train, held_out = classifier
     one = uq.fit(model, train, val_loader=held_out, progress=False)

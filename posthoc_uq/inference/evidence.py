@@ -23,9 +23,9 @@ LIMITS = (-10.0, 12.0)  # and how far the search goes before it gives up
 TOLERANCE = 0.02  # decades: 5 %
 
 
-@dataclass
+@dataclass(repr=False)
 class Trials:
-    """What a search tried.
+    """What a search tried; prints itself, the best trial last.
 
     Attributes:
         trials: one dictionary per evaluation: values and objective.
@@ -37,14 +37,32 @@ class Trials:
     at_edge: list[str] = field(default_factory=lambda: list[str]())
     model_alone: float | None = None
 
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The trial with the least validation NLL, or with the largest marginal likelihood; None where there are none,
+        or trials of several searches (one a layer, say), which have a best one each.
+        """
+        if not self.trials or any(list(trial) != list(self.trials[0]) for trial in self.trials):
+            return None
+        goal = list(self.trials[0])[-1]
+        chosen = min if goal == "validation NLL" else max
+        return chosen(self.trials, key=lambda trial: trial[goal])
+
+    def __repr__(self) -> str:
+        return f"Trials({len(self.trials)} evaluations; best: {_line(self.best) if self.best else 'one a search'})"
+
     def __str__(self) -> str:
-        lines = [
-            "  ".join(f"{name}={_text(value)}" for name, value in trial.items()) for trial in self.trials
-        ]
+        lines = [_line(trial) for trial in self.trials]
+        if self.best is not None:
+            lines.append(f"best: {_line(self.best)}")
         if self.model_alone is not None:
             lines.append(f"the model alone: validation NLL={self.model_alone:.5g}")
         lines += [f"at the edge of the search: {name}" for name in self.at_edge]
         return "\n".join(lines)
+
+
+def _line(trial: dict[str, Any]) -> str:
+    return "  ".join(f"{name}={_text(value)}" for name, value in trial.items())
 
 
 def _text(value: Any) -> str:
