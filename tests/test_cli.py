@@ -97,6 +97,8 @@ def test_wrong_usage_is_one_line_that_names_the_help() -> None:
     assert said == "Error: Missing option '--output' / '-o' (see posthoc-uq fit --help).\n"
     said = run("tune", "m.h5", "--model", "timm:resnet18", "--no-search", code=2).stderr  # not of click's own
     assert said.startswith("Error: --no-search leaves nothing") and "(see posthoc-uq tune --help).\n" in said
+    said = run("tune", "m.h5", "--model", code=2).stderr  # of the parser, before there is a context
+    assert said == "Error: Option '--model' requires an argument (see posthoc-uq tune --help).\n"
     assert run("--colour", code=2).stderr.endswith("(see posthoc-uq --help).\n")
     wrong = CliRunner().invoke(commands, [])  # which shows the help, in whole
     assert (wrong.exit_code, "Commands:" in wrong.output, "Error" in wrong.output) == (2, True, False)

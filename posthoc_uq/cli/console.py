@@ -48,6 +48,14 @@ class Command(click.Command):
             ),
         ]
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Read its arguments."""
+        path = " ".join(name for name in (parent and parent.command_path, info_name) if name)
+        with usage_in_one_line(path):
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""
         with _told(ctx):
@@ -55,25 +63,30 @@ class Command(click.Command):
 
 
 class WrongUsage(click.UsageError):
-    """Wrong usage, told in one line."""
+    """Wrong usage of the command at `path`, told in one line."""
+
+    def __init__(self, message: str, ctx: click.Context | None, path: str) -> None:
+        super().__init__(message, ctx)
+        self._path = path
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it."""
-        hint = "" if self.ctx is None else f" (see {self.ctx.command_path} --help)"
-        click.echo(
-            f"Error: {_rank()}{_one_line(self.message).rstrip('.')}{hint}.", file=file, err=file is None
-        )
+        text = f"Error: {_rank()}{_one_line(self.message).rstrip('.')} (see {self._path} --help)."
+        click.echo(text, file=file, err=file is None)
 
 
 @contextmanager
-def usage_in_one_line() -> Generator[None]:
-    """Turn click's errors of usage, of four lines, into `WrongUsage`; a help text that it shows as one stays."""
+def usage_in_one_line(path: str) -> Generator[None]:
+    """Turn click's errors of usage, of four lines, into `WrongUsage`; a help text that it shows as one stays. `path`
+    is the command's, for errors that do not know theirs.
+    """
     try:
         yield
     except click.UsageError as error:
         if type(error).show is not click.UsageError.show:
             raise
-        raise WrongUsage(error.format_message(), error.ctx) from error
+        known = path if error.ctx is None else error.ctx.command_path
+        raise WrongUsage(error.format_message(), error.ctx, known) from error
 
 
 def _remember(key: str) -> Any:

@@ -17,12 +17,12 @@ class _Commands(click.Group):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """Read the group's own options."""
-        with usage_in_one_line():
+        with usage_in_one_line(info_name or ""):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""
-        with usage_in_one_line():
+        with usage_in_one_line(ctx.command_path):
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
