@@ -43,6 +43,7 @@ WIDENINGS = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
 """Factors on the function-space posterior's variances: its prior precision is a part of the training."""
 
 FUNCTION_SPACE = "function space"
+CONTROL = "trained on"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,12 @@ def temperature_scaling(model: nn.Module, held_out: Labelled) -> Method:
         _bytes([model]),
         {"temperature": found},
     )
+
+
+def control_methods(model: nn.Module, held_out: Labelled) -> list[Method]:
+    """The network after as many further epochs as the function-space posterior had, alone and tempered."""
+    tempered_network = replace(temperature_scaling(model, held_out), name=f"{CONTROL}, temperature scaling")
+    return [replace(plain(model), name=CONTROL), tempered_network]
 
 
 def best_temperature(loss: Callable[[float], Tensor]) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 import methods
 import torch
 from data import DEBIAN, Data, Labelled, load
-from network import trained
+from network import trained, trained_on
 from table import write_table
 
 from posthoc_uq.evaluation.measures import foreignness, quality
@@ -113,6 +113,10 @@ def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.
     if options.function_space_epochs and methods.last_row(methods.FUNCTION_SPACE) not in results:
         epochs = options.function_space_epochs
         measure(methods.function_space_methods(model, data, folder, held_out, seed, epochs))
+    if options.function_space_epochs and f"{methods.CONTROL}, temperature scaling" not in results:
+        epochs = options.function_space_epochs
+        control = trained_on(model, data.train, folder / f"trained-on-{epochs}-seed{seed}.pt", seed, epochs)
+        measure(methods.control_methods(control, held_out))
     ensemble = f"deep ensemble of {options.members}"
     if ensemble not in results:
         measure([methods.deep_ensemble([network(seed + i) for i in range(options.members)])])
