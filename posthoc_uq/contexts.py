@@ -388,7 +388,7 @@ def resolve_context(context: Any) -> Context:
             raise PosthocUQError(
                 f"A tensor as context holds inputs (inputs, ...), not {tuple(context.shape)}."
             )
-        return Pool([context])
+        return Pool([context], kept=len(context))
     if isinstance(context, (list, tuple)) and any(isinstance(part, str) for part in cast(Any, context)):
         raise PosthocUQError(
             f"A mixture of contexts is a list of pairs (share, context), for instance [(0.5, 'batch'), (0.5, "

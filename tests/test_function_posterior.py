@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.inference.function_space import _initialised
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.storage import userblock
@@ -488,12 +489,54 @@ def test_context_points_are_no_more_than_dimensions_by_default() -> None:
 
 def test_a_training_of_too_few_steps_says_so() -> None:
     with pytest.warns(
-        UserWarning, match=r"8 steps at log_variance_lr=0.001 move a log variance by 0.004 at most"
+        UserWarning, match=r"8 steps at log_variance_lr=0.001 move a log variance by 0.0042 at most"
     ):
         fitted(net(), log_variance_lr=1e-3)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*steps at log_variance_lr")
         fitted(net(), log_variance_lr=0.1)
+
+
+def test_a_schedule_of_ones_moves_twice_as_far() -> None:
+    with pytest.warns(UserWarning, match="move a log variance by 0.008 at most"):
+        fitted(net(), log_variance_lr=1e-3, schedule=lambda progress: 1.0)
+
+
+def test_more_noise_than_was_asked_for_is_said_once() -> None:
+    alike = torch.ones(5, 1, 6, 6)
+    with pytest.warns(UserWarning, match="no Cholesky factor at function_noise=3e-17") as caught:
+        fitted(
+            net(dtype=torch.float64),
+            loader=batches(dtype=torch.float64),
+            context=alike,
+            function_noise=3e-17,
+            n_context=5,
+        )
+    assert sum("no Cholesky factor" in str(one.message) for one in caught) == 1
+
+
+def test_a_new_initialisation_is_one_of_the_statistics_too() -> None:
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = nn.Parameter(torch.full((1, 4, 6), 5.0))
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+            self.norm = nn.BatchNorm1d(4)
+
+    model = Positioned()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(5.0)
+        model.norm.running_mean.fill_(3.0)
+    with torch.random.fork_rng(), pytest.warns(UserWarning, match=r"keeps 1 trained parameters.*'position'"):
+        found = _initialised(model, {name: p.detach() for name, p in model.named_parameters()})
+    assert (
+        float(model.norm.running_mean.mean()) == 3.0 and float(found["norm.running_mean"].abs().max()) == 0.0
+    )
+    assert all(float(p.detach().mean()) == 5.0 for p in model.parameters())
+    assert all(
+        not bool((found[name] == 5).any()) for name, _ in model.named_parameters() if name != "position"
+    )
 
 
 def test_a_tensor_of_inputs_is_a_context() -> None:

@@ -124,6 +124,12 @@ def test_the_best_epoch_is_kept(patience: int | None, epochs: int) -> None:
     assert float(objective.w.detach()) == pytest.approx(0.9**2)
 
 
+def test_a_loss_that_is_no_number_is_never_the_best() -> None:
+    objective, data = Quadratic(losses=[float("nan"), 3.0, float("nan"), 2.0, 2.5]), loader_of([0.0])
+    train(objective, data, READER, options(epochs=5), seed=0, val_loader=data, progress=False)
+    assert float(objective.w.detach()) == pytest.approx(0.9**4)
+
+
 def test_what_is_not_finite_names_its_step() -> None:
     objective = Quadratic()
     objective.broken = 5

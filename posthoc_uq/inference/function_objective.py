@@ -11,6 +11,7 @@ divergence enters once a data set, so once in N per sample.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from math import log
 from typing import Any, cast
@@ -147,6 +148,7 @@ class FunctionSpaceObjective(Objective):
         self._network, self._field, self._prior, self._likelihood = network, field, prior, likelihood
         self._context, self._samples, self._options, self._frozen = context, samples, options, frozen
         self._last = network.last.parameter_names
+        self._raised = False  # whether more noise was needed already
         self._body = [name for name in field.means if name not in self._last]
         self._log_noise: Tensor | None = None
         if options.learn_noise:
@@ -260,14 +262,29 @@ class FunctionSpaceObjective(Objective):
         weight, *bias = (self._field.log_variances[name].exp() for name in self._last)
         covariance = last_layer_covariance(by_set(features), weight.flatten(1), bias[0] if bias else None)
         prior_covariance = self._prior.covariance(by_set(prior_features))
+        noise = relative_noise(prior_covariance, self._options.function_noise)
         found = gaussian_kl(
             by_set(outputs + moved).transpose(1, 2),
             covariance,
             by_set(prior_mean).transpose(1, 2),
             prior_covariance,
-            relative_noise(prior_covariance, self._options.function_noise),
+            noise,
         )
+        self._warn_of_noise(float((found.function_noise / noise.reshape(-1)).max()))
         return found, int(found.total.detach().argmax())
+
+    def _warn_of_noise(self, factor: float) -> None:
+        """Once in a training."""
+        if factor > 1.5 and not self._raised:
+            self._raised = True
+            warnings.warn(
+                f"A covariance at the context points had no Cholesky factor at "
+                f"function_noise={self._options.function_noise:g}, and was given {factor:.0f} times as much; such a "
+                f"step weighs the means less. A larger function_noise, or fewer or less alike context points, makes "
+                f"all steps alike.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def _normals(self, deviations: Mapping[str, Tensor]) -> dict[str, Tensor]:

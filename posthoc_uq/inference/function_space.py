@@ -26,7 +26,7 @@ from posthoc_uq.inference.laplace import laplace
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.options import FUNCTION_SPACE, FunctionSpaceOptions
 from posthoc_uq.inference.run import Run
-from posthoc_uq.inference.training import train
+from posthoc_uq.inference.training import cosine, train
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
@@ -138,7 +138,9 @@ def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> Func
 
 def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
     """Adam moves a number by its rate a step, so that few steps leave the variances where they began."""
-    reach = 0.5 * steps * options.log_variance_lr  # the default schedule halves the rate on average
+    schedule = options.schedule or cosine
+    share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
+    reach = share * steps * options.log_variance_lr
     if options.optimizer is None and reach < 0.25:
         warnings.warn(
             f"{steps} steps at log_variance_lr={options.log_variance_lr:g} move a log variance by {reach:.2g} at most, "
@@ -211,12 +213,7 @@ def _prior(
     pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
     if options.prior_mean == "random_init":
         with isolated_random_state(mixed_seed(run.settings.seed, _INITIALISATION)):
-            own = replicate(model, {name: p.clone() for name, p in pretrained.items()})
-            for module in own.modules():
-                reset: Any = getattr(module, "reset_parameters", None)
-                if callable(reset):
-                    reset()
-        parameters = {name: p.detach() for name, p in own.named_parameters()}
+            parameters = _initialised(model, pretrained)
     else:
         parameters = pretrained
     frozen = (
@@ -228,6 +225,29 @@ def _prior(
     return FunctionPrior(
         network, parameters, options.prior_mean, precision, options.prior_body_variance
     ), frozen
+
+
+def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers of a new initialisation; a batch normalisation has none of the data's statistics then."""
+    own = replicate(model, {name: p.clone() for name, p in trained.items()})
+    kept: list[str] = []
+    for prefix, module in own.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.clone())
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        else:
+            kept += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
+    if kept:
+        warnings.warn(
+            f"prior_mean='random_init' keeps {len(kept)} trained parameters whose modules have no reset_parameters(), "
+            f"{kept[0]!r} among them.",
+            UserWarning,
+            stacklevel=5,
+        )
+    tensors = {name: p.detach() for name, p in own.named_parameters()}
+    return tensors | {name: buffer.detach() for name, buffer in own.named_buffers()}
 
 
 def _record(
@@ -273,8 +293,8 @@ def function_space_kl(
     Both are joint Gaussians over all outputs at all inputs, by the network linearised in its weights: ``q`` around the
     posterior's mean, with the covariance ``J Sigma J^T``; ``p`` around the trained weights, with ``J J^T /
     prior_precision`` over the same layers (Rudner et al. 2022, eq. 5 and 9). It is never more than the divergence
-    between the weights' own distributions, if the means differ by a linear map of the weights, and does not fall when
-    inputs are added; large where the data, or the objective, have settled the function.
+    between the weights' own distributions, if the means differ by a linear map of the weights, and at equal noise does
+    not fall when inputs are added; large where the data, or the objective, have settled the function.
 
     Args:
         posterior: of any method, fitted or loaded.

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from math import cos, isfinite, pi
+from math import cos, inf, isfinite, pi
 from typing import Any
 
 import torch
@@ -272,8 +272,8 @@ class _Run:
         entry = {name: value / max(1, state.samples) for name, value in state.sums.items()}
         if self._val_loader is not None:
             entry["validation NLL"] = self._validate()
-            losses = [past["validation NLL"] for past in state.history]
-            if not losses or entry["validation NLL"] < min(losses):
+            losses = [past["validation NLL"] for past in state.history if isfinite(past["validation NLL"])]
+            if state.best < 0 or entry["validation NLL"] < min(losses, default=inf):
                 state.best = state.epoch
                 self._kept = {n: t.detach().clone() for n, t in self._objective.tensors().items()}
         entry["seconds"] = state.seconds

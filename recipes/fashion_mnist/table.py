@@ -14,6 +14,7 @@ ORDER = (
     "EFB",
     "INF",
     "last layer",
+    "trained on",
     "function space",
     "deep ensemble",
 )
@@ -23,7 +24,7 @@ SCORES = ("entropy", "mutual_information", "functional_variance")
 def write_table(results: list[dict[str, dict[str, Any]]], path: Path) -> str:
     """Mean ± standard deviation over seeds, one row a method; also written to `path`."""
     header = ["method", "accuracy", "NLL", "ECE", *(f"AUROC, {s.replace('_', ' ')}" for s in SCORES)]
-    lines = [[*header, "time", "MB"]]
+    lines = [[*header, "time", "MB", "seeds"]]
     names = sorted(dict.fromkeys(name for result in results for name in result), key=place)
     for name in names:
         found = [result[name] for result in results if name in result]
@@ -35,11 +36,12 @@ def write_table(results: list[dict[str, dict[str, Any]]], path: Path) -> str:
         cells += [
             f"{mean(one['time'] for one in found):.1f}",
             f"{mean(one['bytes'] for one in found) / 1e6:.1f}",
+            str(len(found)),
         ]
         lines.append([name, *cells])
     rows = [f"| {' | '.join(line)} |" for line in lines]
     rows.insert(1, "| " + " | ".join(["---"] * len(lines[0])) + " |")
-    text = f"{len(results)} seeds.\n\n" + "\n".join(rows) + "\n"
+    text = "\n".join(rows) + "\n"
     path.write_text(text)
     return text
 

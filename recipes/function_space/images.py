@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--networks", type=Path, default=NETWORKS, help="output of recipes/fashion_mnist")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
-    options.network_epochs, options.context_images, options.foreign_images = EPOCHS, 20_000, 5000
+    options.network_epochs, options.context_images, options.foreign_images = EPOCHS, 10_000, 5000
     data = load(options.data, options.networks, download=options.download)
     if options.smoke:
         data = smaller(data)

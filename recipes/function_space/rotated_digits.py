@@ -126,7 +126,9 @@ def main() -> None:
         print(f"split {seed} is done", flush=True)
     picture(results, angles).savefig(options.output / "rotated_digits.png", dpi=110)
     (options.output / "rotated_digits.json").write_text(json.dumps(results, indent=1) + "\n")
-    columns = [f"{measure} at {angle}" for measure in ("Brier", "entropy") for angle in SHOWN]
+    columns = [
+        f"{measure} at {angle}" for measure in ("Brier", "entropy") for angle in SHOWN if angle in angles
+    ]
     print(f"\n{spread(results, columns)}\n\nPicture: {options.output / 'rotated_digits.png'}")
 
 
