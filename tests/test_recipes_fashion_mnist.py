@@ -41,8 +41,10 @@ def test_smoke(folder, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads((tmp_path / "600-1-0.01" / "results-40-seed0.json").read_text())
     heads = ("linearized, probit", "linearized, mc", "sampling", "moments")
-    rows = [f"{posterior}, {head}" for posterior in ("INF", "last layer, EFB") for head in heads]
-    assert list(results) == ["plain", "temperature scaling", *rows, "deep ensemble of 2"]
+    posteriors = ("INF", "last layer, EFB", "function space")
+    rows = [f"{posterior}, {head}" for posterior in posteriors for head in heads]
+    rows += ["trained on", "trained on, temperature scaling", "deep ensemble of 2"]
+    assert list(results) == ["plain", "temperature scaling", *rows]
     assert set(results["plain"]["AUROC"]) == {"entropy", "max_probability"}
     assert "functional_variance" in results["INF, linearized, probit"]["AUROC"]
     assert results["INF, sampling"]["settings"]["prior_precision"] > 0
