@@ -75,7 +75,6 @@ def measures(prediction: uq.ClassPrediction, labels: Tensor, others: dict[str, T
     return found | {f"AUROC, {name}": metrics.ood_auroc(entropy, values) for name, values in others.items()}
 
 
-@torch.no_grad()
 def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """By row: what was measured; the first seed's selective prediction is drawn."""
     folder = options.networks / f"{len(data.train.labels)}-{options.network_epochs}-{RATE:g}"
