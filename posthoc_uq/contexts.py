@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.loaders import Bar, Batch, BatchReader, batches, check_loader
+from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 
 Draw = Callable[[int, torch.Generator], Any]
@@ -399,21 +399,3 @@ def resolve_context(context: Any) -> Context:
 
 def _is_share(part: Any) -> bool:
     return isinstance(part, (list, tuple)) and len(cast(Any, part)) == 2 and isinstance(part[0], (int, float))
-
-
-def survey(loader: Iterable[Any], reader: BatchReader, context: Context, seed: int, progress: bool) -> int:
-    """One pass over the training data without the model: shows a context the inputs, and counts them.
-
-    Raises:
-        PosthocUQError: the inputs are not of the kind that the context is for.
-    """
-    generator = torch.Generator().manual_seed(mixed_seed(seed, 1))
-    samples = 0
-    with isolated_random_state(seed), Bar(loader, "context", progress) as bar:
-        for batch in batches(loader, reader):
-            if context.needs_data:
-                context.observe(single_input(batch), generator)
-            count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
-            samples += count
-            bar.advance(count)
-    return samples

@@ -112,7 +112,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str = "sampling", **optio
         PosteriorMismatchError: the model's parameters are not those the posterior was fitted on.
         PosthocUQError: the head is unknown, or an option or its value is not one that the head takes.
     """
-    kind = _head_class(head)
+    kind = head_class(head)
     allowed = options_of(kind)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
@@ -128,7 +128,12 @@ def options_of(kind: type[Predictor]) -> list[str]:
     return [name for name in inspect.signature(kind).parameters if name not in ("model", "posterior")]
 
 
-def _head_class(head: str) -> type[Predictor]:
+def head_class(head: str) -> type[Predictor]:
+    """The class of a head by its name.
+
+    Raises:
+        PosthocUQError: there is none of this name.
+    """
     if head not in _CLASSES:
         raise PosthocUQError(f"head must be one of {HEADS}, not {head!r}.")
     return _CLASSES[head]

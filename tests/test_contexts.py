@@ -22,9 +22,9 @@ from posthoc_uq.contexts import (
     UniformBox,
     default_context,
     resolve_context,
-    survey,
 )
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.survey import survey
 from posthoc_uq.loaders import Batch, BatchReader
 
 READER = BatchReader(torch.device("cpu"))

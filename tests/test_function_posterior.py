@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.inference.function_space import _initialised
+from posthoc_uq.inference.function_space import _initialised, _least
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.storage import userblock
@@ -537,6 +538,13 @@ def test_a_new_initialisation_is_one_of_the_statistics_too() -> None:
     assert all(
         not bool((found[name] == 5).any()) for name, _ in model.named_parameters() if name != "position"
     )
+
+
+@pytest.mark.parametrize(
+    ("losses", "place"), [([3.0, 1.0, 2.0], 1), ([nan, 3.0, nan, 2.0], 3), ([nan, nan], 0), ([inf, 4.0], 1)]
+)
+def test_the_epoch_taken_is_the_one_that_the_training_keeps(losses: list[float], place: int) -> None:
+    assert _least(losses) == place
 
 
 def test_a_tensor_of_inputs_is_a_context() -> None:

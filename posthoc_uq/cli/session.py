@@ -13,20 +13,14 @@ from posthoc_uq.cli.data import Data
 from posthoc_uq.cli.labels import read_names
 from posthoc_uq.cli.models import Source
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.storage.atomic import checked_target
-from posthoc_uq.wrapping import options_of, wrap
+from posthoc_uq.wrapping import head_class, options_of, wrap
 
 _NO_OPTIONS = ("head", "calibrated")  # of what a threshold was set for
 _OBJECTS = ("generator", "output_map")  # options of heads that no text can be the value of
-_KINDS: dict[str, type[Predictor]] = {
-    kind.head: kind for kind in (SamplingPredictor, LinearizedPredictor, MomentsPredictor)
-}
 _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -101,7 +95,7 @@ def head_of(posterior: Posterior, given: Mapping[str, Any]) -> tuple[str, dict[s
 
 def _check_names(head: str, names: Sequence[str]) -> None:
     """Refuse settings that the head does not have, or that can be given in Python alone."""
-    allowed = [name for name in options_of(_KINDS[head]) if name not in _OBJECTS]
+    allowed = [name for name in options_of(head_class(head)) if name not in _OBJECTS]
     unknown = next((name for name in names if name not in allowed), None)
     if unknown is not None:
         raise PosthocUQError(

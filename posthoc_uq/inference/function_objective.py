@@ -198,7 +198,7 @@ class FunctionSpaceObjective(Objective):
         try:
             found, chosen = self.divergence(contexts, body)
         except RuntimeError as error:
-            raise_of_shapes(contexts, batch, error)
+            _raise_of_shapes(contexts, batch, error)
             raise
         (found.total[chosen] / self._samples).backward()
         for name, deviation in body.items():
@@ -315,10 +315,8 @@ class FunctionSpaceObjective(Objective):
         return torch.logsumexp(torch.stack(found), dim=0) - log(draws)
 
 
-def raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None:
-    """Raises:
-    PosthocUQError: the model failed on context points that are not shaped like the data.
-    """
+def _raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None:
+    """An error in words, where the model failed on context points that are not shaped like the data."""
     shapes = [[tuple(tensor.shape[1:]) for tensor in each.tensors()] for each in (contexts, batch)]
     if shapes[0] != shapes[1]:
         raise PosthocUQError(

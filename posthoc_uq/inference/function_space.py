@@ -8,13 +8,13 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import ceil, exp
+from math import ceil, exp, inf, isfinite
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context, survey
+from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
@@ -26,6 +26,7 @@ from posthoc_uq.inference.laplace import laplace
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.options import FUNCTION_SPACE, FunctionSpaceOptions
 from posthoc_uq.inference.run import Run
+from posthoc_uq.inference.survey import survey
 from posthoc_uq.inference.training import cosine, train
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
@@ -266,7 +267,7 @@ def _record(
         "samples": samples,
         "seed": run.settings.seed,
         "epochs": len(history),
-        "epoch taken": losses.index(min(losses)) + 1 if losses else len(history),
+        "epoch taken": _least(losses) + 1 if losses else len(history),
         "mean": "trained" if options.train_mean else "frozen",
         "context": named,
         "n_context": options.n_context,
@@ -278,6 +279,11 @@ def _record(
         **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
         **{f"seconds, {what}": value for what, value in run.seconds.items()},
     }
+
+
+def _least(losses: list[float]) -> int:
+    """Where the least number stands; what is not finite is never the least, as in the training."""
+    return min(range(len(losses)), key=lambda i: losses[i] if isfinite(losses[i]) else inf)
 
 
 def function_space_kl(
