@@ -9,8 +9,8 @@ over, so that the rest of the machine weighs on both alike. Medians over the ste
     python benchmarks/function_space_cost.py --smoke             LeNet, a few steps; seconds
 
 "n_context" is a quarter of the batch, as 32 points for 128 samples, or ``--n-context``. Memory is the peak of a fresh
-process above one that only makes plain steps, in copies of the model's parameters: a plain step with Adam holds four
-copies itself (parameters, gradients, two moments).
+process above one that only makes plain steps with Adam, in copies of the model's parameters: such a step holds four
+copies itself (parameters, gradients, two moments), one with SGD two.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SETTLING = 3
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "all layers": {},
+    "all layers, SGD": {"optimizer": torch.optim.SGD},
     "frozen mean": {"train_mean": False},
     "body sampled": {"body": "sample"},
     "last layer": {"layers": "last"},
@@ -200,7 +201,7 @@ def measure_memory(name: str, variants: Sequence[str], n_context: int | None) ->
     def of(variant: str) -> dict[str, int]:
         command = [sys.executable, __file__, "--child", name, variant]
         command += [] if n_context is None else ["--n-context", str(n_context)]
-        return least(lambda: fresh_process(command), "peak", 2)
+        return least(lambda: fresh_process(command, exact=True), "peak", 2)
 
     plain = of("plain")
     return {variant: (of(variant)["peak"] - plain["peak"]) / plain["model"] for variant in variants}

@@ -194,6 +194,7 @@ class FunctionSpaceObjective(Objective):
         # The body's deviation serves again: either term is right on average, and nothing is drawn twice.
         body = {name: deviations[name].requires_grad_() for name in self._body}
         del deviations
+        self._field.on_backward(body, mean=False)
         contexts = self._contexts(batch, seed)
         try:
             found, chosen = self.divergence(contexts, body)
@@ -201,10 +202,7 @@ class FunctionSpaceObjective(Objective):
             _raise_of_shapes(contexts, batch, error)
             raise
         (found.total[chosen] / self._samples).backward()
-        for name, deviation in body.items():
-            gradient, deviation.grad = deviation.grad, None
-            if gradient is not None:
-                self._field.add_gradients(name, gradient, deviation.detach(), mean=False)
+        body.clear()
         divergence = found.total[chosen].detach() / self._samples
         return {
             "loss": divergence - fit.to(divergence),
@@ -219,14 +217,12 @@ class FunctionSpaceObjective(Objective):
         weights = {
             n: (mean.detach() + deviations[n]).requires_grad_() for n, mean in self._field.means.items()
         }
+        self._field.on_backward(weights, deviations, mean=True)
         outputs = self._network.outputs(weights, batch)
         self._likelihood.check(outputs.detach(), targets)
         own = self._log_prob(outputs, targets).mean() / self._options.n_draws
         (-own).backward()
-        for name in list(weights):
-            gradient = weights.pop(name).grad
-            if gradient is not None:
-                self._field.add_gradients(name, gradient, deviations[name], mean=True)
+        weights.clear()
         return own.detach()
 
     def _contexts(self, batch: Batch, seed: int) -> Batch:

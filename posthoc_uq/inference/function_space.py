@@ -161,7 +161,9 @@ def _field(network: FeatureNetwork, options: FunctionSpaceOptions, run: Run, mod
             f"method='function_space' trains parameters in float32 or float64, and '{narrow[0]}' is of "
             f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
         )
-    means = {name: parameters[name].detach().clone() for name in names}
+    means = {name: parameters[name].detach() for name in names}
+    if options.train_mean:
+        means = {name: mean.clone() for name, mean in means.items()}
     resumed = run.checkpoint is not None and run.checkpoint.training is not None
     if options.initial == "constant" or resumed:  # what a checkpoint holds is put in place later
         last = network.last.parameter_names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class MeanField:
     """``N(mean, diag exp(log_variance))`` over parameters by name.
 
     Args:
-        means: leaf tensors of their own, which are trained where `train_mean` is set.
+        means: leaf tensors, which are trained where `train_mean` is set, and are then changed in place.
         log_variances: likewise, always trained.
         train_mean: whether the means take part.
     """
@@ -77,6 +78,29 @@ class MeanField:
         else:
             by_variance = gradient.mul_(deviation)
         _add(self.log_variances[name], by_variance.mul_(0.5))
+
+    def on_backward(
+        self, leaves: dict[str, Tensor], deviations: Mapping[str, Tensor] | None = None, *, mean: bool
+    ) -> None:
+        """Let a backward pass carry every leaf's gradient over as soon as it is complete, and drop the leaf out of
+        `leaves`: all of them at the end would be another copy of the model.
+
+        Args:
+            leaves: by name of a parameter; weights, or the deviations themselves.
+            deviations: of weights.
+            mean: see `add_gradients`.
+        """
+
+        def carry(leaf: Tensor, name: str) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            del leaves[name]
+            if gradient is not None:
+                deviation = leaf.detach() if deviations is None else deviations[name]
+                self.add_gradients(name, gradient, deviation, mean=mean)
+            leaf.data = leaf.new_empty(0)  # the graph, which needs it no more, still holds the leaf
+
+        for name, leaf in leaves.items():
+            leaf.register_post_accumulate_grad_hook(partial(carry, name=name))
 
     def blocks(self, layers: Mapping[str, Layer], samples: int) -> dict[str, Block]:
         """The variances as blocks of a posterior."""
