@@ -44,11 +44,13 @@ def test_smoke_on_images(tmp_path: Path) -> None:
     done = run_recipe("function_space/images.py", *options)
     assert done.returncode == 0, done.stderr[-2000:]
     (results,) = json.loads((tmp_path / "out" / "images.json").read_text())
-    rows = ["network", "post hoc, monochrome", "post hoc, photographs", "post hoc, digits"]
+    contexts = ("monochrome", "distorted clothes", "photographs", "digits")
+    rows = ["network", *(f"post hoc, {name}" for name in contexts)]
     assert list(results) == [*rows, "from scratch, monochrome"]
     kept = sorted(path.name for path in (tmp_path / "networks" / "600-1-0.01").glob("function-space-*.h5"))
     assert kept == [
-        f"function-space-{name}-1-seed0.h5" for name in ("digits", "monochrome", "photographs", "scratch")
+        f"function-space-{name}-1-seed0.h5"
+        for name in ("digits", "distorted-clothes", "monochrome", "photographs", "scratch")
     ]
     assert (tmp_path / "out" / "selective_prediction.png").stat().st_size > 10_000
 
@@ -63,6 +65,17 @@ def test_foreign_images_are_what_they_are_said_to_be(recipe: Namespace) -> None:
     assert ((letters > 200).flatten(1).sum(1) >= 15).all()  # ... and none without ink
     assert letters.flatten(1).unique(dim=0).shape[0] > 45
     assert photos.flatten(1).float().std(1).gt(0).double().mean() > 0.95
+
+
+def test_distorted_images_are_made_of_others(recipe: Namespace) -> None:
+    given = recipe.foreign.letters(40)
+    state = torch.get_rng_state()
+    found = recipe.foreign.augmented(given, 30)
+    assert found.shape == (30, 28, 28) and found.dtype == torch.uint8
+    assert torch.equal(found, recipe.foreign.augmented(given, 30)) and torch.equal(
+        torch.get_rng_state(), state
+    )
+    assert not (found.unsqueeze(1) == given).flatten(2).all(2).any()
 
 
 def test_draws_of_the_linearised_network_have_its_moments(recipe: Namespace) -> None:

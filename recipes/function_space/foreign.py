@@ -1,4 +1,6 @@
-"""Foreign images of 28 x 28 pixels that need no download: crops of photographs, and letters in many typefaces."""
+"""Foreign images of 28 x 28 pixels that need no download: crops of photographs, letters in many typefaces, and
+distorted training images.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from skimage.color import rgb2gray
 from torch import Tensor
+from torchvision.transforms import v2
 
 PHOTOS = ("astronaut", "camera", "coffee", "chelsea", "coins", "moon", "rocket", "brick", "grass", "gravel")
 FONTS = (
@@ -51,3 +54,22 @@ def letters(number: int, seed: int = 0) -> Tensor:
         ImageDraw.Draw(canvas).text((float(x), float(y)), letter, fill=255, font=font, anchor="mm")
         image[:] = np.asarray(canvas)
     return torch.from_numpy(images)
+
+
+def augmented(images: Tensor, number: int, seed: int = 0) -> Tensor:
+    """Some of these images cropped, flipped, in other tones, blurred, solarised: (number, 28, 28), bytes as they are
+    given, (samples, 28, 28). The published configurations of Rudner et al. (2022) have such a context.
+    """
+    distort = v2.Compose(
+        [
+            v2.RandomResizedCrop(28, scale=(0.2, 1.0)),
+            v2.RandomHorizontalFlip(),
+            v2.ColorJitter(brightness=0.8, contrast=0.8),
+            v2.RandomApply([v2.GaussianBlur(3)]),
+            v2.RandomSolarize(128.0),
+        ]
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        chosen = images[torch.randperm(len(images))[:number]]
+        return torch.cat([distort(image.unsqueeze(0)) for image in chosen])

@@ -1,4 +1,4 @@
-"""FashionMNIST with three contexts, post hoc and from scratch (table 1 of Rudner et al., 2022).
+"""FashionMNIST with four contexts, post hoc and from scratch (table 1 of Rudner et al., 2022).
 
 python recipes/function_space/images.py --data FOLDER      about an hour a seed on one core
 python recipes/function_space/images.py --smoke            a minute
@@ -16,7 +16,7 @@ from pathlib import Path
 import foreign
 import torch
 from common import OUTPUT, spread
-from data import DEBIAN, Data, load, normalised
+from data import DEBIAN, Data, load, normalised, pixels
 from methods import in_batches, plain
 from network import cnn, trained
 from run import OUTPUT as NETWORKS
@@ -39,11 +39,12 @@ def posteriors(
     model = trained(data.train, seed, folder, options.network_epochs, RATE)
     contexts = {
         "monochrome": None,
+        "distorted clothes": normalised(foreign.augmented(pixels(data.train.images), options.context_images)),
         "photographs": normalised(foreign.photos(options.context_images)),
         "digits": data.digits[: len(data.digits) // 2],  # the other half is never seen
     }
     for name, images in contexts.items():
-        path = folder / f"function-space-{name}-{options.epochs}-seed{seed}.h5"
+        path = folder / f"function-space-{name.replace(' ', '-')}-{options.epochs}-seed{seed}.h5"
         yield (
             f"post hoc, {name}",
             model,
