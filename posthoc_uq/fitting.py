@@ -149,6 +149,11 @@ def fit(
     _check(fisher, n_samples, prior_precision, trains)
     if trains and residual_weight != 1.0:
         raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
+    if training is not None and not training.needs_curvature and (fisher, n_samples) != ("mc", 1):
+        raise PosthocUQError(
+            "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
+            "out, or begin with a curvature's variances: initial='inf'."
+        )
     check_loader(loader)
     model = unwrap(model)
     device = model_device(model)

@@ -27,7 +27,7 @@ def test_help(script: str) -> None:
     assert shown.returncode == 0 and "--smoke" in shown.stdout and "--seeds" in shown.stdout
 
 
-@pytest.mark.parametrize(("script", "rows"), [("regression", 6), ("two_moons", 7), ("rotated_digits", 4)])
+@pytest.mark.parametrize(("script", "rows"), [("regression", 6), ("two_moons", 7), ("rotated_digits", 5)])
 def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
     done = run_recipe(f"function_space/{script}.py", "--smoke", "--output", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -45,6 +45,11 @@ class FunctionSpaceOptions(TrainingOptions):
     function_noise: float = 1e-6
     body: Body = "linearized"
 
+    @property
+    def needs_curvature(self) -> bool:
+        """Whether the variances are, or begin as, those of a curvature of the data."""
+        return isinstance(self.initial, str) and self.initial in CURVATURES
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least_one(self, "n_sets", "n_draws", *(["n_context"] if self.n_context is not None else []))

@@ -49,8 +49,8 @@ def trained(data: Labelled, seed: int, folder: Path, epochs: int, learning_rate:
 
 
 def trained_on(model: nn.Module, data: Labelled, path: Path, seed: int, epochs: int) -> nn.Sequential:
-    """A copy after further plain training, as function-space inference has it: Adam at 1e-3 with the same betas,
-    batches and schedule, from the same weights; kept at `path`.
+    """A copy after further plain training: Adam at 1e-3 with the betas that function-space inference has, from the same
+    weights on; kept at `path`.
     """
     copy = cnn()
     if path.exists():
