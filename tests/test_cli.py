@@ -270,7 +270,7 @@ def test_an_interrupted_prediction_leaves_no_file(place: Path, tmp_path: Path) -
     code = place / "slow.py"
     code.write_text(
         "import time, torch\nfrom nets import net as fast\n\n\ndef net():\n    return fast()\n\n\n"
-        "def slow(image):\n    time.sleep(0.2)\n    return torch.zeros(3, 12, 12)\n"
+        "def slow(image):\n    time.sleep(20)\n    return torch.zeros(3, 12, 12)\n"
     )
     model = ["--model", f"{code}:net", "--weights", str(place / "w.pt"), "--transform", f"{code}:slow"]
     arguments = [place / "m.h5", place / "train", *model, "-o", tmp_path / "out.csv", "--batch-size", 1]
