@@ -619,3 +619,39 @@ def test_predictive_of_held_out_data(likelihood: Likelihood, outputs: int) -> No
     torch.testing.assert_close(
         found.detach(), torch.stack(probabilities).mean(0).log(), rtol=1e-10, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("train_mean", [True, False])
+def test_a_backward_pass_carries_gradients_over_and_lets_go(train_mean: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random() -> dict[str, Tensor]:
+        return {n: torch.randn(3, 2, generator=generator, dtype=torch.float64) for n in ("a", "b", "unused")}
+
+    means, logs = random(), random()
+    field = MeanField(
+        {n: t.clone() for n, t in means.items()}, {n: t.clone() for n, t in logs.items()}, train_mean
+    )
+    deviations = field.deviations(generator)
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return (weights["a"] ** 3 * weights["b"]).sum() + weights["a"].sin().sum()
+
+    weights = {n: (mean + deviations[n]).requires_grad_() for n, mean in means.items()}
+    kept = dict(weights)
+    field.on_backward(weights, deviations, mean=True)
+    loss(weights).backward()
+    assert list(weights) == ["unused"] and {n: t.numel() for n, t in kept.items()} == {
+        "a": 0,
+        "b": 0,
+        "unused": 6,
+    }
+    normals = {n: deviation / (0.5 * logs[n]).exp() for n, deviation in deviations.items()}
+    leaves = [t.requires_grad_() for pair in (means, logs) for t in (pair["a"], pair["b"])]
+    loss({n: means[n] + (0.5 * logs[n]).exp() * normals[n] for n in means}).backward()
+    found = [t for pair in (field.means, field.log_variances) for t in (pair["a"], pair["b"])]
+    for index, (own, expected) in enumerate(zip(found, leaves, strict=True)):
+        if index < 2 and not train_mean:
+            assert own.grad is None
+        else:
+            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-12, atol=1e-14)
