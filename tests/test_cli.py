@@ -275,7 +275,11 @@ def test_an_interrupted_prediction_leaves_no_file(place: Path, tmp_path: Path) -
     model = ["--model", f"{code}:net", "--weights", str(place / "w.pt"), "--transform", f"{code}:slow"]
     arguments = [place / "m.h5", place / "train", *model, "-o", tmp_path / "out.csv", "--batch-size", 1]
     command = [sys.executable, "-m", "posthoc_uq", "predict", *map(str, arguments), "--workers", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def heed_interrupts() -> None:  # which a shell takes from what it runs in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 120
     while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
