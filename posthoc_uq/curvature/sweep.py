@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from posthoc_uq.curvature.capture import Capture
+from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
@@ -79,6 +79,20 @@ class Summary:
         self.seen += len(found)
 
 
+class Observer(Protocol):
+    """Something beside the curvature that a sweep shows the data to."""
+
+    def see(self, batch: Batch, keys: Tensor, recording: Recording) -> None:
+        """Look at a batch.
+
+        Args:
+            batch: this process's own samples, without another's padding.
+            keys: hashes of the samples' inputs, ``(samples,)`` int64.
+            recording: its forward pass; not pulled back yet.
+        """
+        ...
+
+
 def sweep(
     capture: Capture,
     loader: Iterable[Any],
@@ -90,6 +104,7 @@ def sweep(
     description: str = "",
     done: Summary | None = None,
     after_batch: Callable[[Summary], None] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Summary:
     """Feed every accumulator of every layer with the whole loader, or a share of its samples.
 
@@ -100,6 +115,7 @@ def sweep(
         done: where an interrupted sweep stood, whose sums the accumulators hold; its batches are read, but not
             swept over again.
         after_batch: called after every batch that was not done already.
+        observers: are shown every batch that is swept over, those that were done already included.
 
     Raises:
         NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
@@ -115,17 +131,35 @@ def sweep(
             if done is not None and index < skipped:
                 if index == skipped - 1:
                     summary = _taken_up(summary, done)
+                if observers:
+                    _show(observers, batch, keys, capture.run(batch, samples))
                 continue
             if share < 1:
                 picked = share_of(keys, share)
                 batch, keys = batch.select(picked, samples), keys[picked]
             if keys.shape[0]:
-                _sweep_batch(capture, batch, keys, index, settings, accumulators, joint, summary)
+                _sweep_batch(capture, batch, keys, index, settings, accumulators, joint, summary, observers)
             if after_batch is not None:
                 after_batch(summary)
     if done is not None and summary.batches < skipped:
         raise _other_data()
     return summary
+
+
+def show(
+    capture: Capture, loader: Iterable[Any], settings: SweepSettings, observers: Sequence[Observer]
+) -> None:
+    """One pass of forward passes alone, for observers that no sweep over all the data was shown to."""
+    with torch.no_grad(), Bar(loader, "looking at the data", settings.progress) as bar:
+        for batch, samples in own_batches(loader, settings.reader):
+            keys = sample_keys(batch.tensors(), samples, settings.seed)
+            _show(observers, batch, keys, capture.run(batch, samples))
+            bar.advance(samples)
+
+
+def _show(observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording) -> None:
+    for observer in observers:
+        observer.see(batch, keys, recording)
 
 
 def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Batch, int]]:
@@ -163,6 +197,7 @@ def _sweep_batch(
     accumulators: Mapping[str, Sequence[Accumulator]],
     joint: JointFisher | None,
     summary: Summary,
+    observers: Sequence[Observer],
 ) -> None:
     likelihood, samples = settings.likelihood, keys.shape[0]
     recording = capture.run(batch, samples)
@@ -178,6 +213,7 @@ def _sweep_batch(
         likelihood.check(outputs, batch.targets)
     except PosthocUQError as error:
         raise PosthocUQError(f"Batch {index}: {error}") from None
+    _show(observers, batch, keys, recording)
     gradients = likelihood.gradients(outputs, batch.targets, keys, settings.fisher, settings.n_samples)
     checks: dict[str, Tensor] = {}
     first, gradient = True, next(gradients, None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.curvature.sweep import Summary, SweepSettings, sweep
+from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, show, sweep
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
@@ -36,7 +36,12 @@ class LaplaceOptions:
 
 @dataclass
 class Run:
-    """One fit under way: how to sweep, and what the sweeps gave besides the statistics."""
+    """One fit under way: how to sweep, and what the sweeps gave besides the statistics.
+
+    Attributes:
+        observers: are shown all the data once, by the first sweep that goes over all of them.
+        observed: whether they were.
+    """
 
     prepared: Prepared
     loader: Iterable[Any]
@@ -46,6 +51,8 @@ class Run:
     checkpoint: Checkpoint | None = None
     summary: Summary = field(default_factory=Summary)
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    observers: list[Observer] = field(default_factory=lambda: list[Observer]())
+    observed: bool = False
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -120,6 +127,7 @@ class Run:
                 stacklevel=2,
             )
         self.summary = summary
+        self.observed = self.observed or share == 1
         self.seconds[description] = time.perf_counter() - start
         return summary.samples
 
@@ -154,7 +162,22 @@ class Run:
                 description=description,
                 done=done,
                 after_batch=after_batch,
+                observers=() if self.observed or share < 1 else self.observers,
             )
+
+    def observe(self) -> None:
+        """Show the data to the observers in a pass of its own, where no sweep of this process went over all of them: a
+        resumed fit begins after its sweeps, and a training has none.
+        """
+        if self.observed or not self.observers:
+            return
+
+        def work() -> None:
+            with isolated_random_state(self.settings.seed):
+                show(self.prepared.capture, self.loader, self.settings, self.observers)
+
+        together(work, "looking at the data")
+        self.observed = True
 
     def timed(self, description: str, work: Callable[[], Any]) -> Any:
         """Do the work and note how long it took."""
