@@ -40,14 +40,18 @@ def test_smoke(folder, tmp_path):
     done = run_recipe("fashion_mnist/run.py", "--smoke", "--data", folder, "--output", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads((tmp_path / "600-1-0.01" / "results-40-seed0.json").read_text())
-    heads = ("linearized, probit", "linearized, mc", "sampling", "moments")
-    posteriors = ("INF", "last layer, EFB", "function space")
-    rows = [f"{posterior}, {head}" for posterior in posteriors for head in heads]
+    rows = [
+        f"{posterior}, {row}"
+        for posterior in ("INF", "INF, last layer")
+        for row in ("defaults", "tuned", "sampling, tuned", "moments, tuned")
+    ]
+    rows += [f"function space, {row}" for row in ("defaults", "tuned", "linearized, tuned", "moments, tuned")]
     rows += ["trained on", "trained on, temperature scaling", "deep ensemble of 2"]
     assert list(results) == ["plain", "temperature scaling", *rows]
     assert set(results["plain"]["AUROC"]) == {"entropy", "max_probability"}
-    assert "functional_variance" in results["INF, linearized, probit"]["AUROC"]
-    assert results["INF, sampling"]["settings"]["prior_precision"] > 0
+    scores = {"entropy", "mutual_information", "functional_variance", "novelty", "both"}
+    assert scores <= set(results["INF, defaults"]["AUROC"]) & set(results["INF, last layer, tuned"]["AUROC"])
+    assert results["INF, sampling, tuned"]["settings"]["prior_precision or scale"] > 0
     assert results["deep ensemble of 2"]["bytes"] == 2 * results["plain"]["bytes"]
     table = (tmp_path / "600-1-0.01" / "table.md").read_text()
     assert all(f"| {name} |" in table for name in results) and table in done.stdout

@@ -21,6 +21,7 @@ from posthoc_uq.demo.digits_data import (
 )
 from posthoc_uq.demo.figures import Example, digits_figure
 from posthoc_uq.heads.prediction import ClassPrediction
+from posthoc_uq.heads.scores import uncertainty_scores
 from posthoc_uq.metrics import (
     accuracy,
     brier_score,
@@ -33,7 +34,9 @@ from posthoc_uq.posteriors.base import Posterior
 COPIES = 40
 """Distorted copies of each training digit; the posterior takes each of them for an observation of its own."""
 
-PLAIN, EVIDENCE, TUNED = "network alone", "INF as fitted", "INF tuned"
+PLAIN, FITTED, TUNED = "network alone", "INF as fitted", "INF tuned"
+SCORES = {"entropy": "entropy", "mutual_information": "mutual information", "novelty": "novelty"}
+"""Scores that are shown, with what they are called."""
 
 
 class DigitsResult(NamedTuple):
@@ -76,7 +79,7 @@ def train(model: nn.Module, data: Labelled, epochs: int, seed: int) -> None:
 
 
 @one_thread()
-def run(output: Path, seed: int = 0, epochs: int = 15, n_samples: int = 50) -> DigitsResult:
+def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
     """The digits part; leaves the picture, the posterior and the network's weights in ``output``."""
     output.mkdir(parents=True, exist_ok=True)
     data = load_digits(seed)
@@ -94,16 +97,17 @@ def run(output: Path, seed: int = 0, epochs: int = 15, n_samples: int = 50) -> D
 
     with step("uq.fit(model, train_loader)"):
         posterior = uq.fit(model, _loader(training), seed=seed, progress=False)
-    predictor = uq.wrap(model, posterior, head="sampling", n_samples=n_samples, seed=seed)
-    predictions[EVIDENCE] = {name: predictor(images) for name, images in inputs.items()}
+    with step("uq.wrap(model, posterior)(images)"):
+        predictor = uq.wrap(model, posterior)
+        predictions[FITTED] = {name: predictor(images) for name, images in inputs.items()}
 
     with step("uq.tune(posterior, val_loader)"):
         uq.tune(posterior, _loader(data.validation), progress=False)
-    predictor = uq.wrap(model, posterior, head="sampling", n_samples=n_samples, seed=seed)
+    predictor = uq.wrap(model, posterior)
     predictions[TUNED] = {name: predictor(images) for name, images in inputs.items()}
 
     identical = _fresh_process_agrees(
-        output, model, posterior, data.test.images, predictions[TUNED]["test digits"].probs, n_samples, seed
+        output, model, posterior, data.test.images, predictions[TUNED]["test digits"].probs
     )
     result = DigitsResult(
         {name: _quality(by_set["test digits"], data.test.labels) for name, by_set in predictions.items()},
@@ -133,8 +137,6 @@ def _fresh_process_agrees(
     posterior: Posterior,
     images: Tensor,
     probs: Tensor,
-    n_samples: int,
-    seed: int,
 ) -> bool:
     """Save, load and predict in a new Python, and compare every bit of the probabilities."""
     paths = {name: output / f"digits.{name}" for name in ("inf.h5", "cnn.pt", "images.pt", "probs.pt")}
@@ -143,7 +145,7 @@ def _fresh_process_agrees(
     torch.save(images, paths["images.pt"])
     with step(f"uq.save, then uq.load and predict in a fresh process ({paths['inf.h5']})"):
         command = [sys.executable, "-m", "posthoc_uq.demo.fresh_process", *map(str, paths.values())]
-        subprocess.run([*command, str(n_samples), str(seed)], check=True)
+        subprocess.run(command, check=True)
     same = torch.equal(torch.load(paths["probs.pt"], weights_only=True), probs)
     for name in ("images.pt", "probs.pt"):
         paths[name].unlink()
@@ -162,11 +164,9 @@ def _quality(prediction: ClassPrediction, labels: Tensor) -> dict[str, float]:
 
 def _scores(prediction: ClassPrediction, model: str) -> dict[str, Tensor]:
     """What may tell foreign inputs; a network without posterior has its entropy alone."""
-    scores = {"entropy": prediction.entropy()}
-    if model != PLAIN:
-        scores["mutual information"] = prediction.mutual_information()
-        scores["epistemic()"] = prediction.epistemic()
-    return scores
+    known = uncertainty_scores(prediction)
+    names = ("entropy",) if model == PLAIN else SCORES
+    return {SCORES[name]: known[name] for name in names if name in known}
 
 
 def _auroc(
@@ -197,11 +197,10 @@ def _figure(predictions: dict[str, dict[str, ClassPrediction]], inputs: dict[str
     shown = {PLAIN: predictions[PLAIN], TUNED: predictions[TUNED]}
     calibration = {name: (by_set["test digits"].probs, labels) for name, by_set in shown.items()}
     scores = {
-        f"entropy, {PLAIN}": {name: p.entropy() for name, p in predictions[PLAIN].items()},
-        f"mutual information, {TUNED}": {
-            name: p.mutual_information() for name, p in predictions[TUNED].items()
-        },
-        f"epistemic(), {TUNED}": {name: p.epistemic() for name, p in predictions[TUNED].items()},
+        f"{score}, {model}": {name: _scores(p, model)[score] for name, p in by_set.items()}
+        for model, by_set in shown.items()
+        for score in _scores(by_set["test digits"], model)
+        if (model, score) != (TUNED, "entropy")
     }
     return digits_figure(calibration, scores, _examples(predictions[TUNED], inputs, labels))
 
@@ -218,9 +217,8 @@ def _examples(
         for index in indices:
             truth = f"{int(labels[index])} → " if name == "test digits" else "→ "
             caption = f"{truth}{int(classes[index, 0])} ({float(probabilities[index, 0]):.0%})"
-            information = float(prediction.mutual_information()[index])
-            epistemic = float(prediction.epistemic()[index])
-            examples.append(Example(inputs[name][index], caption, information, epistemic, group))
+            own = {score: float(values[index]) for score, values in _scores(prediction, TUNED).items()}
+            examples.append(Example(inputs[name][index], caption, own, group))
 
     digits = predictions["test digits"]
     add("test digits", "test digits", [int((labels == digit).nonzero()[0]) for digit in (2, 4, 6)])

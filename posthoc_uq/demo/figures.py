@@ -27,8 +27,7 @@ class Example(NamedTuple):
 
     image: Tensor
     caption: str
-    mutual_information: float
-    epistemic: float
+    scores: Mapping[str, float]
     group: str
 
 
@@ -39,9 +38,7 @@ class Tile(NamedTuple):
     name: str
     kind: str
     top: Sequence[tuple[str, float]]
-    entropy: float
-    mutual_information: float
-    epistemic: float
+    scores: Mapping[str, float]
 
 
 def digits_figure(
@@ -69,8 +66,7 @@ def digits_figure(
         heading = "" if example.group == shown else example.group
         shown = example.group
         axes.set_title(heading, loc="left", fontsize=10, fontweight="bold")
-        numbers = f"mut. inf. {example.mutual_information:.2f}\nepistemic {example.epistemic:.1f}"
-        axes.set_xlabel(f"{example.caption}\n{numbers}", fontsize=9)
+        axes.set_xlabel("\n".join([example.caption, *_numbers(example.scores)]), fontsize=9)
         _bare(axes, "#BBBBBB")
     return figure
 
@@ -90,13 +86,14 @@ def photos_figure(tiles: Sequence[Tile], columns: int = 6) -> Figure:
         above.imshow(np.asarray(tile.image))
         _bare(above, KIND_COLOURS.get(tile.kind, COLOURS[3]))
         above.set_title(f"{tile.name} ({tile.kind})", fontsize=10, fontweight="bold")
-        above.set_xlabel(
-            f"entropy {tile.entropy:.2f}   mut. inf. {tile.mutual_information:.2f}\n"
-            f"epistemic {tile.epistemic:.2f}",
-            fontsize=9,
-        )
+        above.set_xlabel("\n".join(_numbers(tile.scores)), fontsize=9)
         _bars(below, tile.top)
     return figure
+
+
+def _numbers(scores: Mapping[str, float]) -> list[str]:
+    """A line a score."""
+    return [f"{name} {value:.2g}" for name, value in scores.items()]
 
 
 def _reliability(axes: Axes, calibration: Mapping[str, tuple[Tensor, Tensor]], bins: int = 10) -> None:

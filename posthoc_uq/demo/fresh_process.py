@@ -1,6 +1,6 @@
 """What a deployment does, in a Python of its own: load weights and posterior, predict. No data, no refit.
 
-``python -m posthoc_uq.demo.fresh_process POSTERIOR WEIGHTS IMAGES PROBS N_SAMPLES SEED``
+``python -m posthoc_uq.demo.fresh_process POSTERIOR WEIGHTS IMAGES PROBS``
 """
 
 import sys
@@ -15,12 +15,12 @@ from posthoc_uq.demo.digits import network
 @one_thread()  # as in the process to compare with: another number of threads sums in another order
 def main(arguments: list[str]) -> None:
     """Read the posterior, the network's weights and images; write the predicted probabilities."""
-    posterior_path, weights_path, images_path, probs_path, n_samples, seed = arguments
+    posterior_path, weights_path, images_path, probs_path = arguments
     model = network()
     model.load_state_dict(torch.load(weights_path, weights_only=True))
     model.eval()
     posterior = uq.load(posterior_path, model)
-    predictor = uq.wrap(model, posterior, head="sampling", n_samples=int(n_samples), seed=int(seed))
+    predictor = uq.wrap(model, posterior)
     images = torch.load(images_path, weights_only=True)
     torch.save(predictor(images).probs, probs_path)
 

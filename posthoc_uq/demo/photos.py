@@ -1,10 +1,8 @@
 """Photos: an ImageNet classifier as it is, and what it does not know about pictures of all kinds.
 
-The posterior is over the last layer, the usual choice for a network of fifty layers and a handful of images: a
-few crops leave most weights to the prior, and noise in all layers at once would drown every prediction. For the
-same reason the evidence of the crops alone would put the prior precision far too low, so it is taken from the
-trained weights, whose spread is what they were drawn with if the prior is right. One crop stands for many of
-the images that the network was trained on, which is what `scale` says.
+The posterior is over the last layer: that of all fifty costs a backward pass for each of an image's leading classes,
+for every picture and for every prior precision that the fit looks at, which is more than a demo's few minutes. All else
+is the library's default.
 """
 
 from pathlib import Path
@@ -27,9 +25,10 @@ from posthoc_uq.demo.pictures import (
     random_crops,
 )
 from posthoc_uq.heads.prediction import ClassPrediction
+from posthoc_uq.heads.scores import uncertainty_scores
 
-TRAINING_IMAGES = 1_281_167
-"""Images that the network was trained on: the training set of ImageNet."""
+SCORES = {"entropy": "entropy", "mutual_information": "mutual inf.", "novelty": "novelty"}
+"""Scores that are shown, with what they are called."""
 
 
 class PhotosResult(NamedTuple):
@@ -41,7 +40,7 @@ class PhotosResult(NamedTuple):
 
 
 @one_thread()
-def run(output: Path, seed: int = 0, crops: int = 96, n_samples: int = 20) -> PhotosResult:
+def run(output: Path, seed: int = 0, crops: int = 96) -> PhotosResult:
     """The photos part; leaves the picture and the posterior in ``output``."""
     output.mkdir(parents=True, exist_ok=True)
     with step("Loading EfficientNet-Lite0, trained on ImageNet by others"):
@@ -51,20 +50,15 @@ def run(output: Path, seed: int = 0, crops: int = 96, n_samples: int = 20) -> Ph
 
     with step(f"uq.fit(model, crops, layers='last'): {crops} crops of {len(FIT_PHOTOS)} photos, no labels"):
         images = random_crops([photo(name) for name in FIT_PHOTOS], crops, seed)
-        prior = 1 / float(model.get_parameter("classifier.weight").detach().square().mean())
-        posterior = uq.fit(
-            model, images.split(16), layers="last", prior_precision=prior, seed=seed, progress=False
-        )
-    posterior.scale = TRAINING_IMAGES
-    say(f"  prior precision {prior:.0f} (as wide as the trained weights), scale {TRAINING_IMAGES:,} images")
+        posterior = uq.fit(model, images.split(16), layers="last", seed=seed, progress=False)
+    say(f"  prior precision {posterior.prior_precision:.3g}, temperature {posterior.temperature:.2f}")
     path = output / "photos.inf.h5"
     uq.save(posterior, path)
     say(f"  {path}: {path.stat().st_size / 1e6:.1f} MB")
 
     shown = pictures(seed)
-    with step(f"Predicting {len(shown)} pictures with {n_samples} samples of the weights"):
-        predictor = uq.wrap(model, posterior, head="sampling", n_samples=n_samples, seed=seed)
-        prediction = predictor(preprocess([picture.image for picture in shown]))
+    with step(f"uq.wrap(model, posterior)(images): {len(shown)} pictures"):
+        prediction = uq.wrap(model, posterior)(preprocess([picture.image for picture in shown]))
     _report(shown, prediction, names)
     path = output / "photos.png"
     photos_figure(_tiles(shown, prediction, names)).savefig(path)
@@ -80,28 +74,29 @@ def espresso_probability(model: nn.Module, names: list[str]) -> float:
 
 
 def _report(shown: list[Picture], prediction: ClassPrediction, names: list[str]) -> None:
-    scores = (prediction.entropy(), prediction.mutual_information(), prediction.epistemic())
-    say("\nWhat the network says, and how unsure it is (nats; epistemic() in squared logits)\n")
+    scores = _scores(prediction)
+    say("\nWhat the network says, and how unsure it is (entropy and mutual information in nats)\n")
     rows = [
         [
             picture.name,
             picture.kind,
-            *(float(score[index]) for score in scores),
+            *(float(score[index]) for score in scores.values()),
             ", ".join(f"{name} {probability:.2f}" for name, probability in _top(prediction, index, names)),
         ]
         for index, picture in enumerate(shown)
     ]
-    header = ["picture", "kind", "entropy", "mutual inf.", "epistemic", "most probable"]
-    say(table(header, rows, digits=2))
+    say(table(["picture", "kind", *scores, "most probable"], rows, digits=3))
     say("\nMeans by kind (new photos: from scikit-learn, no crop of them was used in the fit)\n")
     kinds = list(dict.fromkeys(picture.kind for picture in shown))
     members = {kind: torch.tensor([picture.kind == kind for picture in shown]) for kind in kinds}
-    rows = [[kind, *(float(score[members[kind]].mean()) for score in scores)] for kind in kinds]
-    say(table(["kind", "entropy", "mutual inf.", "epistemic"], rows, digits=2))
-    say(
-        "  Mutual information is low for what the fit has seen and high for all else, new photos included:\n"
-        f"  {len(FIT_PHOTOS)} photos are few. A real use fits on images from where the model will work.\n"
-    )
+    rows = [[kind, *(float(score[members[kind]].mean()) for score in scores.values())] for kind in kinds]
+    say(table(["kind", *scores], rows, digits=3))
+    say(f"  {len(FIT_PHOTOS)} photos are few. A real use fits on images from where the model will work.\n")
+
+
+def _scores(prediction: ClassPrediction) -> dict[str, Tensor]:
+    known = uncertainty_scores(prediction)
+    return {shown: known[name] for name, shown in SCORES.items() if name in known}
 
 
 def _top(prediction: ClassPrediction, index: int, names: list[str]) -> list[tuple[str, float]]:
@@ -111,18 +106,14 @@ def _top(prediction: ClassPrediction, index: int, names: list[str]) -> list[tupl
 
 
 def _tiles(shown: list[Picture], prediction: ClassPrediction, names: list[str]) -> list[Tile]:
-    scores: tuple[Tensor, ...] = (
-        prediction.entropy(),
-        prediction.mutual_information(),
-        prediction.epistemic(),
-    )
+    scores = _scores(prediction)
     return [
         Tile(
             centre_crop(picture.image),
             picture.name,
             picture.kind,
             _top(prediction, index, names),
-            *(float(score[index]) for score in scores),
+            {name: float(values[index]) for name, values in scores.items()},
         )
         for index, picture in enumerate(shown)
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from table import write_table
 
 from posthoc_uq.evaluation.measures import foreignness, quality
 from posthoc_uq.heads.scores import uncertainty_scores
-from posthoc_uq.metrics import risk_coverage
+from posthoc_uq.metrics import joint_tail, ood_auroc, risk_coverage
 
 OUTPUT = Path(__file__).parents[1] / "output" / "fashion_mnist"
+BOTH = {"entropy", "novelty"}
+"""Scores that are also judged together: an input counts by the smaller of its tail probabilities on held-out images."""
 
 
 def arguments() -> argparse.Namespace:
@@ -43,7 +45,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="networks, posteriors, results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one network each")
     parser.add_argument(
-        "--members", type=int, default=5, help="of the deep ensemble: the seeds from this one on"
+        "--members",
+        type=int,
+        default=5,
+        help="of the deep ensemble: the seeds from this one on; 0 leaves it out",
+    )
+    parser.add_argument(
+        "--rows", nargs="+", help="patterns of the rows to measure, such as 'INF*'; default: all"
     )
     parser.add_argument(
         "--posteriors", nargs="+", default=list(methods.POSTERIORS), choices=methods.POSTERIORS
@@ -54,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15, help="of the networks")
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument(
-        "--tuned-on", type=int, default=5000, help="held-out images for prior precision and temperature"
+        "--tuned-on", type=int, default=5000, help="held-out images for every `uq.tune` and the tails"
     )
     parser.add_argument("--smoke", action="store_true", help="few images, one epoch, two posteriors")
     return parser.parse_args()
@@ -88,56 +96,72 @@ def smaller(data: Data) -> Data:
 
 def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.Namespace) -> None:
     """Measure what is not yet in the file of results, which has every row as soon as it is there."""
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    held_out = Labelled(
+        data.validation.images[: options.tuned_on], data.validation.labels[: options.tuned_on]
+    )
+    plain = methods.plain(trained(data.train, seed, folder, options.epochs, options.learning_rate))
+    for name, make in rows_of(data, seed, folder, held_out, options).items():
+        if name not in results:
+            results[name] = measured(make(), data, held_out, plain)
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"seed {seed}, {name}: {shown(results[name])}", flush=True)
+
+
+def rows_of(
+    data: Data, seed: int, folder: Path, held_out: Labelled, options: argparse.Namespace
+) -> methods.Rows:
+    """All that is asked for, by name, in the order in which it is measured."""
 
     def network(number: int) -> torch.nn.Module:
         return trained(data.train, number, folder, options.epochs, options.learning_rate)
 
-    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    model = network(seed)
-    plain = methods.plain(model)
-    held_out = Labelled(
-        data.validation.images[: options.tuned_on], data.validation.labels[: options.tuned_on]
-    )
+    def control() -> torch.nn.Module:
+        path = folder / f"trained-on-{epochs}-seed{seed}.pt"
+        return trained_on(model, data.train, path, seed, epochs)
 
-    def measure(rows: Iterable[methods.Method]) -> None:
-        for method in rows:
-            results[method.name] = measured(method, data, plain)
-            path.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"seed {seed}, {method.name}: {shown(results[method.name])}", flush=True)
-
-    if "temperature scaling" not in results:
-        measure([plain, methods.temperature_scaling(model, held_out)])
+    model, epochs = network(seed), options.function_space_epochs
+    rows: methods.Rows = {
+        "plain": lambda: methods.plain(model),
+        "temperature scaling": lambda: methods.temperature_scaling(model, held_out),
+    }
     for name in options.posteriors:
-        if methods.last_row(name) not in results:
-            measure(methods.posterior_methods(model, data, folder, name, held_out, seed))
-    if options.function_space_epochs and methods.last_row(methods.FUNCTION_SPACE) not in results:
-        epochs = options.function_space_epochs
-        measure(methods.function_space_methods(model, data, folder, held_out, seed, epochs))
-    if options.function_space_epochs and f"{methods.CONTROL}, temperature scaling" not in results:
-        epochs = options.function_space_epochs
-        control = trained_on(model, data.train, folder / f"trained-on-{epochs}-seed{seed}.pt", seed, epochs)
-        measure(methods.control_methods(control, held_out))
-    ensemble = f"deep ensemble of {options.members}"
-    if ensemble not in results:
-        measure([methods.deep_ensemble([network(seed + i) for i in range(options.members)])])
+        rows |= methods.posterior_rows(model, data, folder, name, held_out, seed)
+    if epochs:
+        rows |= methods.function_space_rows(model, data, folder, held_out, seed, epochs)
+        rows |= {
+            methods.CONTROL: lambda: methods.plain(control()),
+            f"{methods.CONTROL}, temperature scaling": lambda: methods.temperature_scaling(
+                control(), held_out
+            ),
+        }
+    if options.members:
+        numbers = range(seed, seed + options.members)
+        rows[f"deep ensemble of {options.members}"] = lambda: methods.deep_ensemble(
+            [network(i) for i in numbers]
+        )
+    asked = options.rows or list(rows)
+    return {name: make for name, make in rows.items() if any(fnmatch(name, pattern) for pattern in asked)}
 
 
 @torch.no_grad()
-def measured(method: methods.Method, data: Data, plain: methods.Method) -> dict[str, Any]:
-    """Quality on the test images, AUROC against the digits by every score, cost and size."""
+def measured(method: methods.Method, data: Data, held_out: Labelled, plain: methods.Method) -> dict[str, Any]:
+    """Quality on the test images, AUROC against the digits by every score and by entropy and novelty together, cost and
+    size.
+    """
     test, digits = method.predict(data.test.images), method.predict(data.digits)
     found: dict[str, Any] = quality(test, data.test.labels, bins=15)
     found["AUROC"] = {score: values["AUROC"] for score, values in foreignness(test, digits).items()}
+    inside, outside = uncertainty_scores(test), uncertainty_scores(digits)
+    if inside.keys() >= BOTH:
+        known = uncertainty_scores(method.predict(held_out.images))
+        familiar = {name: known[name] for name in BOTH}
+        tails = [joint_tail(familiar, {name: scores[name] for name in BOTH}) for scores in (inside, outside)]
+        found["AUROC"]["both"] = ood_auroc(*tails)
     wrong = (test.predicted() != data.test.labels).double()
-    found["AURC"] = risk_coverage(uncertainty_scores(test)["entropy"], wrong).area
-    return (
-        found
-        | {"time": relative_time(method, plain, data.test.images[:200])}
-        | {
-            "bytes": method.size,
-            "settings": method.settings,
-        }
-    )
+    found["AURC"] = risk_coverage(inside["entropy"], wrong).area
+    found["time"] = relative_time(method, plain, data.test.images[:200])
+    return found | {"bytes": method.size, "settings": method.settings}
 
 
 def relative_time(

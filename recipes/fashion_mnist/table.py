@@ -13,12 +13,11 @@ ORDER = (
     "KFAC",
     "EFB",
     "INF",
-    "last layer",
     "trained on",
     "function space",
     "deep ensemble",
 )
-SCORES = ("entropy", "mutual_information", "functional_variance")
+SCORES = ("entropy", "mutual_information", "functional_variance", "novelty", "both")
 
 
 def write_table(results: list[dict[str, dict[str, Any]]], path: Path) -> str:
