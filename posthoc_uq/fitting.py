@@ -48,7 +48,7 @@ def fit(
     fisher: Fisher = "mc",
     n_samples: int = 1,
     prior_precision: float | str | None = None,
-    divergence: float = DIVERGENCE,
+    divergence: float | None = DIVERGENCE,
     head: str | None = None,
     residual_weight: float = 1.0,
     noise_variance: Tensor | float | None = None,
@@ -124,7 +124,7 @@ def fit(
             the precision of the last layer's weights in the prior over functions, by default 1; its variances are then
             narrowed as far as a faithful posterior needs.
         divergence: how far a faithful posterior's predictions may be from the network's own, mean over a few hundred
-            of the training inputs, in nats.
+            of the training inputs, in nats. None leaves the variances of a training as they are.
         head: through which the faithful prior is found and by which `wrap` predicts: ``"linearized"`` (the default),
             ``"sampling"`` (that of a training) or ``"moments"``.
         residual_weight: omega of ``"inf"``.
@@ -158,7 +158,7 @@ def fit(
     trains = training is not None and training.epochs > 0
     law = resolve_likelihood(likelihood, noise_variance)
     _check(fisher, n_samples, prior_precision, trains)
-    _check_faithful(divergence, head)
+    _check_faithful(divergence, head, training is not None)
     if trains and residual_weight != 1.0:
         raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
     if training is not None and not training.needs_curvature and (fisher, n_samples) != ("mc", 1):
@@ -191,6 +191,7 @@ def fit(
     loader, batch, prepared = together(begin, "the dry run")
     run = Run(prepared, loader, settings, sweeping, device)
     faithful = law.has_divergence and (trains or prior_precision in (None, "faithful"))
+    faithful = faithful and divergence is not None
     kept = KeptInputs(budget)
     run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
@@ -219,7 +220,7 @@ def fit(
     if faithful:
         inputs = kept.batches(device)
         posterior.record.head["criterion"] = "faithful"
-        settle_faithful(posterior, inputs, wrap(model, posterior), divergence, seed=seed)
+        settle_faithful(posterior, inputs, wrap(model, posterior), cast(float, divergence), seed=seed)
     else:
         _settle_prior(posterior, None if trains else prior_precision)
         if posterior.record.head["criterion"] == "evidence" and val_loader is None:
@@ -228,7 +229,7 @@ def fit(
         tune(
             posterior,
             val_loader,
-            divergence=divergence,
+            divergence=DIVERGENCE if divergence is None else divergence,
             seed=seed,
             batch_to_inputs=batch_to_inputs,
             batch_to_targets=batch_to_targets,
@@ -261,8 +262,13 @@ def _settle_prior(posterior: Posterior, prior_precision: float | str | None) -> 
         posterior.record.tuning["prior precision"] = "given"
 
 
-def _check_faithful(divergence: float, head: str | None) -> None:
-    if isinstance(divergence, bool) or not 0 < divergence < float("inf"):
+def _check_faithful(divergence: float | None, head: str | None, optimised: bool) -> None:
+    if divergence is None and not optimised:
+        raise PosthocUQError(
+            "divergence=None leaves the variances that method='function_space' found as they are, and this method "
+            "has a prior precision instead: choose prior_precision='evidence' or a number."
+        )
+    if divergence is not None and (isinstance(divergence, bool) or not 0 < divergence < float("inf")):
         raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {divergence!r}.")
     if head is not None:
         head_class(head)

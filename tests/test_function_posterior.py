@@ -61,6 +61,19 @@ def probe(samples: int = 5) -> Tensor:
     return torch.randn(samples, 1, 6, 6, generator=torch.Generator().manual_seed(9))
 
 
+def test_variances_stay_as_they_were_trained_where_no_faithful_posterior_is_asked_for() -> None:
+    model = net()
+    trained, narrowed = fitted(model, divergence=None), fitted(model, divergence=1e-6)
+    assert (trained.scale, trained.temperature) == (32, 1.0)
+    assert narrowed.scale > 10 * trained.scale
+    ours = {name: variance * (narrowed.scale / 32) for name, variance in narrowed.variance().items()}
+    for name, variance in trained.variance().items():
+        torch.testing.assert_close(variance, ours[name])
+    assert trained.record.head["name"] == "sampling" and not trained.record.faithful
+    with pytest.raises(PosthocUQError, match="prior_precision='evidence' or a number"):
+        uq.fit(model, batches(), divergence=None)
+
+
 # What a training leaves alone
 
 

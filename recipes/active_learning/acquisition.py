@@ -73,6 +73,7 @@ def information_gain(
         [(known.inputs, known.targets.unsqueeze(1))],
         method="inf",
         rank=rank,
+        correction="rescale",
         likelihood="regression",
         fisher="exact",
         noise_variance=noise,

@@ -11,6 +11,14 @@ import torch
 from torch import Tensor, nn
 
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "function_space"
+CURVATURE = {
+    "method": "inf",
+    "fisher": "exact",
+    "correction": "rescale",
+    "prior_precision": "evidence",
+}
+"""INF of the figures in one and two dimensions: options of `uq.fit`."""
+
 FASHION_MNIST = Path(__file__).resolve().parents[1] / "fashion_mnist"
 
 sys.path.append(str(FASHION_MNIST))  # its files, network and rows are used here

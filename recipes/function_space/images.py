@@ -48,7 +48,9 @@ def posteriors(
         yield (
             f"post hoc, {name}",
             model,
-            function_space(model, data.train, path, seed=seed, epochs=options.epochs, foreign=images),
+            function_space(
+                model, data.train, path, seed=seed, epochs=options.epochs, foreign=images, divergence=None
+            ),
         )
     torch.manual_seed(seed)
     fresh = cnn().eval()
@@ -56,7 +58,7 @@ def posteriors(
     yield (
         "from scratch, monochrome",
         fresh,
-        function_space(fresh, data.train, path, seed=seed, epochs=options.scratch_epochs),
+        function_space(fresh, data.train, path, seed=seed, epochs=options.scratch_epochs, divergence=None),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import OUTPUT, spread, trained
+from common import CURVATURE, OUTPUT, spread, trained
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -65,10 +65,14 @@ def posteriors(seed: int, options: argparse.Namespace) -> dict[str, tuple[nn.Mod
         "lr": options.lr,
         "log_variance_lr": 10 * options.lr,
         "seed": seed,
+        "divergence": None,  # the variances as they are trained
     }
     fresh = network(seed + 1000)
     return {
-        "INF": (model, uq.fit(model, batch, method="inf", fisher="exact", **common)),
+        "INF": (
+            model,
+            uq.fit(model, batch, **CURVATURE, **common),
+        ),
         "function space, post hoc": (model, uq.fit(model, batch, epochs=options.epochs, **trains, **common)),
         "function space, from scratch": (
             fresh,

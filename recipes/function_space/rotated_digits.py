@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import OUTPUT, spread
+from common import CURVATURE, OUTPUT, spread
 from data import MEAN, Labelled, mnist_digits
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -43,11 +43,19 @@ def predictors(
     ]
     model = networks[0]
     further = trained_on(model, train, folder / f"trained-on-{options.epochs}.pt", seed, options.epochs)
-    inf = uq.fit(model, loader(train), seed=seed, progress=False)
-    uq.tune(inf, loader(held_out), head="linearized", parameters=("prior_precision",), progress=False)
+    inf = uq.fit(model, loader(train), fisher="mc", prior_precision="evidence", seed=seed, progress=False)
+    link = {"head": "linearized", "link": "probit"}
+    uq.tune(
+        inf,
+        loader(held_out),
+        parameters=("prior_precision",),
+        temperature=False,
+        progress=False,
+        **link,
+    )
     path = folder / f"function-space-{options.epochs}.h5"
-    trained_variances = function_space(model, train, path, seed=seed, epochs=options.epochs)
-    linearized = uq.wrap(model, inf, "linearized")
+    trained_variances = function_space(model, train, path, seed=seed, epochs=options.epochs, divergence=None)
+    linearized = uq.wrap(model, inf, **link)
     sampling = uq.wrap(model, trained_variances, "sampling", n_samples=options.draws)
     return {
         "network": lambda images: from_logits(logits(model, images).unsqueeze(0)),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import OUTPUT, spread, trained
+from common import CURVATURE, OUTPUT, spread, trained
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import make_moons
@@ -87,9 +87,10 @@ def fitted(seed: int, options: argparse.Namespace) -> dict[str, Draws]:
         "lr": options.lr,
         "log_variance_lr": options.lr,
         "seed": seed,
+        "divergence": None,  # the variances as they are trained
         "progress": False,
     }
-    inf = uq.fit(model, batch, method="inf", fisher="exact", progress=False)
+    inf = uq.fit(model, batch, **CURVATURE, progress=False)
     found = {
         "network": plain(model),
         "INF, linearized": by_linearising(model, inf, options.draws),

@@ -104,7 +104,12 @@ def _predict(
         posterior, chosen = loaded(source, options.posteriors, row), best(options.trials, row, options)
         posterior.scale, posterior.prior_precision = chosen.scale, chosen.prior_precision
         compared = uq.wrap(
-            source.model, posterior, n_samples=options.samples, seed=options.seed, keep=options.keep
+            source.model,
+            posterior,
+            "sampling",
+            n_samples=options.samples,
+            seed=options.seed,
+            keep=options.keep,
         )
     reading = (options.batch_size, options.workers)
     found = uq.evaluate(

@@ -119,7 +119,12 @@ def tried(
     posterior.scale, posterior.prior_precision = scale, prior
     try:
         predictor = uq.wrap(
-            source.model, posterior, n_samples=options.search_samples, seed=options.seed, keep=options.keep
+            source.model,
+            posterior,
+            "sampling",
+            n_samples=options.search_samples,
+            seed=options.seed,
+            keep=options.keep,
         )
         prediction = predictor.predict(loader, progress=False)
         assert isinstance(prediction, uq.ClassPrediction)

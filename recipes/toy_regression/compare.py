@@ -24,7 +24,12 @@ from truth import Truth, nuts
 import posthoc_uq as uq
 
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "toy_regression"
-METHODS = {"INF": "inf", "KFAC": "kfac", "Diagonal": "diag", "Dense": "full"}
+METHODS: dict[str, dict[str, Any]] = {
+    "INF": {"method": "inf", "correction": "rescale"},
+    "KFAC": {"method": "kfac"},
+    "Diagonal": {"method": "diag"},
+    "Dense": {"method": "full"},
+}
 HEADS = {"linearized": "linearised", "sampling": "sampled", "tuned": "sampled, prior tuned"}
 REACH = 6.0
 """How far the comparison goes, in the data's units."""
@@ -54,7 +59,7 @@ def laplace(model: nn.Sequential, task: Problem, draws: int) -> dict[str, Curve]
         posterior = uq.fit(
             model,
             batch,
-            method=method,
+            **method,
             likelihood="regression",
             fisher="exact",
             noise_variance=task.noise,
@@ -68,6 +73,8 @@ def laplace(model: nn.Sequential, task: Problem, draws: int) -> dict[str, Curve]
                     posterior,
                     [(other.inputs, other.targets)],
                     parameters=("prior_precision",),
+                    head="sampling",
+                    n_samples=10,
                     progress=False,
                 )
                 print(f"{name}: tuned prior precision {posterior.prior_precision:.3g}")

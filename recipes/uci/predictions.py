@@ -30,8 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "Diag": {"method": "diag"},
     "KFAC": {"method": "kfac"},
     "EFB": {"method": "efb"},
-    "INF": {"method": "inf", "rank": 10**9},
-    "INF 5%": {"method": "inf", "rank": 0.05},
+    "INF": {"method": "inf", "rank": 10**9, "correction": "rescale"},
+    "INF 5%": {"method": "inf", "rank": 0.05, "correction": "rescale"},
 }
 HEADS = ("linearized", "sampling")
 PRIORS = [10.0 ** (exponent / 2) for exponent in range(-4, 11)]
