@@ -58,7 +58,8 @@ class Record:
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
         calibration: the moments head's correction as plain values, with the settings it was made for; or nothing.
-        referral: the threshold from which inputs are handed to a person, with what it was set for; or nothing.
+        referral: the thresholds from which inputs are handed to a person, with what they were set for
+            (`posthoc_uq.posteriors.referral`); or nothing.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
