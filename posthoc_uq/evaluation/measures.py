@@ -49,7 +49,7 @@ def _value_quality(prediction: RegressionPrediction, targets: Tensor) -> dict[st
 def foreignness(
     familiar: Prediction, foreign: Prediction, joint: Sequence[Sequence[str]] = ()
 ) -> dict[str, dict[str, float]]:
-    """By score, and by each joint group of scores that are all known, how well it tells foreign inputs from familiar."""
+    """By score, and by each joint group of scores if all are known, how well it tells foreign inputs from familiar."""
     inside, outside = uncertainty_scores(familiar), uncertainty_scores(foreign)
     for names in joint:
         if all(name in inside and name in outside for name in names):

@@ -47,8 +47,7 @@ _EXPLAINED = {
     "precision of finding the foreign ones. FPR95: familiar inputs flagged when 95 % of the foreign ones are.",
     "Leaving": "AURC: area under the risk-coverage curve, lower is better; the other columns: what is left after "
     "referring that share of the inputs.",
-    "Referred": "Shares of the inputs that are handed to a person, and by which score; several scores may refer the same "
-    "input.",
+    "Referred": "Shares of the inputs that are handed to a person, and by which score; several may refer one input.",
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.evaluation.gallery import Example
-from posthoc_uq.evaluation.measures import foreignness, losses_of, quality, referred_shares, selection
+from posthoc_uq.evaluation.measures import foreignness, losses_of, quality, selection
 from posthoc_uq.heads.prediction import ClassPrediction, Prediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import referral_applies, referral_reasons, set_referral
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 FAMILIAR = "test"
 """The name of the first loader's data."""
-_REFERRED = "Referred by the thresholds of the posterior"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,7 +162,7 @@ class Evaluation:
         return set_referral(predictor, self._test(name), rate, score or self.default_score)
 
     def referral_reasons(self, name: str | None = None) -> dict[str, dict[str, Tensor]]:
-        """By data set and score, which inputs the score refers by the thresholds in a row's posterior: (inputs,), booleans.
+        """By data set and score, (inputs,) of booleans: which the score refers by the thresholds in a row's posterior.
 
         Args:
             name: the row; by default the last.
@@ -260,45 +259,10 @@ class Evaluation:
         _put(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
-        """By title, a header and rows of cells: quality, foreign data, selective prediction."""
-        columns = list(dict.fromkeys(measure for values in self.metrics.values() for measure in values))
-        quality_rows = [
-            [name, *(values.get(column) for column in columns)] for name, values in self.metrics.items()
-        ]
-        found: dict[str, tuple[list[str], list[list[Any]]]] = {
-            f"Quality on {len(self.targets)} test inputs": (["model", *columns], quality_rows)
-        }
-        for data in self.foreign_names:
-            rows = [
-                [name, score, *values.values()]
-                for name in self.names
-                for score, values in self.foreign[name][data].items()
-            ]
-            if rows:
-                header = ["model", "score", "AUROC", "AUPR", "FPR95"]
-                found[f"Telling {data} from the test inputs"] = (header, rows)
-        measures = list(
-            dict.fromkeys(m for by in self.selective.values() for values in by.values() for m in values)
-        )
-        rows = [
-            [name, score, *(values.get(measure) for measure in measures)]
-            for name in self.names
-            for score, values in self.selective[name].items()
-        ]
-        if rows:
-            found["Leaving the least certain inputs to a person"] = (["model", "score", *measures], rows)
-        return found | self._referred_table()
+        """By title, a header and rows of cells: quality, foreign data, selective prediction, what was referred."""
+        from posthoc_uq.evaluation.listings import tables
 
-    def _referred_table(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
-        """By row and data set, the share of inputs that the posterior's thresholds refer, and that each score does."""
-        shares = [
-            (row, data, referred_shares(reasons))
-            for row in self.names
-            for data, reasons in self.referral_reasons(row).items()
-        ]
-        columns = list(dict.fromkeys(column for _, _, values in shares for column in values))
-        rows = [[row, data, *(values.get(column) for column in columns)] for row, data, values in shares]
-        return {_REFERRED: (["model", "data", *columns], rows)} if rows else {}
+        return tables(self)
 
     def __str__(self) -> str:
         parts = [

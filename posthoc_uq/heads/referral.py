@@ -13,13 +13,13 @@ from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.scores import score_of
 from posthoc_uq.metrics import (
-    QUANTILES,
     Tail,
     referral_threshold,
     referral_thresholds,
     tail_of,
     tail_probability,
 )
+from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.referral import thresholds_of
 
 
@@ -112,10 +112,16 @@ def referral_reasons(predictor: Predictor, prediction: Prediction) -> dict[str, 
 def referral_tail(predictor: Predictor, prediction: Prediction) -> Tensor:
     """How extreme inputs are among the familiar ones, so that a person may begin with the most extreme.
 
-    It is ``(batch,)``, float64 in [0, 1], on the CPU. For each input the smallest share, over the scores, of familiar inputs whose score is at least as large, by linear
-    interpolation between the kept quantiles; 0 beyond the largest familiar score, NaN where a score is NaN.
+    For each input the smallest share, over the scores, of familiar inputs whose score is at least as large: 0 beyond
+    the largest familiar one. It is interpolated linearly between the kept quantiles.
 
-    Args, Raises: as `refer`; also a PosthocUQError where the threshold is on one score alone, which keeps no quantiles.
+    Args: as `refer`.
+
+    Returns:
+        (batch,), float64 in [0, 1], on the CPU; NaN where a score is.
+
+    Raises:
+        PosthocUQError: as `refer`; or the threshold was set on one score by its name, which keeps no quantiles.
     """
     _check_applies(predictor)
     kept = predictor.posterior.record.referral

@@ -41,7 +41,6 @@ from posthoc_uq.metrics.selective import (
     selective_auc,
 )
 from posthoc_uq.metrics.tails import (
-    QUANTILES,
     Tail,
     joint_tail,
     referral_thresholds,
@@ -51,7 +50,6 @@ from posthoc_uq.metrics.tails import (
 
 __all__ = [
     "BINNINGS",
-    "QUANTILES",
     "Binning",
     "CalibrationBins",
     "CoverageCurve",
