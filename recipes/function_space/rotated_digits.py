@@ -43,7 +43,7 @@ def predictors(
     ]
     model = networks[0]
     further = trained_on(model, train, folder / f"trained-on-{options.epochs}.pt", seed, options.epochs)
-    inf = uq.fit(model, loader(train), fisher="mc", prior_precision="evidence", seed=seed, progress=False)
+    inf = uq.fit(model, loader(train), **{**CURVATURE, "fisher": "mc"}, seed=seed, progress=False)
     link = {"head": "linearized", "link": "probit"}
     uq.tune(
         inf,
