@@ -113,8 +113,8 @@ def fit(
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
         layers: ``"all"``, ``"last"``, names or prefixes of names, or a predicate ``(name, module) -> bool``.
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them,
-            ``"empirical"`` targets, or ``"auto"`` (the default): exact where the outputs are few, else drawn, the fewer the
-            more samples there are. The posterior's record says what was used.
+            ``"empirical"`` targets, or ``"auto"`` (the default): exact where outputs and samples are few, else
+            drawn, up to three a sample (`posthoc_uq.inference.labels.resolve_fisher`); the report says what was used.
         n_samples: labels drawn per sample with ``fisher="mc"``; more than 1 with ``"auto"`` draws as many.
         prior_precision: tau, or ``"evidence"`` (the default) for the maximum of the log marginal likelihood. Of a
             training: the precision of the last layer's weights in the prior over functions, by default 1.
@@ -168,7 +168,7 @@ def fit(
         raise PosthocUQError(
             "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
         )
-    data = loader
+    data, statistics = loader, statistics_dtype(model, dtype)
 
     def begin() -> tuple[Iterable[Any], Batch, Prepared, int | None]:
         with isolated_random_state(seed):
@@ -181,7 +181,7 @@ def fit(
 
     loader, batch, prepared, samples = together(begin, "the dry run")
     kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples))
-    settings = SweepSettings(reader, law, kind, labels, seed, statistics_dtype(model, dtype), progress)
+    settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)
     if checkpoint is not None or world() > 1:
         own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}

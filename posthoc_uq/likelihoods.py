@@ -115,8 +115,8 @@ class Categorical(Likelihood):
         )
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        # diag(p) - p p^T has one rank less than classes. Its Cholesky factor (Tanabe & Sagae 1992) has a column a choice
-        # between a class and all after it, where none before it was taken.
+        # diag(p) - p p^T has a rank less than classes. Its Cholesky factor (Tanabe & Sagae 1992) has a column for each
+        # choice between a class and all after it, where none before it was taken.
         logits = _wide(outputs)
         whole = left = logits.logsumexp(1, keepdim=True)
         for label in range(outputs.shape[1] - 1):

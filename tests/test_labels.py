@@ -31,13 +31,15 @@ MANY = EXACT_OUTPUTS + 1
     ("asked", "outputs", "samples", "expected"),
     [
         (("auto", 1), 1, 10**9, ("exact", 1)),
+        (("auto", 1), 2, 10**9, ("exact", 1)),
+        (("auto", 1), 3, LABELS_IN_ALL - 1, ("exact", 1)),
+        (("auto", 1), 3, LABELS_IN_ALL, ("mc", 1)),
         (("auto", 1), EXACT_OUTPUTS, None, ("exact", 1)),
         (("auto", 1), EXACT_OUTPUTS, 500, ("exact", 1)),
         (("auto", 1), MANY, None, ("mc", MOST_LABELS)),
         (("auto", 1), MANY, 1, ("mc", MOST_LABELS)),
-        (("auto", 1), 1000, LABELS_IN_ALL // MOST_LABELS, ("mc", MOST_LABELS)),
-        (("auto", 1), 1000, LABELS_IN_ALL // 4, ("mc", 4)),
-        (("auto", 1), 1000, LABELS_IN_ALL // 4 + 1, ("mc", 4)),
+        (("auto", 1), 1000, LABELS_IN_ALL // 2 - 1, ("mc", 3)),
+        (("auto", 1), 1000, LABELS_IN_ALL // 2, ("mc", 2)),
         (("auto", 1), 1000, LABELS_IN_ALL - 1, ("mc", 2)),
         (("auto", 1), 1000, LABELS_IN_ALL, ("mc", 1)),
         (("auto", 1), 1000, 10**7, ("mc", 1)),
@@ -48,7 +50,9 @@ MANY = EXACT_OUTPUTS + 1
         (("empirical", 1), 2, 50, ("empirical", 1)),
     ],
 )
-def test_the_rule(asked: tuple[Any, int], outputs: int, samples: int | None, expected: tuple[str, int]) -> None:
+def test_the_rule(
+    asked: tuple[Any, int], outputs: int, samples: int | None, expected: tuple[str, int]
+) -> None:
     assert resolve_fisher(*asked, outputs, samples) == expected
 
 
@@ -136,14 +140,16 @@ def test_what_it_chooses_is_what_one_would_get_by_asking(
     assert "fisher chosen: auto" in str(found.report())
 
 
-def test_many_samples_get_one_label_each() -> None:
-    """The number of samples decides, not how they are batched."""
-    x = torch.randn(LABELS_IN_ALL, 4, generator=torch.Generator().manual_seed(0))
-    for batch in (3000, LABELS_IN_ALL):
-        found = _fit(MANY, list(x.split(batch)), method="diag")
-        assert found.record.fit["fisher"] == "mc" and found.record.fit["labels drawn per sample"] == 1
-    found = _fit(MANY, list(x[1:].split(3000)), method="diag")
-    assert found.record.fit["labels drawn per sample"] == 2
+def test_the_number_of_samples_decides_and_not_how_they_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posthoc_uq.inference.labels.LABELS_IN_ALL", 40)
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    for samples, labels in ((40, 1), (39, 2)):
+        for batch in (6, 40):
+            found = _fit(MANY, list(x[:samples].split(batch)), method="diag")
+            assert found.record.fit["fisher"] == "mc"
+            assert found.record.fit["labels drawn per sample"] == labels
+    assert _fit(3, list(x.split(6))).record.fit["fisher"] == "mc"
+    assert _fit(3, list(x[1:].split(6))).record.fit["fisher"] == "exact"
 
 
 class _Broken:

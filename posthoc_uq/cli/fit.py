@@ -46,7 +46,11 @@ _fit_options = together(
             help="Labels drawn from the model, expected under it, or the data's own; auto: by outputs and samples.",
         ),
         click.option(
-            "--mc-labels", type=click.IntRange(1), default=1, show_default=True, help="Drawn per sample; more than 1 draws them with auto too."
+            "--mc-labels",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Drawn per sample; more than 1 draws them with auto too.",
         ),
         click.option(
             "--basis", type=click.Choice(["auto", "exact", "sketch"]), help="With inf: how bases are found."
