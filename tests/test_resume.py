@@ -115,7 +115,6 @@ def test_a_checkpoint_is_of_one_fit_alone(tmp_path: Path) -> None:
         (model(), {"method": "kfac"}, "method was 'diag', and is 'kfac'"),
         (model(), {"method": "diag", "seed": 1}, "seed"),
         (model(), {"method": "diag", "fisher": "mc"}, "fisher"),
-        (model(), {"method": "diag", "n_samples": 2}, "n_samples"),
         (model(), {"method": "diag", "layers": "last"}, "layers"),
         (model(), {"method": "diag", "dtype": torch.float64}, "dtype"),
         (other, {"method": "diag"}, "model"),

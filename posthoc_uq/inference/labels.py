@@ -34,8 +34,8 @@ def resolve_fisher(
     """What to take the expectation over: the kind of labels, and how many are drawn of each sample.
 
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
-    samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL` over the
-    data, from 1 to `MOST_LABELS`. With more than one asked for, it draws these.
+    samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
+    over the data, from 1 to `MOST_LABELS`. With more than one asked for, it draws these.
 
     Args:
         fisher: as asked for.
