@@ -344,7 +344,7 @@ def test_the_laplace_posterior_of_the_table() -> None:
     assert isinstance(fisher, DenseBlock)
     precision = 3 * fisher.fisher + torch.eye(12, dtype=torch.float64)
     assert float(torch.linalg.inv(precision).trace()) == pytest.approx(10.628330, abs=1e-6)
-    predictor = LinearizedPredictor(model, posterior)
+    predictor = LinearizedPredictor(model, posterior, link="probit")
     covariance = predictor.functional_covariance(x)
     near(
         parts(covariance),
