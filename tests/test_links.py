@@ -138,7 +138,7 @@ KINDS = ("independent", "common", "correlated", "singular", "decaying", "pair")
 
 
 def battery(kind: str, classes: int, confident: bool) -> tuple[Tensor, Tensor]:
-    """Mean ``(1, classes)`` and a root of the covariance ``(classes, k)``, of variances around 1 in the centred logits."""
+    """Mean ``(1, classes)`` and a root of the covariance ``(classes, k)``; variances of centred logits are about 1."""
     generator = torch.Generator().manual_seed(classes)
 
     def normal(*shape: int) -> Tensor:
@@ -228,7 +228,13 @@ def test_heads_agree_on_a_last_layer(options: dict[str, Any], classes: int) -> N
     own = uq.fit(net, [(x, y)], layers="last", fisher="exact", prior_precision=1.0, progress=False, **options)
     assert isinstance(own, uq.Posterior)
     x = x[:6]
-    drawn = uq.wrap(net, own, "sampling", n_samples=6000)(x)
+    weights = own.sample(8000, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = torch.einsum("ri,soi->sro", net[:2](x), weights["2.weight"]) + weights["2.bias"].unsqueeze(1)
+    drawn = uq.ClassPrediction.from_logits(logits)
+    torch.testing.assert_close(
+        uq.wrap(net, own, "sampling", n_samples=50)(x).probs, drawn.probs, atol=0.1, rtol=0
+    )  # type: ignore[union-attr]
     heads: dict[str, dict[str, Any]] = {
         "closed form": {"head": "linearized"},
         "backward passes": {"head": "linearized", "engine": "exact", "outputs": "all"},
@@ -238,14 +244,14 @@ def test_heads_agree_on_a_last_layer(options: dict[str, Any], classes: int) -> N
         del heads["backward passes"]
     for name, head in heads.items():
         found = uq.wrap(net, own, **head)(x)
-        assert isinstance(found, uq.ClassPrediction) and isinstance(drawn, uq.ClassPrediction)
+        assert isinstance(found, uq.ClassPrediction)
         assert found.log_probs is not None
         for sample in range(len(x)):
             assert divergence(drawn.probs[sample].double(), found.log_probs[sample]) < 0.01, name
         labels = y[:6]
         assert float((drawn.log_prob(labels) - found.log_prob(labels)).mean()) == pytest.approx(0, abs=0.01)
         torch.testing.assert_close(found.mutual_information(), drawn.mutual_information(), atol=0.05, rtol=0)
-        torch.testing.assert_close(found.variation_ratio(), drawn.variation_ratio(), atol=0.06, rtol=0)
+        torch.testing.assert_close(found.variation_ratio(), drawn.variation_ratio(), atol=0.08, rtol=0)
         deviations, expected = found.top_k(3).standard_deviations, drawn.top_k(3).standard_deviations
         assert deviations is not None and expected is not None
         torch.testing.assert_close(deviations, expected, atol=0.02, rtol=0.2)
@@ -300,7 +306,7 @@ def test_the_mean_of_a_sigmoid() -> None:
     for variance in (0.0, 0.01, 0.3, 1.0, 5.0, 30.0, 300.0):
         deviation = sqrt(variance)
         for mean in (-0.9 * variance - 8, -variance / 2, -1.0, 0.0, 2.0, 10.0):
-            low, high = mean - 12 * deviation, mean + 12 * deviation
+            low, high = mean - 12 * deviation, mean + variance + 12 * deviation
             tilted = mean + variance  # where the integrand has its mass when both tails meet
             exact = float(expit(mean))
             if variance > 0:

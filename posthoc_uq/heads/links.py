@@ -53,10 +53,10 @@ def from_gaussian(
 
     * ``"mc"`` averages the softmax over `n_draws` quasi-random draws of the logits, the same for every input, and alone
       gives expected entropy, votes and the variance of the probabilities; see `from_draws`.
-    * ``"probit"`` is ``softmax(m / sqrt(1 + pi v / 8))`` (MacKay 1992; Spiegelhalter, Lauritzen 1990), with the variance
-      of the centred logits, ``v_c = C / (C - 1) Var(f_c - mean_d f_d)``, where the covariance is known; of independent
-      logits of one variance it is that variance. Without a covariance ``v`` is the logits' own variance: a part of it
-      that all logits share, which softmax ignores, then makes the prediction too cautious.
+    * ``"probit"`` is ``softmax(m / sqrt(1 + pi v / 8))`` (MacKay 1992; Spiegelhalter, Lauritzen 1990). Where the
+      covariance is known, ``v`` is the variance of the centred logits, ``v_c = C / (C - 1) Var(f_c - mean_d f_d)``,
+      which for independent logits of one variance is that variance. Without a covariance it is the logits' own
+      variance: a part of it that all logits share, which softmax ignores, then makes the prediction too cautious.
     * ``"bridge"`` is the mean of a Dirichlet by Laplace's approximation in the softmax basis (Hobbhahn, Kristiadi,
       Hennig 2022).
 

@@ -118,7 +118,7 @@ def _weights(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _finite(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """With zeros for inputs that are not finite, which eigensolvers refuse; and which inputs these are, ``(batch, 1)``."""
+    """With zeros for inputs that are not finite, which eigensolvers refuse; and which these are, ``(batch, 1)``."""
     broken = ~torch.isfinite(tensor).flatten(1).all(1)
     return tensor.masked_fill(broken.reshape(-1, *[1] * (tensor.ndim - 1)), 0.0), broken.unsqueeze(1)
 
