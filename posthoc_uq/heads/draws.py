@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from posthoc_uq.heads.classification import ClassPrediction
-from posthoc_uq.heads.samples import mean_and_variance, smallest_counts
+from posthoc_uq.heads.samples import smallest_counts
 from posthoc_uq.heads.spread import Spread
 
-_AT_ONCE = 2**19  # numbers of draws that are worked on at once: they stay in the cache
+_AT_ONCE = 2**18  # numbers of draws that are worked on at once: they stay in the cache
+_UNDERFLOW = -1e4  # a logit this far below the largest counts for nothing
 # Of the approximation in `log_logistic_normal`, fitted to quadrature for variances up to 400.
 _LOGISTIC, _PROBIT, _TURN, _POWER = 0.03632, 3.5463, 0.1193, 3.175
 
@@ -59,29 +60,38 @@ def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor)
     if directions > 0:
         common = mean + torch.einsum("bcr,sr->sbc", spread.root, points[:, :directions])
     logits = common + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
-    # exponentials relative to the largest, without which the others are summed apart: a difference would cancel
+    # Relative to the largest, which is left out: it is 1, and a difference of it and the total would cancel.
     largest, winner = logits.max(-1, keepdim=True)
-    shifted = logits - largest
+    shifted = (logits - largest).scatter(-1, winner, float("-inf"))
     scaled = shifted.exp()
-    first = winner == torch.arange(mean.shape[1], device=mean.device)
-    total = scaled.sum(-1, keepdim=True)
-    runners = scaled.masked_fill(first, 0.0).sum(-1, keepdim=True)
-    tiny = torch.finfo(mean.dtype).tiny
-    others = torch.where(first, runners, total - scaled).clamp(min=tiny).log() + largest
-    log_probs = log_logistic_normal(common - others, spread.rest)
+    runners = scaled.sum(-1, keepdim=True)
+    total = 1 + runners
+    others = (total - scaled).scatter(-1, winner, runners.clamp(min=torch.finfo(mean.dtype).tiny)).log()
+    log_probs = log_logistic_normal(common - largest - others, spread.rest)
     log_probs = (torch.logsumexp(log_probs, 0) - log(len(points))).log_softmax(-1)
     # 0 * -inf would be NaN
-    finite = shifted.clamp(min=torch.finfo(mean.dtype).min)
-    entropy = total.log().squeeze(-1) - (scaled * finite).sum(-1) / total.squeeze(-1)
+    spent = (scaled * shifted.clamp(min=_UNDERFLOW)).sum(-1, keepdim=True)
+    probs = (scaled / total).scatter(-1, winner, 1 / total)
     return ClassPrediction(
         probs=log_probs.exp(),
         logits_mean=mean,
         logits_variance=variance,
-        sample_entropy=entropy.mean(0),
+        sample_entropy=(total.log() - spent / total).mean(0).squeeze(-1),
         log_probs=log_probs,
-        probs_variance=mean_and_variance(scaled / total)[1],
-        votes=smallest_counts(first.sum(0), len(points)),
+        # `Tensor.var` over the first dimension takes several times as long
+        probs_variance=(probs - probs.mean(0)).square().sum(0) / max(1, len(points) - 1),
+        votes=_counts(winner.squeeze(-1), mean.shape[1]),
     )
+
+
+def _counts(winners: Tensor, classes: int) -> Tensor:
+    """How often each class is named in ``(draws, batch)``: ``(batch, classes)``."""
+    draws, inputs = winners.shape
+    rows = torch.arange(inputs, device=winners.device).expand(draws, inputs)
+    # by `index_put`, whose sums have a deterministic form on every device
+    counts = torch.zeros(inputs, classes, dtype=torch.int64, device=winners.device)
+    counts = counts.index_put((rows, winners), torch.ones_like(winners), accumulate=True)
+    return smallest_counts(counts, draws)
 
 
 def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
