@@ -13,7 +13,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.heads.draws import log_logistic_normal
+from posthoc_uq.heads.draws import log_logistic_normal, normals
 from posthoc_uq.heads.links import LINKS, check_link, from_gaussian
 from posthoc_uq.heads.prediction import cat
 from posthoc_uq.heads.spread import of_covariance
@@ -300,6 +300,19 @@ def test_inputs_that_are_not_finite_disturb_no_other() -> None:
         masked[:, 2] = float("-inf")
         found = from_gaussian(masked, torch.ones(2, classes), own, covariance=covariance[::2])
         assert bool((found.probs[:, 2] == 0).all()) and bool(torch.isfinite(found.entropy()).all())  # type: ignore[union-attr]
+
+
+def test_points_are_kept_and_serve_any_mode() -> None:
+    state = torch.get_rng_state()
+    normals.cache_clear()
+    with torch.inference_mode():
+        first = normals(256, 12)
+    assert torch.equal(torch.get_rng_state(), state) and not first.is_inference()
+    assert normals(256, 12) is first
+    torch.testing.assert_close(first.mean(0), torch.zeros(12).double(), atol=0.01, rtol=0)
+    torch.testing.assert_close(first.T @ first / 256, torch.eye(12).double(), atol=0.2, rtol=0)
+    wide = normals(2, 21_300)  # more than the sequence has dimensions
+    assert wide.shape == (2, 21_300) and bool(torch.isfinite(wide).all())
 
 
 def test_the_mean_of_a_sigmoid() -> None:

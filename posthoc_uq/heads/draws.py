@@ -48,10 +48,17 @@ def from_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> 
 
 @lru_cache(maxsize=8)
 def normals(n_draws: int, width: int) -> Tensor:
-    """Standard normals ``(n_draws, width)``, kept: a tracer must find them as constants."""
-    uniform = SobolEngine(width, scramble=True, seed=0).draw(n_draws, dtype=torch.float64)
-    edge = 0.5 / 2**30  # the engine's points are multiples of 2^-30, zero among them
-    return torch.special.ndtri(uniform.clamp(edge, 1 - edge))
+    """Standard normals ``(n_draws, width)``, kept: a tracer must find them as constants. What is wider than the sequence
+    is filled up with pseudo-random ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False):  # what is kept must serve autograd too
+        engine = SobolEngine(min(width, SobolEngine.MAXDIM), scramble=True, seed=0)
+        uniform = engine.draw(n_draws, dtype=torch.float64)
+        edge = 0.5 / 2**30  # the engine's points are multiples of 2^-30, zero among them
+        found = torch.special.ndtri(uniform.clamp(edge, 1 - edge))
+        more = width - found.shape[1]
+        return torch.cat([found, torch.randn(n_draws, more, generator=generator, dtype=torch.float64)], 1)
 
 
 def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:
