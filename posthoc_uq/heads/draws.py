@@ -48,8 +48,8 @@ def from_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> 
 
 @lru_cache(maxsize=8)
 def normals(n_draws: int, width: int) -> Tensor:
-    """Standard normals ``(n_draws, width)``, kept: a tracer must find them as constants. What is wider than the sequence
-    is filled up with pseudo-random ones.
+    """Standard normals ``(n_draws, width)``, kept: a tracer must find them as constants. Where there are more than the
+    sequence has dimensions, the last ones are pseudo-random.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False):  # what is kept must serve autograd too
