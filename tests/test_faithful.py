@@ -100,6 +100,21 @@ def test_the_matched_temperature_has_the_networks_entropy(classifier):
     assert divergence == pytest.approx(0.01, rel=0.2)
 
 
+def test_a_second_search_compares_with_the_network_and_not_with_the_first(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], progress=False)
+    prior, temperature = posterior.prior_precision, posterior.temperature
+    assert temperature != 1.0
+    uq.tune(posterior, [x], criterion="faithful", progress=False)
+    assert posterior.prior_precision == pytest.approx(prior, rel=0.05)
+    assert posterior.temperature == pytest.approx(temperature, rel=0.05)
+    uq.tune(posterior, [x], criterion="faithful", temperature=False, progress=False)
+    assert posterior.temperature == 1.0
+    posterior.temperature = 2.0  # the user's own, which the network is compared at
+    uq.tune(posterior, [x], criterion="faithful", progress=False)
+    assert posterior.record.faithful["network_temperature"] == 2.0
+
+
 def test_divergences_of_the_likelihoods():
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
