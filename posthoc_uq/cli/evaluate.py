@@ -34,7 +34,7 @@ from posthoc_uq.cli.options import Setting, data_options, head_options, model_op
     "--referral-score", metavar="SCORE", help="Which uncertainty; entropy, or standard_deviation of values."
 )
 @names_option
-@head_options("the one that the file's threshold was set for, else sampling")
+@head_options("the one in the file")
 @data_options
 def command(file: str, data: str, as_json: bool, **given: Any) -> None:
     """Measure on labelled DATA how good predictions are, and their uncertainties, with the posterior in FILE and by the

@@ -78,6 +78,13 @@ class Setting(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
             return name.replace("-", "_"), text
 
 
+divergence_option = click.option(
+    "--divergence",
+    type=click.FloatRange(0, min_open=True),
+    metavar="NATS",
+    help="How far the predictions of a faithful posterior may be from the model's own [0.01].",
+)
+
 model_options = together(
     [
         click.option(

@@ -94,8 +94,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         Plain values: ``format_version``, ``library_version``, ``bytes``, ``fingerprint``, ``method``,
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
-        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``calibration``, ``referral``,
-        ``parameters``, ``centre`` (names of parameters with a trained mean), ``layers`` (name to kind and shapes)
+        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
+        ``calibration``, ``referral``, ``parameters``, ``centre`` (names of parameters with a trained mean), ``layers`` (name to kind and shapes)
         and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and
         dtype, and bytes).
 
@@ -120,7 +120,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: record[key] for key in ("fit", "tuning", "deterministic")},
-            **{key: record.get(key, {}) for key in ("calibration", "referral")},
+            **{key: record.get(key, {}) for key in ("head", "faithful", "calibration", "referral")},
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
