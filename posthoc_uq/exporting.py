@@ -100,14 +100,18 @@ def exportable(predictor: Predictor) -> nn.Module:
     name; an ONNX file needs nothing. The linearised head needs backward passes, which no program holds: weights are
     drawn from its posterior in its place, with a warning.
     """
+    return _exportable(predictor, stacklevel=4)
+
+
+def _exportable(predictor: Predictor, stacklevel: int) -> nn.Module:
     if isinstance(predictor, MomentsPredictor):
         return _Moments(predictor).eval()
     if not isinstance(predictor, SamplingPredictor):
-        predictor = _drawn(predictor)
+        predictor = _drawn(predictor, stacklevel)
     return _Sampling(predictor).eval()
 
 
-def _drawn(predictor: Predictor) -> SamplingPredictor:
+def _drawn(predictor: Predictor, stacklevel: int) -> SamplingPredictor:
     """Drawn weights of the same model and posterior, and a warning that says so."""
     drawn = SamplingPredictor(predictor.model, predictor.posterior)
     warnings.warn(
@@ -115,7 +119,7 @@ def _drawn(predictor: Predictor) -> SamplingPredictor:
         f"{drawn.n_samples} draws of the weights in its place, whose predictions differ somewhat; wrap with "
         f"head='moments' or head='sampling' to choose.",
         UserWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
     return drawn
 
@@ -129,7 +133,7 @@ def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) ->
         inputs: an example of the model's positional arguments, of at least two samples.
         dynamic_batch: let the exported program take any number of samples.
     """
-    module = exportable(predictor)
+    module = _exportable(predictor, stacklevel=4)
     shapes: Any = None
     if dynamic_batch:
         batch = torch.export.Dim("batch", min=1, max=2**16)

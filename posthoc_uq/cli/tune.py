@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import data_options, divergence_option, head_options, model_options
+from posthoc_uq.cli.options import (
+    data_options,
+    divergence_option,
+    head_options,
+    model_options,
+    referral_score_option,
+)
 
 
 @click.command("tune", cls=Command, short_help="Choose hyperparameters and the threshold for referral.")
@@ -58,9 +64,7 @@ from posthoc_uq.cli.options import data_options, divergence_option, head_options
     metavar="SHARE",
     help="Set the threshold above which this share of the held-out data lies; predict flags by it.",
 )
-@click.option(
-    "--referral-score", metavar="SCORE", help="Which uncertainty; entropy, or standard_deviation of values."
-)
+@referral_score_option
 @click.option("--calibrate", is_flag=True, help="Mend the scale of the moments head by Monte Carlo.")
 @head_options("the one in the file")
 @data_options
@@ -77,7 +81,7 @@ def command(file: str, as_json: bool, **given: Any) -> None:
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data train/ --criterion faithful --head sampling
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt                    (by evidence)
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --no-search
-          --referral-rate 0.05 --head linearized --link mc --referral-score mutual_information
+          --referral-rate 0.05 --head linearized --link mc --referral-score entropy,mutual_information
     """
     _check(given)
     if given["no_search"] and given["referral_rate"] is None and not given["calibrate"]:
@@ -101,9 +105,7 @@ def command(file: str, as_json: bool, **given: Any) -> None:
         if summary["divergence"] is not None:
             say(f"divergence: {summary['divergence']:.3g} of at most {summary['budget']:g} nats")
         if summary["threshold"] is not None:
-            say(
-                f"referral: {summary['score']} above {summary['threshold']:.6g}, for {summary['rate']:g} of the data"
-            )
+            say(f"referral: {summary['rule']}, for {summary['rate']:g} of the data")
         say(f"Written to {summary['output']}.")
 
 

@@ -23,6 +23,7 @@ from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.heads.referral import set_referral
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
 
 
@@ -63,7 +64,8 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
         **searched,
         "searched through": posterior.record.head or None,
         "threshold": threshold,
-        "score": referral.get("score"),
+        "score": referral.get("score", list(referral.get("scores", {})) or None),
+        "rule": rule_of(referral) or None,
         "rate": referral.get("rate"),
         "head": referral.get("head"),
     }
@@ -147,7 +149,7 @@ def _searched_through(head: str, options: Mapping[str, Any], draws: int) -> dict
 
 def _threshold(
     source: Source, posterior: Posterior, data: Data, given: Mapping[str, Any], progress: bool
-) -> float | None:
+) -> float | dict[str, float] | None:
     predictor = predictor_of(source, posterior, given, of_threshold=given["no_search"])
     if given["calibrate"]:
         if not isinstance(predictor, MomentsPredictor):

@@ -24,6 +24,7 @@ from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, Evidence, Record
+from posthoc_uq.posteriors.referral import checked_referral
 
 BLOCK_KINDS: dict[str, type[Block]] = {
     kind.kind: kind
@@ -146,6 +147,16 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
     return {name: shapes[name] for name in named}
 
 
+def described_head(record: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any]:
+    """The entries ``head`` and ``faithful`` of a state's record, as plain values; empty in files of earlier versions.
+
+    Raises:
+        KeyError, TypeError, ValueError: an entry is incomplete or out of range.
+    """
+    faithful = _plain_faithful(_faithful(record.get("faithful", {}), layers))
+    return {"head": _head(record.get("head", {})), "faithful": faithful}
+
+
 def _head(kept: Mapping[str, Any]) -> dict[str, Any]:
     """A head's name, options and criterion, all there and of their kinds, or none at all."""
     if not kept:
@@ -179,7 +190,7 @@ def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any
     values = {str(name): float(number) for name, number in values.items()}
     if isinstance(value, Mapping) and values.keys() != set(layers):
         raise ValueError(f"a faithful prior by layer must name every layer once, not {list(values)[:5]}")
-    numbers = {name: float(kept[name]) for name in ("temperature", "budget")}
+    numbers = {name: float(kept[name]) for name in ("temperature", "network_temperature", "budget")}
     positive = [*values.values(), *numbers.values()]
     if not all(0.0 < number < float("inf") for number in positive):
         raise ValueError(f"a faithful prior's numbers must be positive and finite, not {positive}")
@@ -199,15 +210,6 @@ def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {name: float(kept[name]) for name in ("alpha", "beta", "residual", "before")}
     settings = {name: dict(kept[name]) for name in ("head", "posterior")}
     return {**numbers, "n_mc": int(kept["n_mc"]), **settings}
-
-
-def _referral(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """A referral threshold's plain values, all there and of their kinds, or none at all."""
-    if not kept:
-        return {}
-    numbers: dict[str, Any] = {name: float(kept[name]) for name in ("rate", "threshold")}
-    settings = {name: dict(kept[name]) for name in ("head", "posterior")}
-    return {"score": str(kept["score"]), "inputs": int(kept["inputs"]), **numbers, **settings}
 
 
 def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
@@ -265,7 +267,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 _head(record.get("head", {})),
                 _faithful(record.get("faithful", {}), layers),
                 _calibration(record.get("calibration", {})),
-                _referral(record.get("referral", {})),
+                checked_referral(record.get("referral", {})),
             ),
             centre=_checked_centre(state, layers),
         )
