@@ -317,7 +317,7 @@ def test_inspect_shows_a_file_without_its_model(place: Path) -> None:
 def test_inspect_names_the_settings_of_the_referrals_head(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.h5"
     options = ["--data", place / "val", "--no-search", "--referral-rate", 0.2, "-o", file, "--workers", 0]
-    run("tune", place / "m.h5", *_model(place), *options, "--n-samples", 6)
+    run("tune", place / "m.h5", *_model(place), *options, "--head", "sampling", "--n-samples", 6)
     text = run("inspect", file).stdout
     assert "18 inputs), head sampling (n_samples 6, antithetic no, dtype own)" in text
     run("tune", place / "m.h5", *_model(place), *options, "--head", "moments")

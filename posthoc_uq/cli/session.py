@@ -73,14 +73,15 @@ def head_of(
     posterior: Posterior, given: Mapping[str, Any], *, of_threshold: bool = True
 ) -> tuple[str, dict[str, Any]]:
     """The head to predict through, and its options, as far as they are not given: those that the file's threshold was
-    set for, if it still holds and `of_threshold`; else those that the hyperparameters were found for.
+    set for, if it still holds and `of_threshold`; else those that the hyperparameters were found for. A number of draws
+    means sampling.
     """
     kept, options = recorded_head(posterior)
     if of_threshold and _holds(posterior):
         own: Mapping[str, Any] = posterior.record.referral["head"]
         kept = str(own["head"])
         options = {name: value for name, value in own.items() if name not in _NO_OPTIONS and value != "own"}
-    head: str = given["head"] or kept
+    head: str = given["head"] or ("sampling" if given["n_samples"] is not None else kept)
     options = {name: _option(name, value) for name, value in options.items()} if head == kept else {}
     _check_names(head, [name for name, _ in given["head_settings"]])
     options |= {name: _option(name, value) for name, value in given["head_settings"]}

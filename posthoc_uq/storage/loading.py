@@ -105,8 +105,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
         ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
         ``calibration``, ``referral``, ``parameters``, ``centre`` (names of parameters with a trained mean),
-        ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and
-        dtype, and bytes).
+        ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and
+        correction, tensors with shape and dtype, and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
