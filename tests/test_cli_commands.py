@@ -251,7 +251,15 @@ class TestTune:
         assert uq.load(copy, trained(place)).temperature == found.temperature
 
     def test_closeness_to_the_model_needs_no_labels(self, place: Path, copy: Path) -> None:
-        options = ["--data", place / "flat", "--criterion", "faithful", "--divergence", 0.02, "--no-temperature"]
+        options = [
+            "--data",
+            place / "flat",
+            "--criterion",
+            "faithful",
+            "--divergence",
+            0.02,
+            "--no-temperature",
+        ]
         options += ["--head", "moments", "--head-option", "relu=exact"]
         said = run_json("tune", copy, *model_options(place), *options)
         expected = uq.load(place / "m.h5", trained(place))
@@ -548,7 +556,12 @@ class TestRegression:
         assert column(rows, "mean") - column(rows, "lower") == pytest.approx(half, rel=1e-3, abs=1e-4)
         both = ["--referral-rate", 0.1, "--referral-score", "standard_deviation,epistemic_variance"]
         run("tune", file, *line, "--data", f"{code}:points", "--no-search", *both, "--n-samples", 5)
-        assert run_json("predict", file, f"{code}:points", *line, "-o", out, *options)["flagged"] <= 4
+        assert (
+            run_json("predict", file, f"{code}:points", *line, "-o", out, *options, "--split", "val")[
+                "flagged"
+            ]
+            <= 4
+        )
         assert list(table(out)[0])[-3:] == ["flag", "reason", "tail"]
         assert {row["reason"] for row in table(out) if row["flag"] == "0"} == {""}
         text = run("inspect", file).stdout
