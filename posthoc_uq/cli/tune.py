@@ -32,7 +32,7 @@ from posthoc_uq.cli.options import (
 @click.option(
     "--temperature/--no-temperature",
     default=None,
-    help="Whether logits are divided by a temperature that is found with the prior [yes, of classes].",
+    help="Whether a temperature on the logits is found with the prior [by likelihood yes, faithful no].",
 )
 @click.option("--noise", is_flag=True, help="Of a regression, tune the noise too.")
 @click.option("--per-layer", is_flag=True, help="One prior precision for each layer (by evidence).")
