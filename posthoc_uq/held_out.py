@@ -36,13 +36,14 @@ def restored_on_error(posterior: Posterior) -> Generator[None]:
     """Give the hyperparameters, and the record of how they were found, back if the search fails."""
     before = {name: getattr(posterior, name) for name in _HYPERPARAMETERS}
     record = posterior.record
-    tuning, calibration, head = dict(record.tuning), dict(record.calibration), dict(record.head)
+    kept = {name: dict(getattr(record, name)) for name in ("tuning", "calibration", "head", "faithful")}
     try:
         yield
     except BaseException:
         for name, value in before.items():
             setattr(posterior, name, value)
-        record.tuning, record.calibration, record.head = tuning, calibration, head
+        for name, value in kept.items():
+            setattr(record, name, value)
         raise
 
 

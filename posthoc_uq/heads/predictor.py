@@ -70,6 +70,11 @@ class Predictor(nn.Module, ABC):
         return self._posterior
 
     @property
+    def model(self) -> nn.Module:
+        """The model that it was made for."""
+        return self._model[0]
+
+    @property
     def device(self) -> torch.device:
         """Where it predicts: the device of its own weights, or of the user's model if it has none."""
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
