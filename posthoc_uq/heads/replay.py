@@ -1,0 +1,439 @@
+"""Module calls that are recorded in one forward pass and replayed in others.
+
+Until the first use of a weight that changes, passes of a model on the same inputs are the same. So one of them is
+recorded, and in the others every module call that was complete by then returns what it returned. All other code runs
+as it is: residual connections, functions between the modules, the modules that came to be called later.
+
+Uses of a weight are seen wherever they happen, by the identity of the tensor. What no code outside of the replayed
+calls reads is not kept: a stand-in takes its place, which refuses to be read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from posthoc_uq.loaders import output_tensor
+
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_ACTIVE = threading.local()  # the pass that this thread is in
+
+
+class ReplayError(Exception):
+    """A pass that cannot be recorded, or that went another way than the one that was recorded."""
+
+
+def _query(name: str) -> Any:
+    found = getattr(Tensor, name)
+    return getattr(found, "__get__", found) if not callable(found) else found
+
+
+_QUERIES = {
+    _query(name)
+    for name in "shape dtype device ndim layout requires_grad is_cuda is_cpu is_sparse is_nested is_quantized "
+    "size dim ndimension numel nelement is_floating_point is_complex element_size __len__".split()
+} | {torch.is_floating_point, torch.is_complex, torch.numel}
+"""What asks for the form of a tensor and not for its numbers."""
+
+
+class StandIn(Tensor):
+    """The form of a tensor whose numbers were not kept."""
+
+    @staticmethod
+    def __new__(cls: type[StandIn], tensor: Tensor) -> StandIn:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "StandIn()"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _QUERIES:
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                return func(*args, **(kwargs or {}))
+        raise _failed(f"{getattr(func, '__name__', func)} reads what no code had read before")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _failed(f"{func} reads what no code had read before")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: of the module.
+        leaves: of what it returned, or None where it runs in a replay too.
+        form: puts them together.
+    """
+
+    name: str
+    leaves: list[Any] | None = None
+    form: TreeSpec | None = None
+
+    def result(self) -> Any:
+        """What the call returned, in tensors of the caller's own: later code may write into them."""
+        assert self.leaves is not None and self.form is not None
+        return tree_unflatten([own(leaf) for leaf in self.leaves], self.form)
+
+
+@dataclass
+class Features:
+    """What enters the part of a model whose weights change, for one batch.
+
+    Attributes:
+        args: positional arguments of the model, with stand-ins for what that part does not read.
+        kwargs: named arguments, likewise.
+        calls: the module calls up to the first use of a changing weight, in the order in which they began.
+        outputs: the model's outputs at the weights it was recorded with, or None where these are not the user's own.
+        complete: whether no weight was used that changes.
+        prepared: what a head found out by running the model on such inputs, for other predictors of that model.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    calls: list[Call]
+    outputs: Tensor | None
+    complete: bool
+    prepared: Any = field(default=None, repr=False)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept for the replay."""
+        leaves = tree_leaves((self.args, self.kwargs)) + [x for call in self.calls for x in call.leaves or ()]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, StandIn)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these tensors, and of the outputs."""
+        held = {id(tensor): tensor for tensor in self.tensors()}
+        tensors = [*held.values(), *([] if self.outputs is None else [self.outputs])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes, types and devices of what is kept, for a dictionary."""
+        return tuple((tuple(t.shape), t.dtype, t.device) for t in self.tensors())
+
+    def call(self, model: Callable[..., Any]) -> Tensor:
+        """Run the rest of an intercepted model, and give its output tensor.
+
+        Raises:
+            ReplayError: it went another way than the pass that was recorded.
+        """
+        with self.replaying():
+            args, kwargs = tree_map(own, (self.args, self.kwargs))
+            return output_tensor(model(*args, **kwargs))
+
+    @contextmanager
+    def replaying(self) -> Generator[None]:
+        """One pass inside of this, in this thread, replays what was recorded.
+
+        Raises:
+            ReplayError: it went another way than the pass that was recorded.
+        """
+        replay = _Replay(self.calls)
+        with _running(replay):
+            try:
+                yield
+            except Exception as error:
+                if replay.failure is not None and not isinstance(error, ReplayError):
+                    raise ReplayError(replay.failure) from error
+                raise
+        replay.check_end()
+
+
+def own(value: Any) -> Any:
+    """A copy of a tensor that may be written; anything else, and a stand-in, as it is."""
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, StandIn) else value
+
+
+class _Pass(Protocol):
+    failure: str | None
+
+    def call(self, module: Intercepted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@contextmanager
+def _running(current: _Pass) -> Generator[None]:
+    before = getattr(_ACTIVE, "current", None)
+    _ACTIVE.current = current
+    try:
+        yield
+    finally:
+        _ACTIVE.current = before
+
+
+def _failed(reason: str) -> ReplayError:
+    """An error that the pass remembers, whatever the model's code does with it."""
+    current: _Pass | None = getattr(_ACTIVE, "current", None)
+    if current is not None:
+        current.failure = reason
+    return ReplayError(reason)
+
+
+class Intercepted:
+    """Stands in a module's place as its `forward`: as it was, but for a pass of this thread that is recorded or
+    replayed.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.replaced = module.__dict__.get("forward")
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current: _Pass | None = getattr(_ACTIVE, "current", None)
+        return self.run(*args, **kwargs) if current is None else current.call(self, args, kwargs)
+
+
+def intercept(model: nn.Module) -> nn.Module:
+    """Make the module calls of a replica ones that can be recorded and replayed, its copies' too."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule) and not isinstance(
+            module.__dict__.get("forward"), Intercepted
+        ):
+            module.__dict__["forward"] = Intercepted(module, name)
+    return model
+
+
+class _Replay:
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls = calls
+        self._next = 0
+        self.failure: str | None = None
+
+    def call(self, module: Intercepted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._next == len(self._calls):
+            return module.run(*args, **kwargs)
+        expected = self._calls[self._next]
+        if expected.name != module.name:
+            raise _failed(f"module '{module.name}' is called where '{expected.name}' was")
+        self._next += 1
+        return module.run(*args, **kwargs) if expected.leaves is None else expected.result()
+
+    def check_end(self) -> None:
+        if self.failure is None and self._next < len(self._calls):
+            self.failure = f"module '{self._calls[self._next].name}' is not called"
+        if self.failure is not None:
+            raise ReplayError(self.failure)
+
+
+Seen = tuple[int, int]  # a tensor's identity, and how often it had been written
+
+
+@dataclass
+class _Made:
+    """A complete call: the identities of the tensors that it returned, and when it did."""
+
+    call: Call
+    originals: list[Any]
+    seen: list[Seen | None]
+    time: int
+
+    def read(self, used: Mapping[Seen, int]) -> list[bool]:
+        """Which of what it returned is read later."""
+        return [seen is not None and used.get(seen, -1) >= self.time for seen in self.seen]
+
+
+@dataclass
+class _Frame:
+    """A call under way: the calls inside of it, and the tensors that its own code read (when last) and wrote."""
+
+    name: str | None
+    calls: list[_Made | str] = field(default_factory=lambda: list[_Made | str]())
+    used: dict[Seen, int] = field(default_factory=lambda: dict[Seen, int]())
+    written: set[Seen] = field(default_factory=lambda: set[Seen]())
+
+    def join(self, inner: _Frame) -> None:
+        if inner.name is not None:
+            self.calls.append(inner.name)
+        self.calls += inner.calls
+        for seen, time in inner.used.items():
+            self.used[seen] = max(time, self.used.get(seen, 0))
+        self.written |= inner.written
+
+
+class Recording(TorchFunctionMode):
+    """Records one pass of an intercepted model.
+
+    Args:
+        changing: identities of the model's parameters that have other values in a replay.
+        rewritten: names of modules whose outputs later code writes into, so that a copy is kept of them.
+    """
+
+    def __init__(self, changing: set[int], rewritten: Iterable[str] = ()) -> None:
+        super().__init__()
+        self._changing = changing
+        self._rewritten = set(rewritten)
+        self._frames = [_Frame(None)]
+        self._touched = False
+        self._time = 0
+        self.failure: str | None = None
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features:
+        """The features of one batch.
+
+        Raises:
+            ReplayError: the pass cannot be replayed.
+            RewrittenError: it could, with copies of more outputs.
+        """
+        given_args, given_kwargs = tree_map(own, (args, kwargs))
+        leaves, form = tree_flatten((given_args, given_kwargs))
+        seen = [_seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        inputs = _Made(Call("the input", tree_leaves((args, kwargs)), form), leaves, seen, 0)
+        with _running(self), self:
+            outputs = output_tensor(model(*given_args, **given_kwargs))
+        complete = not self._touched
+        self._touch()
+        frame = self._frames[0]
+        frame.used[_seen(outputs)] = self._time
+        made = [call for call in frame.calls if isinstance(call, _Made)]
+        _check([inputs, *made], frame, self._rewritten)
+        calls = [Call(call) if isinstance(call, str) else _kept(call, frame.used) for call in frame.calls]
+        kept_args, kept_kwargs = tree_unflatten(_kept(inputs, frame.used).leaves or [], form)
+        return Features(kept_args, kept_kwargs, calls, outputs.detach(), complete)
+
+    def call(self, module: Intercepted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Intercepted`."""
+        if self._touched:
+            return module.run(*args, **kwargs)
+        frame = _Frame(module.name)
+        self._frames.append(frame)
+        result = module.run(*args, **kwargs)
+        if self._touched:
+            return result
+        self._frames.pop()
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            self._complete(frame, result)
+        return result
+
+    def _complete(self, frame: _Frame, result: Any) -> None:
+        """Keep what a call returned, in place of the calls inside of it."""
+        assert frame.name is not None
+        leaves, form = tree_flatten(result)
+        if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            self._frames[-1].join(frame)  # it runs again, and what is inside of it is replayed
+            return
+        self._time += 1
+        seen = [_seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        held = [own(leaf) for leaf in leaves] if frame.name in self._rewritten else leaves
+        self._frames[-1].calls.append(_Made(Call(frame.name, held, form), leaves, seen, self._time))
+
+    def _touch(self) -> None:
+        """A changing weight is used: what is not complete by now runs in every pass."""
+        self._touched = True
+        whole = self._frames[0]
+        for frame in self._frames[1:]:
+            whole.join(frame)
+        self._frames = [whole]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUERIES:
+            return func(*args, **kwargs)
+        tensors = list(_tensors((args, kwargs)))
+        if not self._touched and any(id(tensor) in self._changing for tensor in tensors):
+            self._touch()
+        frame = self._frames[-1]
+        before = [_seen(tensor) for tensor in tensors]
+        frame.used.update(dict.fromkeys(before, self._time))
+        result = func(*args, **kwargs)
+        frame.written.update(after for after in map(_seen, tensors) if after not in before)
+        return result
+
+
+def _check(made: list[_Made], frame: _Frame, rewritten: set[str]) -> None:
+    """Whether the tensors that are handed out in a replay hold what was read in the pass.
+
+    Raises:
+        ReplayError: they do not, or not for certain.
+        RewrittenError: they do where copies are made of some.
+    """
+    first: dict[int, int] = {}
+    returned: set[Seen] = set()
+    kept: list[tuple[str, Tensor, bool]] = []
+    for call in made:
+        for seen, leaf, read in zip(call.seen, call.originals, call.read(frame.used), strict=True):
+            if seen is not None:
+                first.setdefault(seen[0], call.time)
+                returned.add(seen)
+                kept += [(call.call.name, leaf, _seen(leaf) != seen)] if read else []
+    for seen, time in frame.used.items():
+        if time >= first.get(seen[0], time + 1) and seen not in returned and seen not in frame.written:
+            raise ReplayError("a module that would be replayed writes into a tensor that is read elsewhere")
+    memory = Counter(_memory(leaf) for _, leaf, _ in kept)
+    changed = [(name, leaf) for name, leaf, changed in kept if changed]
+    if any(memory[_memory(leaf)] > 1 for _, leaf in changed):
+        raise ReplayError("a tensor is changed in place that shares its memory with another one")
+    names = {name for name, leaf in changed if leaf is not None} - {"the input"}
+    if names - rewritten:
+        raise RewrittenError(names)
+
+
+class RewrittenError(ReplayError):
+    """Later code writes into what these modules returned.
+
+    Args:
+        names: of the modules.
+    """
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(f"the outputs of {sorted(names)} are changed in place")
+        self.names = names
+
+
+def _kept(made: _Made, used: Mapping[Seen, int]) -> Call:
+    """The call with what is read of it, and stand-ins for the rest."""
+    assert made.call.leaves is not None
+
+    def keep(leaf: Any, original: Any, seen: Seen | None, read: bool) -> Any:
+        if seen is None:
+            return leaf
+        if not read:
+            return StandIn(leaf)
+        untouched = _seen(original) == seen
+        held = original if untouched else leaf  # of the inputs the pass was given copies
+        large = held.untyped_storage().nbytes() > 2 * held.numel() * held.element_size()
+        return held.clone() if large or (made.time == 0 and not untouched) else held
+
+    parts = zip(made.call.leaves, made.originals, made.seen, made.read(used), strict=True)
+    return Call(made.call.name, [keep(*part) for part in parts], made.call.form)
+
+
+def _seen(tensor: Tensor) -> Seen:
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> Generator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in cast("Iterable[Any]", value):
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in cast("dict[Any, Any]", value).values():
+            yield from _tensors(part)
