@@ -11,6 +11,7 @@ calls reads is not kept: a stand-in takes its place, which refuses to be read.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -45,16 +46,18 @@ _QUERIES = {
 """What asks for the form of a tensor and not for its numbers."""
 
 
+Form = tuple[torch.Size, torch.dtype, torch.device]
+
+
 class StandIn(Tensor):
     """The form of a tensor whose numbers were not kept."""
 
     @staticmethod
-    def __new__(cls: type[StandIn], tensor: Tensor) -> StandIn:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
-        )
+    def __new__(cls: type[StandIn], form: Form) -> StandIn:
+        shape, dtype, device = form
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined,no-any-return]
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, form: Form) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -92,7 +95,7 @@ class Call:
         return tree_unflatten([own(leaf) for leaf in self.leaves], self.form)
 
 
-@dataclass
+@dataclass(repr=False)
 class Features:
     """What enters the part of a model whose weights change, for one batch.
 
@@ -110,7 +113,10 @@ class Features:
     calls: list[Call]
     outputs: Tensor | None
     complete: bool
-    prepared: Any = field(default=None, repr=False)
+    prepared: Any = None
+
+    def __repr__(self) -> str:
+        return f"Features({self.nbytes:,} bytes)"
 
     def tensors(self) -> list[Tensor]:
         """All that is kept for the replay."""
@@ -243,33 +249,46 @@ Seen = tuple[int, int]  # a tensor's identity, and how often it had been written
 
 @dataclass
 class _Made:
-    """A complete call: the identities of the tensors that it returned, and when it did."""
+    """A complete call, and the tensors that it returned, which live no longer than the model's code keeps them."""
 
-    call: Call
-    originals: list[Any]
+    name: str
+    leaves: list[Any]
+    form: TreeSpec
     seen: list[Seen | None]
-    time: int
 
-    def read(self, used: Mapping[Seen, int]) -> list[bool]:
-        """Which of what it returned is read later."""
-        return [seen is not None and used.get(seen, -1) >= self.time for seen in self.seen]
+    def read(self, used: Mapping[Seen, Tensor]) -> list[tuple[Any, Seen | None, Tensor | None]]:
+        """What is held of each part, its identity, and the tensor itself where that is read later."""
+        found: list[tuple[Any, Seen | None, Tensor | None]] = []
+        for leaf, seen in zip(self.leaves, self.seen, strict=True):
+            tensor = None if seen is None else used.get(seen)
+            if isinstance(leaf, _Weak) and leaf.tensor() is not tensor:
+                tensor = None  # another one, in the place of one that is gone
+            found.append((leaf, seen, tensor))
+        return found
+
+
+class _Weak:
+    """A tensor that is not kept alive, and its form."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.form = _form(tensor)
 
 
 @dataclass
 class _Frame:
-    """A call under way: the calls inside of it, and the tensors that its own code read (when last) and wrote."""
+    """A call under way: the calls inside of it, and which of their tensors its own code read and wrote."""
 
     name: str | None
     calls: list[_Made | str] = field(default_factory=lambda: list[_Made | str]())
-    used: dict[Seen, int] = field(default_factory=lambda: dict[Seen, int]())
+    used: dict[Seen, Tensor] = field(default_factory=lambda: dict[Seen, Tensor]())
     written: set[Seen] = field(default_factory=lambda: set[Seen]())
 
     def join(self, inner: _Frame) -> None:
         if inner.name is not None:
             self.calls.append(inner.name)
         self.calls += inner.calls
-        for seen, time in inner.used.items():
-            self.used[seen] = max(time, self.used.get(seen, 0))
+        self.used |= inner.used
         self.written |= inner.written
 
 
@@ -286,8 +305,8 @@ class Recording(TorchFunctionMode):
         self._changing = changing
         self._rewritten = set(rewritten)
         self._frames = [_Frame(None)]
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._touched = False
-        self._time = 0
         self.failure: str | None = None
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features:
@@ -299,18 +318,21 @@ class Recording(TorchFunctionMode):
         """
         given_args, given_kwargs = tree_map(own, (args, kwargs))
         leaves, form = tree_flatten((given_args, given_kwargs))
-        seen = [_seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        inputs = _Made(Call("the input", tree_leaves((args, kwargs)), form), leaves, seen, 0)
+        inputs = _Made("", tree_leaves((args, kwargs)), form, [self._watch(leaf) for leaf in leaves])
         with _running(self), self:
             outputs = output_tensor(model(*given_args, **given_kwargs))
         complete = not self._touched
         self._touch()
         frame = self._frames[0]
-        frame.used[_seen(outputs)] = self._time
+        if self._watches(outputs):
+            frame.used[_seen(outputs)] = outputs
         made = [call for call in frame.calls if isinstance(call, _Made)]
-        _check([inputs, *made], frame, self._rewritten)
-        calls = [Call(call) if isinstance(call, str) else _kept(call, frame.used) for call in frame.calls]
-        kept_args, kept_kwargs = tree_unflatten(_kept(inputs, frame.used).leaves or [], form)
+        _check(inputs, made, frame, self._rewritten)
+        calls = [
+            Call(call) if isinstance(call, str) else Call(call.name, _kept(call, frame.used), call.form)
+            for call in frame.calls
+        ]
+        kept_args, kept_kwargs = tree_unflatten(_kept(inputs, frame.used), form)
         return Features(kept_args, kept_kwargs, calls, outputs.detach(), complete)
 
     def call(self, module: Intercepted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,10 +356,19 @@ class Recording(TorchFunctionMode):
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             self._frames[-1].join(frame)  # it runs again, and what is inside of it is replayed
             return
-        self._time += 1
-        seen = [_seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        held = [own(leaf) for leaf in leaves] if frame.name in self._rewritten else leaves
-        self._frames[-1].calls.append(_Made(Call(frame.name, held, form), leaves, seen, self._time))
+        seen = [self._watch(leaf) for leaf in leaves]
+        hold = own if frame.name in self._rewritten else _weak
+        self._frames[-1].calls.append(_Made(frame.name, [hold(leaf) for leaf in leaves], form, seen))
+
+    def _watch(self, leaf: Any) -> Seen | None:
+        if not isinstance(leaf, Tensor):
+            return None
+        self._watched[id(leaf)] = weakref.ref(leaf)
+        return _seen(leaf)
+
+    def _watches(self, tensor: Tensor) -> bool:
+        found = self._watched.get(id(tensor))  # which may be that of a tensor that is gone
+        return found is not None and found() is tensor
 
     def _touch(self) -> None:
         """A changing weight is used: what is not complete by now runs in every pass."""
@@ -351,41 +382,50 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _QUERIES:
             return func(*args, **kwargs)
-        tensors = list(_tensors((args, kwargs)))
-        if not self._touched and any(id(tensor) in self._changing for tensor in tensors):
-            self._touch()
+        watched: list[tuple[Tensor, Seen]] = []
+        for tensor in _tensors((args, kwargs)):
+            if not self._touched and id(tensor) in self._changing:
+                self._touch()
+            if self._watches(tensor):
+                watched.append((tensor, _seen(tensor)))
         frame = self._frames[-1]
-        before = [_seen(tensor) for tensor in tensors]
-        frame.used.update(dict.fromkeys(before, self._time))
+        frame.used.update((seen, tensor) for tensor, seen in watched)
         result = func(*args, **kwargs)
-        frame.written.update(after for after in map(_seen, tensors) if after not in before)
+        for tensor, seen in watched:
+            if _seen(tensor) != seen:
+                frame.written.add(_seen(tensor))
         return result
 
 
-def _check(made: list[_Made], frame: _Frame, rewritten: set[str]) -> None:
+def _form(tensor: Tensor) -> Form:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _weak(leaf: Any) -> Any:
+    return _Weak(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _check(inputs: _Made, made: list[_Made], frame: _Frame, rewritten: set[str]) -> None:
     """Whether the tensors that are handed out in a replay hold what was read in the pass.
 
     Raises:
         ReplayError: they do not, or not for certain.
         RewrittenError: they do where copies are made of some.
     """
-    first: dict[int, int] = {}
-    returned: set[Seen] = set()
-    kept: list[tuple[str, Tensor, bool]] = []
-    for call in made:
-        for seen, leaf, read in zip(call.seen, call.originals, call.read(frame.used), strict=True):
-            if seen is not None:
-                first.setdefault(seen[0], call.time)
-                returned.add(seen)
-                kept += [(call.call.name, leaf, _seen(leaf) != seen)] if read else []
-    for seen, time in frame.used.items():
-        if time >= first.get(seen[0], time + 1) and seen not in returned and seen not in frame.written:
-            raise ReplayError("a module that would be replayed writes into a tensor that is read elsewhere")
-    memory = Counter(_memory(leaf) for _, leaf, _ in kept)
-    changed = [(name, leaf) for name, leaf, changed in kept if changed]
-    if any(memory[_memory(leaf)] > 1 for _, leaf in changed):
+    returned = {seen for call in (inputs, *made) for seen in call.seen}
+    if any(seen not in returned and seen not in frame.written for seen in frame.used):
+        raise ReplayError("a module that would be replayed writes into a tensor that is read elsewhere")
+    read = [
+        (call, tensor, _seen(tensor) != seen)
+        for call in (inputs, *made)
+        for _, seen, tensor in call.read(frame.used)
+        if tensor is not None
+    ]
+    memory = Counter(_memory(tensor) for _, tensor, _ in read)
+    changed = [(call, tensor) for call, tensor, changed in read if changed]
+    if any(memory[_memory(tensor)] > 1 for _, tensor in changed):
         raise ReplayError("a tensor is changed in place that shares its memory with another one")
-    names = {name for name, leaf in changed if leaf is not None} - {"the input"}
+    names = {call.name for call, _ in changed if call is not inputs}
     if names - rewritten:
         raise RewrittenError(names)
 
@@ -402,22 +442,21 @@ class RewrittenError(ReplayError):
         self.names = names
 
 
-def _kept(made: _Made, used: Mapping[Seen, int]) -> Call:
-    """The call with what is read of it, and stand-ins for the rest."""
-    assert made.call.leaves is not None
-
-    def keep(leaf: Any, original: Any, seen: Seen | None, read: bool) -> Any:
+def _kept(made: _Made, used: Mapping[Seen, Tensor]) -> list[Any]:
+    """What a call returned, with stand-ins for what is not read of it."""
+    kept: list[Any] = []
+    for leaf, seen, tensor in made.read(used):
         if seen is None:
-            return leaf
-        if not read:
-            return StandIn(leaf)
-        untouched = _seen(original) == seen
-        held = original if untouched else leaf  # of the inputs the pass was given copies
-        large = held.untyped_storage().nbytes() > 2 * held.numel() * held.element_size()
-        return held.clone() if large or (made.time == 0 and not untouched) else held
-
-    parts = zip(made.call.leaves, made.originals, made.seen, made.read(used), strict=True)
-    return Call(made.call.name, [keep(*part) for part in parts], made.call.form)
+            kept.append(leaf)
+        elif tensor is None:
+            kept.append(StandIn(leaf.form if isinstance(leaf, _Weak) else _form(leaf)))
+        elif _seen(tensor) == seen:
+            # a small part of a large tensor would keep all of it
+            large = tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size()
+            kept.append(tensor.clone() if large else tensor)
+        else:  # written since: a copy from before, or an input as the caller has it
+            kept.append(leaf.clone())
+    return kept
 
 
 def _seen(tensor: Tensor) -> Seen:
