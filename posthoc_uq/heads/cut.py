@@ -99,8 +99,10 @@ class Cut:
             ReplayError: the pass went another way than the one that was recorded.
         """
         with self._lent() as twin:
-            return features.call(
-                lambda *args, **kwargs: torch.func.functional_call(twin, dict(weights), args, kwargs)
+            return output_tensor(
+                features.call_any(
+                    lambda *args, **kwargs: torch.func.functional_call(twin, dict(weights), args, kwargs)
+                )
             )
 
     @contextmanager
@@ -109,6 +111,8 @@ class Cut:
         try:
             twin = self._twins.pop()
         except IndexError:
+            twin = None
+        if twin is None or _memory(twin) != _memory(self._model):  # the model was moved
             with isolated_random_state():  # copying a module may run its code
                 twin = intercept(replicate(self._model))
         yield twin
@@ -177,6 +181,10 @@ class Cut:
                 features = self._record(twin, batch.args, batch.kwargs)
                 _check_state(between, _state(twin))
         return features
+
+
+def _memory(model: nn.Module) -> int:
+    return next(model.parameters()).data_ptr()
 
 
 def _work(cost: Cost) -> float:

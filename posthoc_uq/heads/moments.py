@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
+from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.links import check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.replay import Features, intercept
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -104,6 +106,7 @@ class MomentsPredictor(Predictor):
         self._link, self._n_draws, self._output_map = link, n_draws, output_map
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model, posterior.centre)
+        self._cut = Cut(self.network, posterior.mean)
         self._checked = False
         self._prepare()
 
@@ -255,6 +258,20 @@ class MomentsPredictor(Predictor):
         return from_gaussian(
             mean, variance, self._posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
         )
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
+        found = self._cut.features(args, kwargs) if self._rules.cov != "full" else None
+        if found is not None and self._posterior.centre:
+            found.outputs = None
+        return found
+
+    def from_features(self, features: Features) -> Prediction:
+        """See `Predictor`."""
+        intercept(self.network)
+        args, kwargs = features.arguments()
+        with features.replaying():
+            return self(*args, **kwargs)
 
     def calibrate(
         self,

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.prediction import Prediction, cat
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
@@ -64,6 +66,23 @@ class Predictor(nn.Module):
     def hyperparameters(self) -> dict[str, Any]:
         """The posterior's hyperparameters that its predictions are made with, as plain values."""
         return hyperparameters_of(self._posterior)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """What enters the part of the model that has a posterior, for a batch: with it, any predictor of the same head
+        and options makes a prediction without running the rest. It holds whatever the posterior's settings are.
+
+        Returns:
+            None where it would save next to nothing, or where the model's passes cannot be taken apart.
+        """
+        return None
+
+    def from_features(self, features: Features) -> Prediction:
+        """The prediction that the batch itself would give.
+
+        Raises:
+            ReplayError: the model went another way than when the features were made; predict from the batch.
+        """
+        raise PosthocUQError(f"The head {self.head!r} makes no features.")
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

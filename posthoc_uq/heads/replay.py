@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from posthoc_uq.loaders import output_tensor
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.loaders import Batch, output_tensor
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_INTERCEPTING = threading.Lock()
 _ACTIVE = threading.local()  # the pass that this thread is in
 
 
-class ReplayError(Exception):
+class ReplayError(PosthocUQError):
     """A pass that cannot be recorded, or that went another way than the one that was recorded."""
 
 
@@ -104,6 +106,7 @@ class Features:
         kwargs: named arguments, likewise.
         calls: the module calls up to the first use of a changing weight, in the order in which they began.
         outputs: the model's outputs at the weights it was recorded with, or None where these are not the user's own.
+        samples: in the batch.
         complete: whether no weight was used that changes.
         prepared: what a head found out by running the model on such inputs, for other predictors of that model.
     """
@@ -112,6 +115,7 @@ class Features:
     kwargs: dict[str, Any]
     calls: list[Call]
     outputs: Tensor | None
+    samples: int
     complete: bool
     prepared: Any = None
 
@@ -135,15 +139,19 @@ class Features:
         """Shapes, types and devices of what is kept, for a dictionary."""
         return tuple((tuple(t.shape), t.dtype, t.device) for t in self.tensors())
 
-    def call(self, model: Callable[..., Any]) -> Tensor:
-        """Run the rest of an intercepted model, and give its output tensor.
+    def call_any(self, model: Callable[..., Any]) -> Any:
+        """Run the rest of an intercepted model; whatever it returns.
 
         Raises:
             ReplayError: it went another way than the pass that was recorded.
         """
         with self.replaying():
-            args, kwargs = tree_map(own, (self.args, self.kwargs))
-            return output_tensor(model(*args, **kwargs))
+            args, kwargs = self.arguments()
+            return model(*args, **kwargs)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's arguments, to be passed inside of `replaying`."""
+        return tree_map(own, (self.args, self.kwargs))
 
     @contextmanager
     def replaying(self) -> Generator[None]:
@@ -161,6 +169,22 @@ class Features:
                     raise ReplayError(replay.failure) from error
                 raise
         replay.check_end()
+
+
+class Rest(Batch):
+    """Features in the place of their batch, for code that runs a model on batches."""
+
+    def __init__(self, features: Features) -> None:
+        super().__init__(features.args, None, features.kwargs)
+        self.features = features
+
+    def call_any(self, model: Callable[..., Any]) -> Any:
+        """Whatever an intercepted model returns."""
+        return self.features.call_any(model)
+
+    def narrow(self, start: int, length: int, samples: int) -> Batch:
+        """Refused: only a model knows where the samples stand in its activations."""
+        raise ReplayError("features cannot be cut into parts")
 
 
 def own(value: Any) -> Any:
@@ -214,11 +238,11 @@ class Intercepted:
 
 def intercept(model: nn.Module) -> nn.Module:
     """Make the module calls of a replica ones that can be recorded and replayed, its copies' too."""
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule) and not isinstance(
-            module.__dict__.get("forward"), Intercepted
-        ):
-            module.__dict__["forward"] = Intercepted(module, name)
+    with _INTERCEPTING:
+        for name, module in model.named_modules():
+            known = isinstance(module.__dict__.get("forward"), Intercepted)
+            if not known and not isinstance(module, torch.jit.ScriptModule):
+                module.__dict__["forward"] = Intercepted(module, name)
     return model
 
 
@@ -333,7 +357,7 @@ class Recording(TorchFunctionMode):
             for call in frame.calls
         ]
         kept_args, kept_kwargs = tree_unflatten(_kept(inputs, frame.used), form)
-        return Features(kept_args, kept_kwargs, calls, outputs.detach(), complete)
+        return Features(kept_args, kept_kwargs, calls, outputs.detach(), len(outputs), complete)
 
     def call(self, module: Intercepted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Intercepted`."""

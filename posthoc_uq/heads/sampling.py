@@ -12,6 +12,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.posteriors.base import Posterior
@@ -24,8 +25,9 @@ class SamplingPredictor(Predictor):
 
     The draws are those of `Posterior.sample`, made at construction with the posterior's settings of that moment;
     later changes of its prior precision have no effect until `redraw`. Temperature and noise are read at every
-    prediction. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs, however
-    many draws there are.
+    prediction. Where the posterior's weights enter the model late, as those of a last layer do, all that comes before
+    runs once for a batch. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs,
+    however many draws there are.
 
     Args:
         model: the model the posterior was fitted on.
@@ -131,8 +133,11 @@ class SamplingPredictor(Predictor):
         return text + (repr(self._batched) if refused is None else f"False ({refused})")
 
     def _blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+        return self._scaled(self.ensemble.blocks(*args, **kwargs))
+
+    def _scaled(self, blocks: Iterator[Tensor]) -> Iterator[Tensor]:
         temperature = self._posterior.temperature
-        for block in self.ensemble.blocks(*args, **kwargs):
+        for block in blocks:
             block = at_least_float32(block)
             yield block if temperature == 1.0 else block / temperature
 
@@ -149,3 +154,14 @@ class SamplingPredictor(Predictor):
             PosthocUQError: the likelihood is one that no prediction is defined for.
         """
         return summarise(self._blocks(args, kwargs), self._posterior)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`; no draw has a part in it."""
+        found = self.ensemble.features(*args, **kwargs)
+        if found is not None and (self._dtype is not None or self._posterior.centre):
+            found.outputs = None
+        return found
+
+    def from_features(self, features: Features) -> Prediction:
+        """See `Predictor`."""
+        return summarise(self._scaled(self.ensemble.rest(features)), self._posterior)
