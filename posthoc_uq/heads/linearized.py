@@ -19,7 +19,7 @@ from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
 from posthoc_uq.heads.links import check_link, from_gaussian
 from posthoc_uq.heads.prediction import Prediction
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.products import Mode
 from posthoc_uq.heads.replay import Features, ReplayError, Rest, intercept
 from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
@@ -134,6 +134,10 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model, or the likelihood is one that no prediction is defined
                 for.
         """
+        return self.prediction_of(self.distribution(*args, **kwargs))
+
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
+        """See `Predictor`."""
         with _own_modes():
             batch, samples = _batch(args, kwargs)
             covariance: Tensor | None = None
@@ -150,11 +154,16 @@ class LinearizedPredictor(Predictor):
                     variance = covariance.diagonal(dim1=1, dim2=2)
                 else:
                     variance = self._variance(recording, samples)
+            return GaussianOutputs(mean, variance.reshape(mean.shape), covariance)
+
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
+        with _own_modes():
             return from_gaussian(
-                mean,
-                variance.reshape(mean.shape),
+                distribution.mean,
+                distribution.variance,
                 self._posterior,
-                covariance=covariance,
+                covariance=distribution.covariance,
                 link=self._link,
                 n_draws=self._n_draws,
             )
@@ -163,16 +172,16 @@ class LinearizedPredictor(Predictor):
         """See `Predictor`."""
         with _own_modes():
             found = self._cut.features(args, kwargs)
-            if found is not None:
-                found.prepared = None if self._engine == "jvp" else self._prepared(_batch(args, kwargs)[0])
-                found.outputs = None if self._posterior.centre else found.outputs
+            if found is not None and self._engine != "jvp":
+                self._prepared(_batch(args, kwargs)[0])
             return found
 
-    def from_features(self, features: Features) -> Prediction:
+    def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        self._ready = self._ready or features.prepared
+        if self._engine != "jvp" and self._ready is None:
+            raise PosthocUQError("The features are those of another predictor.")
         intercept(self._swapped[0] if self._ready is None else self._ready.capture.twin)
-        return self(Rest(features))
+        return self.distribution(Rest(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's outputs as it gives them."""

@@ -18,7 +18,7 @@ from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.links import check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.replay import Features, intercept
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
@@ -248,6 +248,10 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function of the model has no rule, or the outputs do not fit the likelihood.
         """
+        return self.prediction_of(self.distribution(*args, **kwargs))
+
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
+        """See `Predictor`; calibrated where a calibration fits."""
         mean, variance, covariance = self._moments(*args, **kwargs)
         if self._calibration is not None:
             corrected = self._calibration.apply(variance)
@@ -255,23 +259,29 @@ class MomentsPredictor(Predictor):
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
             variance = corrected
+        return GaussianOutputs(mean, variance, covariance)
+
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
         return from_gaussian(
-            mean, variance, self._posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
+            distribution.mean,
+            distribution.variance,
+            self._posterior,
+            covariance=distribution.covariance,
+            link=self._link,
+            n_draws=self._n_draws,
         )
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
-        found = self._cut.features(args, kwargs) if self._rules.cov != "full" else None
-        if found is not None and self._posterior.centre:
-            found.outputs = None
-        return found
+        return None if self._rules.cov == "full" else self._cut.features(args, kwargs)
 
-    def from_features(self, features: Features) -> Prediction:
+    def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
         intercept(self.network)
         args, kwargs = features.arguments()
         with features.replaying():
-            return self(*args, **kwargs)
+            return self.distribution(*args, **kwargs)
 
     def calibrate(
         self,

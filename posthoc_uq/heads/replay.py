@@ -105,10 +105,9 @@ class Features:
         args: positional arguments of the model, with stand-ins for what that part does not read.
         kwargs: named arguments, likewise.
         calls: the module calls up to the first use of a changing weight, in the order in which they began.
-        outputs: the model's outputs at the weights it was recorded with, or None where these are not the user's own.
+        outputs: the model's outputs at the posterior's mean, or None where the pass was in another precision.
         samples: in the batch.
         complete: whether no weight was used that changes.
-        prepared: what a head found out by running the model on such inputs, for other predictors of that model.
     """
 
     args: tuple[Any, ...]
@@ -117,7 +116,6 @@ class Features:
     outputs: Tensor | None
     samples: int
     complete: bool
-    prepared: Any = None
 
     def __repr__(self) -> str:
         return f"Features({self.nbytes:,} bytes)"

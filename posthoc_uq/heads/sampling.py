@@ -133,13 +133,22 @@ class SamplingPredictor(Predictor):
         return text + (repr(self._batched) if refused is None else f"False ({refused})")
 
     def _blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-        return self._scaled(self.ensemble.blocks(*args, **kwargs))
-
-    def _scaled(self, blocks: Iterator[Tensor]) -> Iterator[Tensor]:
         temperature = self._posterior.temperature
-        for block in blocks:
+        for block in self.ensemble.blocks(*args, **kwargs):
             block = at_least_float32(block)
             yield block if temperature == 1.0 else block / temperature
+
+    def refresh(self, seed: int) -> None:
+        """See `Predictor`."""
+        self.redraw(seed)
+
+    def distribution(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Predictor`."""
+        return torch.cat([at_least_float32(block) for block in self.ensemble.blocks(*args, **kwargs)])
+
+    def prediction_of(self, distribution: Tensor) -> Prediction:
+        """See `Predictor`."""
+        return summarise(iter([distribution / self._posterior.temperature]), self._posterior)
 
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
@@ -156,12 +165,12 @@ class SamplingPredictor(Predictor):
         return summarise(self._blocks(args, kwargs), self._posterior)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
-        """See `Predictor`; no draw has a part in it."""
+        """See `Predictor`; they stay the same when the weights are drawn anew."""
         found = self.ensemble.features(*args, **kwargs)
-        if found is not None and (self._dtype is not None or self._posterior.centre):
+        if found is not None and self._dtype is not None:
             found.outputs = None
         return found
 
-    def from_features(self, features: Features) -> Prediction:
+    def distribution_from(self, features: Features) -> Tensor:
         """See `Predictor`."""
-        return summarise(self._scaled(self.ensemble.rest(features)), self._posterior)
+        return torch.cat([at_least_float32(block) for block in self.ensemble.rest(features)])
