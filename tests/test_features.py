@@ -211,7 +211,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.body = nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         type(self).seen += len(x)
@@ -222,7 +222,7 @@ class Counting(nn.Module):
 def counting(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, uq.Posterior, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, x = nn.Sequential(Counting(), nn.Linear(64, 3)).eval(), torch.randn(200, 6)
+        model, x = nn.Sequential(Counting(), nn.Linear(128, 3)).eval(), torch.randn(200, 6)
     posterior = uq.fit(model, [x], layers="last", method="diag", prior_precision=1.0, progress=False)
     monkeypatch.setattr(Counting, "seen", 0)
     return model, posterior, x
@@ -361,7 +361,7 @@ def test_gradients_with_respect_to_inputs_are_those_of_whole_models() -> None:
 
 
 def test_threads_copies_and_files() -> None:
-    model, posterior, args, kwargs = _setting("residual, last")
+    model, posterior, args, _ = _setting("residual, last")
     predictor = uq.wrap(model, posterior, "sampling", n_samples=4)
     expected = predictor(*args).probs
     for twin in (predictor, pickle.loads(pickle.dumps(predictor)), copy.deepcopy(predictor)):
@@ -408,7 +408,7 @@ def test_situations_are_settled_one_by_one() -> None:
 
 def test_features_of_another_shape_of_model_are_refused() -> None:
     model, posterior, args, _ = _setting("residual, last")
-    other, others, rows, _ = _setting("shared modules")
+    other, others, _, _ = _setting("shared modules")
     features = uq.wrap(model, posterior, "sampling", n_samples=2).features(*args)
     assert features is not None
     with pytest.raises(ReplayError):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,10 +28,29 @@ _PROBE = 8  # samples that a cut is proved on
 _OPERATION = 100_000  # FLOP that take about as long as an operation takes beside them
 _SHAPES = 256  # input shapes that are remembered
 _TRIES = 8  # recordings until it is known which outputs later code writes into
-_NEVER = float("inf")
 # How far two routes may differ, relative to the largest output. CUDA's float32 products may be TF32.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _TF32 = 2e-2
+
+
+class Saving(NamedTuple):
+    """What a replay saves of a whole pass.
+
+    Attributes:
+        share: of the whole that is left; infinite where whole passes are to run.
+        flops: of the part that is not run again.
+    """
+
+    share: float
+    flops: float
+
+    @property
+    def worth(self) -> bool:
+        """Whether it is more than next to nothing."""
+        return self.share <= WORTH
+
+
+_NONE = Saving(float("inf"), 0.0)
 
 
 class Cut:
@@ -42,55 +61,57 @@ class Cut:
         covered: names of the parameters that change.
 
     Attributes:
+        possible: whether any weight does not change: else there is nothing to record.
         refused: why whole passes run although a part could have been recorded, or None.
     """
 
     def __init__(self, model: nn.Module, covered: Collection[str]) -> None:
         self._model, self._covered = model, frozenset(covered)
-        self._twins: deque[nn.Module] = deque()
-        self._shares: dict[Any, float] = {}
+        parameters = model.named_parameters()
+        self.possible = any(name not in self._covered and p.ndim > 1 for name, p in parameters)
+        self._twins: deque[tuple[nn.Module, set[int]]] = deque()
+        self._savings: dict[Any, Saving] = {}
         self._rewritten: set[str] = set()
         self.refused: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": deque(), "_shares": {}}
+        return {**self.__dict__, "_twins": deque(), "_savings": {}}
 
-    def features(self, args: tuple[Any, ...], kwargs: dict[str, Any], most: float = WORTH) -> Features | None:
+    def features(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        wanted: Callable[[Saving], bool] = lambda saving: saving.worth,
+    ) -> Features | None:
         """What enters the rest of the model for these inputs; None where whole passes are to run.
 
         Gradients with respect to the inputs flow through it where autograd is on.
 
         Args:
-            most: share of a whole pass that the rest may take.
+            wanted: whether a saving is worth a pass that is recorded.
         """
         if torch.compiler.is_compiling() or not self.possible:
             return None
         key = _situation(args, kwargs)
-        share = self._shares.get(key)
-        if share is None:
-            share = self._settle(args, kwargs)
-            if len(self._shares) >= _SHAPES:
-                self._shares.clear()
-            self._shares[key] = share
-        if share > most:
+        saving = self._savings.get(key)
+        if saving is None:
+            saving = self._settle(args, kwargs)
+            if len(self._savings) >= _SHAPES:
+                self._savings.clear()
+            self._savings[key] = saving
+        if saving is _NONE or not wanted(saving):
             return None
         try:
-            with _counting_versions(torch.is_grad_enabled()), self._lent() as twin:
-                return self._record(twin, args, kwargs)
+            with _counting_versions(torch.is_grad_enabled()), self._lent() as (twin, changing):
+                return self._record(twin, changing, args, kwargs)
         except ReplayError as error:
             self.refuse(str(error))
             return None
 
-    @property
-    def possible(self) -> bool:
-        """Whether any weight does not change: else there is nothing to record."""
-        parameters = self._model.named_parameters()
-        return any(name not in self._covered and p.ndim > 1 for name, p in parameters)
-
     def refuse(self, reason: str) -> None:
         """Run whole passes from now on, for the shapes known so far."""
         self.refused = reason
-        self._shares = dict.fromkeys(self._shares, _NEVER)
+        self._savings = dict.fromkeys(self._savings, _NONE)
 
     def run(self, features: Features, weights: Mapping[str, Tensor]) -> Tensor:
         """The outputs with some weights in place.
@@ -98,7 +119,7 @@ class Cut:
         Raises:
             ReplayError: the pass went another way than the one that was recorded.
         """
-        with self._lent() as twin:
+        with self._lent() as (twin, _):
             return output_tensor(
                 features.call_any(
                     lambda *args, **kwargs: torch.func.functional_call(twin, dict(weights), args, kwargs)
@@ -106,20 +127,22 @@ class Cut:
             )
 
     @contextmanager
-    def _lent(self) -> Generator[nn.Module]:
-        """A replica for one thread alone, whose calls can be recorded and replayed."""
+    def _lent(self) -> Generator[tuple[nn.Module, set[int]]]:
+        """A replica for one thread alone, whose calls can be recorded and replayed, and its weights that change."""
         try:
-            twin = self._twins.pop()
+            found = self._twins.pop()
         except IndexError:
-            twin = None
-        if twin is None or _memory(twin) != _memory(self._model):  # the model was moved
+            found = None
+        if found is None or _memory(found[0]) != _memory(self._model):  # the model was moved
             with isolated_random_state():  # copying a module may run its code
                 twin = intercept(replicate(self._model))
-        yield twin
-        self._twins.append(twin)  # not after an error, which may leave it half written
+            found = twin, {id(p) for name, p in twin.named_parameters() if name in self._covered}
+        yield found
+        self._twins.append(found)  # not after an error, which may leave it half written
 
-    def _record(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features:
-        changing = {id(p) for name, p in twin.named_parameters() if name in self._covered}
+    def _record(
+        self, twin: nn.Module, changing: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Features:
         for _ in range(_TRIES):
             try:
                 return Recording(changing, self._rewritten).run(twin, args, kwargs)
@@ -127,23 +150,23 @@ class Cut:
                 self._rewritten = self._rewritten | error.names
         raise ReplayError("later code keeps writing into what modules returned")
 
-    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """The share of a whole pass that the rest takes on inputs of this shape; infinite where it is no good."""
+    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saving:
+        """What replays save on inputs of this shape."""
         batch = Batch(args, None, kwargs)
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
         trials = [batch.narrow(0, _PROBE, samples)] if samples > _PROBE else []
         for trial in [*trials, batch]:
             try:
                 with isolated_random_state(), _counting_versions(False):
-                    return self._share(trial)
+                    return self._saving(trial)
             except ReplayError as error:
                 self.refused = str(error)
-                return _NEVER
+                return _NONE
             except Exception:  # the model itself failed: it may need the whole batch, or other inputs
                 continue
-        return _NEVER
+        return _NONE
 
-    def _share(self, batch: Batch) -> float:
+    def _saving(self, batch: Batch) -> Saving:
         weights = {name: _moved(p) for name, p in self._model.named_parameters() if name in self._covered}
         member = replicate(self._model, weights)
         found: list[Tensor] = []
@@ -157,7 +180,7 @@ class Cut:
         try:
             features = self._proved(batch)
             if not any(call.leaves is not None for call in features.calls):
-                return _NEVER
+                return _NONE
             rest_cost = cost_of(lambda: found.append(self.run(features, weights)))
         except ReplayError:
             raise
@@ -166,19 +189,19 @@ class Cut:
         if not agree(found[-1], expected):
             raise ReplayError("its outputs differ from those of the whole model")
         if whole_cost is None or rest_cost is None:
-            return 0.0
-        return _work(rest_cost) / _work(whole_cost)
+            return Saving(0.0, float("inf"))
+        return Saving(_work(rest_cost) / _work(whole_cost), whole_cost.flops - rest_cost.flops)
 
     def _proved(self, batch: Batch) -> Features:
         """Features of a model that draws no random numbers and keeps nothing of a pass."""
-        with self._lent() as twin:
+        with self._lent() as (twin, changing):
             before, drawn = _state(twin), _random_state()
-            features = self._record(twin, batch.args, batch.kwargs)
+            features = self._record(twin, changing, batch.args, batch.kwargs)
             if drawn != _random_state():
                 raise ReplayError("the model draws random numbers")
             between = _state(twin)
             if between != before:  # what is made once and kept is no harm
-                features = self._record(twin, batch.args, batch.kwargs)
+                features = self._record(twin, changing, batch.args, batch.kwargs)
                 _check_state(between, _state(twin))
         return features
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.heads.cost import cost_of
-from posthoc_uq.heads.cut import WORTH, Cut, agree, described
+from posthoc_uq.heads.cut import Cut, Saving, agree, described
 from posthoc_uq.heads.inputs import Inputs
 from posthoc_uq.heads.replay import Features, ReplayError
 from posthoc_uq.loaders import output_tensor
@@ -40,6 +40,9 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 
 BATCHED_FLOPS = 500_000  # per operation of one draw's forward pass: up to here "auto" batches over draws
+RECORDED_FLOPS = (
+    30_000_000  # of all draws together, which recording a pass must save where they could be batched
+)
 CHUNK_BYTES = 64 * 2**20  # weights and activations of the draws that run in one pass
 _FEW = 8  # draws that must fit into that for "auto": fewer do not pay for the mapping
 _LIVE = 3  # tensors as large as the largest that are alive at once
@@ -163,7 +166,7 @@ class Ensemble(nn.Module):
         """The outputs of all draws in order, as blocks ``(draws, batch, ...)``."""
         inputs = Inputs(args, kwargs, self._input_dtype())
         start = 0
-        features = self._features(inputs, min(WORTH, 1 - 1 / len(self)))
+        features = self.cut.features(*inputs.given, self._wants)
         if features is not None:
             try:
                 for block in self.rest(features):
@@ -176,10 +179,14 @@ class Ensemble(nn.Module):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """What enters the part of the model that is drawn; None where that is most of the model."""
-        return self._features(Inputs(args, kwargs, self._input_dtype()), WORTH)
+        return self.cut.features(*Inputs(args, kwargs, self._input_dtype()).given)
 
-    def _features(self, inputs: Inputs, most: float) -> Features | None:
-        return self.cut.features(*inputs.given, most)
+    def _wants(self, saving: Saving) -> bool:
+        """Whether passes of the rest are faster: of small models, many draws in one pass are."""
+        if not saving.worth or 1 + len(self) * saving.share >= len(self):
+            return False
+        alone = self._batched is False or self.refused is not None
+        return alone or len(self) * saving.flops >= RECORDED_FLOPS
 
     def rest(self, features: Features) -> Iterator[Tensor]:
         """The outputs of all draws in order, as blocks ``(draws, batch, ...)``, from `features` of such an ensemble.

@@ -27,6 +27,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch, output_tensor
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_ONE = tree_flatten(0)[1]  # the form of what is a tensor by itself
 _INTERCEPTING = threading.Lock()
 _ACTIVE = threading.local()  # the pass that this thread is in
 
@@ -94,6 +95,8 @@ class Call:
     def result(self) -> Any:
         """What the call returned, in tensors of the caller's own: later code may write into them."""
         assert self.leaves is not None and self.form is not None
+        if self.form is _ONE:
+            return own(self.leaves[0])
         return tree_unflatten([own(leaf) for leaf in self.leaves], self.form)
 
 
@@ -374,7 +377,7 @@ class Recording(TorchFunctionMode):
     def _complete(self, frame: _Frame, result: Any) -> None:
         """Keep what a call returned, in place of the calls inside of it."""
         assert frame.name is not None
-        leaves, form = tree_flatten(result)
+        leaves, form = ([result], _ONE) if type(result) is Tensor else tree_flatten(result)
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             self._frames[-1].join(frame)  # it runs again, and what is inside of it is replayed
             return
