@@ -69,7 +69,7 @@ class Cut:
         self._model, self._covered = model, frozenset(covered)
         parameters = model.named_parameters()
         self.possible = any(name not in self._covered and p.ndim > 1 for name, p in parameters)
-        self._twins: deque[tuple[nn.Module, set[int]]] = deque()
+        self._twins: deque[_Twin] = deque()
         self._savings: dict[Any, Saving] = {}
         self._rewritten: set[str] = set()
         self.refused: str | None = None
@@ -102,8 +102,8 @@ class Cut:
         if saving is _NONE or not wanted(saving):
             return None
         try:
-            with _counting_versions(torch.is_grad_enabled()), self._lent() as (twin, changing):
-                return self._record(twin, changing, args, kwargs)
+            with _counting_versions(torch.is_grad_enabled()), self._lent() as twin:
+                return self._record(twin, args, kwargs)
         except ReplayError as error:
             self.refuse(str(error))
             return None
@@ -119,33 +119,25 @@ class Cut:
         Raises:
             ReplayError: the pass went another way than the one that was recorded.
         """
-        with self._lent() as (twin, _):
-            return output_tensor(
-                features.call_any(
-                    lambda *args, **kwargs: torch.func.functional_call(twin, dict(weights), args, kwargs)
-                )
-            )
+        with self._lent() as twin, twin.holding(weights):
+            return output_tensor(features.call_any(twin.model))
 
     @contextmanager
-    def _lent(self) -> Generator[tuple[nn.Module, set[int]]]:
-        """A replica for one thread alone, whose calls can be recorded and replayed, and its weights that change."""
+    def _lent(self) -> Generator[_Twin]:
+        """A replica for one thread alone."""
         try:
-            found = self._twins.pop()
+            twin = self._twins.pop()
         except IndexError:
-            found = None
-        if found is None or _memory(found[0]) != _memory(self._model):  # the model was moved
-            with isolated_random_state():  # copying a module may run its code
-                twin = intercept(replicate(self._model))
-            found = twin, {id(p) for name, p in twin.named_parameters() if name in self._covered}
-        yield found
-        self._twins.append(found)  # not after an error, which may leave it half written
+            twin = None
+        if twin is None or _memory(twin.model) != _memory(self._model):  # the model was moved
+            twin = _Twin(self._model, self._covered)
+        yield twin
+        self._twins.append(twin)  # not after an error, which may leave it half written
 
-    def _record(
-        self, twin: nn.Module, changing: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Features:
+    def _record(self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features:
         for _ in range(_TRIES):
             try:
-                return Recording(changing, self._rewritten).run(twin, args, kwargs)
+                return Recording(twin.changing, self._rewritten).run(twin.model, args, kwargs)
             except RewrittenError as error:
                 self._rewritten = self._rewritten | error.names
         raise ReplayError("later code keeps writing into what modules returned")
@@ -194,16 +186,49 @@ class Cut:
 
     def _proved(self, batch: Batch) -> Features:
         """Features of a model that draws no random numbers and keeps nothing of a pass."""
-        with self._lent() as (twin, changing):
-            before, drawn = _state(twin), _random_state()
-            features = self._record(twin, changing, batch.args, batch.kwargs)
+        with self._lent() as twin:
+            before, drawn = _state(twin.model), _random_state()
+            features = self._record(twin, batch.args, batch.kwargs)
             if drawn != _random_state():
                 raise ReplayError("the model draws random numbers")
-            between = _state(twin)
+            between = _state(twin.model)
             if between != before:  # what is made once and kept is no harm
-                features = self._record(twin, changing, batch.args, batch.kwargs)
-                _check_state(between, _state(twin))
+                features = self._record(twin, batch.args, batch.kwargs)
+                _check_state(between, _state(twin.model))
         return features
+
+
+class _Twin:
+    """A replica whose calls can be recorded and replayed.
+
+    Attributes:
+        model: the replica.
+        changing: identities of its parameters that change.
+    """
+
+    def __init__(self, model: nn.Module, covered: Collection[str]) -> None:
+        with isolated_random_state():  # copying a module may run its code
+            self.model = intercept(replicate(model))
+        self._own = {name: p for name, p in self.model.named_parameters() if name in covered}
+        self.changing = {id(parameter) for parameter in self._own.values()}
+        self._holders: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in self._own}
+        names = {id(parameter): name for name, parameter in self._own.items()}
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                if id(parameter) in names:
+                    self._holders[names[id(parameter)]].append((module._parameters, key))
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Generator[None]:
+        """Have some weights in place, everywhere where a module holds them."""
+        self._place(weights)
+        yield
+        self._place(self._own)
+
+    def _place(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            for parameters, key in self._holders[name]:
+                parameters[key] = weight
 
 
 def _memory(model: nn.Module) -> int:

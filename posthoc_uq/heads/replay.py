@@ -408,7 +408,7 @@ class Recording(TorchFunctionMode):
         if func in _QUERIES:
             return func(*args, **kwargs)
         watched: list[tuple[Tensor, Seen]] = []
-        for tensor in _tensors((args, kwargs)):
+        for tensor in _tensors((*args, *kwargs.values())):
             if not self._touched and id(tensor) in self._changing:
                 self._touch()
             if self._watches(tensor):
@@ -492,12 +492,13 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(value: Any) -> Generator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in cast("Iterable[Any]", value):
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        for part in cast("dict[Any, Any]", value).values():
-            yield from _tensors(part)
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(cast("Iterable[Any]", value))
+        elif isinstance(value, dict):
+            found += _tensors(cast("dict[Any, Any]", value).values())
+    return found
