@@ -39,10 +39,12 @@ class Saving(NamedTuple):
     Attributes:
         share: of the whole that is left; infinite where whole passes are to run.
         flops: of the part that is not run again.
+        modules: whose calls are replayed; none of them holds a parameter that changes.
     """
 
     share: float
     flops: float
+    modules: frozenset[str] = frozenset()
 
     @property
     def worth(self) -> bool:
@@ -103,7 +105,7 @@ class Cut:
             return None
         try:
             with _counting_versions(torch.is_grad_enabled()), self._lent() as twin:
-                return self._record(twin, args, kwargs)
+                return self._record(twin, args, kwargs, saving.modules)
         except ReplayError as error:
             self.refuse(str(error))
             return None
@@ -134,10 +136,12 @@ class Cut:
         yield twin
         self._twins.append(twin)  # not after an error, which may leave it half written
 
-    def _record(self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features:
+    def _record(
+        self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any], known: Collection[str] = ()
+    ) -> Features:
         for _ in range(_TRIES):
             try:
-                return Recording(twin.changing, self._rewritten).run(twin.model, args, kwargs)
+                return Recording(twin.changing, self._rewritten, known).run(twin.model, args, kwargs)
             except RewrittenError as error:
                 self._rewritten = self._rewritten | error.names
         raise ReplayError("later code keeps writing into what modules returned")
@@ -180,9 +184,17 @@ class Cut:
             raise ReplayError(described(error)) from error
         if not agree(found[-1], expected):
             raise ReplayError("its outputs differ from those of the whole model")
+        replayed = {call.name for call in features.calls if call.leaves is not None}
+        modules = frozenset(name for name in replayed if not self._holds(name))
         if whole_cost is None or rest_cost is None:
-            return Saving(0.0, float("inf"))
-        return Saving(_work(rest_cost) / _work(whole_cost), whole_cost.flops - rest_cost.flops)
+            return Saving(0.0, float("inf"), modules)
+        share = _work(rest_cost) / _work(whole_cost)
+        return Saving(share, whole_cost.flops - rest_cost.flops, modules)
+
+    def _holds(self, name: str) -> bool:
+        """Whether a module of this name holds a parameter that changes."""
+        covered = {id(p) for key, p in self._model.named_parameters() if key in self._covered}
+        return any(id(p) in covered for p in self._model.get_submodule(name).parameters())
 
     def _proved(self, batch: Batch) -> Features:
         """Features of a model that draws no random numbers and keeps nothing of a pass."""

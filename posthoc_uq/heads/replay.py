@@ -13,14 +13,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode_temporarily,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from posthoc_uq.errors import PosthocUQError
@@ -200,7 +204,7 @@ class _Pass(Protocol):
 
 
 @contextmanager
-def _running(current: _Pass) -> Generator[None]:
+def _running(current: _Pass | None) -> Generator[None]:
     before = getattr(_ACTIVE, "current", None)
     _ACTIVE.current = current
     try:
@@ -323,12 +327,16 @@ class Recording(TorchFunctionMode):
     Args:
         changing: identities of the model's parameters that have other values in a replay.
         rewritten: names of modules whose outputs later code writes into, so that a copy is kept of them.
+        known: names of modules that no use of such a parameter need be looked for in.
     """
 
-    def __init__(self, changing: set[int], rewritten: Iterable[str] = ()) -> None:
+    def __init__(
+        self, changing: set[int], rewritten: Iterable[str] = (), known: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self._changing = changing
         self._rewritten = set(rewritten)
+        self._known = known
         self._frames = [_Frame(None)]
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._touched = False
@@ -366,7 +374,11 @@ class Recording(TorchFunctionMode):
             return module.run(*args, **kwargs)
         frame = _Frame(module.name)
         self._frames.append(frame)
-        result = module.run(*args, **kwargs)
+        if module.name in self._known and _get_current_function_mode() is self:
+            with _pop_mode_temporarily(), _running(None):
+                result = module.run(*args, **kwargs)
+        else:
+            result = module.run(*args, **kwargs)
         if self._touched:
             return result
         self._frames.pop()
