@@ -226,9 +226,10 @@ class _Twin:
         self._holders: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in self._own}
         names = {id(parameter): name for name, parameter in self._own.items()}
         for module in self.model.modules():
-            for key, parameter in module._parameters.items():
+            held: dict[str, Any] = module.__dict__["_parameters"]
+            for key, parameter in held.items():
                 if id(parameter) in names:
-                    self._holders[names[id(parameter)]].append((module._parameters, key))
+                    self._holders[names[id(parameter)]].append((held, key))
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Generator[None]:
