@@ -42,6 +42,7 @@ def wrap(
     antithetic: bool = False,
     dtype: torch.dtype | None = None,
     batched: Batched = "auto",
+    novelty: bool = False,
 ) -> SamplingPredictor: ...
 
 
@@ -60,6 +61,7 @@ def wrap(
     link: str = "probit",
     n_draws: int = 100,
     output_map: Callable[[Tensor], Tensor] | None = None,
+    novelty: bool = True,
 ) -> MomentsPredictor: ...
 
 
@@ -75,6 +77,7 @@ def wrap(
     engine: Engine = "auto",
     n_probes: int = 32,
     memory_budget: int | None = None,
+    novelty: bool = True,
 ) -> LinearizedPredictor: ...
 
 
@@ -96,7 +99,8 @@ def wrap(model: nn.Module, posterior: Posterior, head: str = "sampling", **optio
             ``antithetic`` (False), draws in pairs ``mean + d, mean - d``;
             ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
             drawn weights and the forward pass;
-            ``batched`` (``"auto"``), True or False: whether many draws run in one pass.
+            ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
+            ``novelty`` (False), whether predictions know their novelty, at one forward pass more.
             ``"linearized"`` takes the model to be linear in its weights, which is what a Laplace posterior stands
             for: no sampling noise, one backward pass for every output used, and a closed form for a posterior of the
             last layer. ``"moments"`` propagates mean and variance through the layers in one pass, and needs

@@ -21,6 +21,7 @@ from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.products import Mode
 from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
+from posthoc_uq.layers import Call
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
@@ -72,6 +73,7 @@ class LinearizedPredictor(Predictor):
             regression, otherwise ``"topk"``.
         engine: see above.
         n_probes: draws of ``"jvp"``, and random vectors of `functional_trace`.
+        novelty: whether predictions know their novelty, if the posterior does.
         memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
 
     Raises:
@@ -91,8 +93,10 @@ class LinearizedPredictor(Predictor):
         engine: str = "auto",
         n_probes: int = 32,
         memory_budget: int | None = None,
+        novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
+        self._tells_novelty = novelty
         check_link(link, n_draws)
         if engine not in get_args(Engine):
             raise PosthocUQError(f"engine must be one of {get_args(Engine)}, not {engine!r}.")
@@ -134,6 +138,7 @@ class LinearizedPredictor(Predictor):
         with _own_modes():
             batch, samples = _batch(args, kwargs)
             covariance: Tensor | None = None
+            calls: list[Call] | None = None
             if self._engine == "jvp":
                 mean, deviations = self._draw(batch, samples)
                 if self._wants_covariance(mean):
@@ -141,13 +146,13 @@ class LinearizedPredictor(Predictor):
                 variance = deviations.square().mean(0)
             else:
                 recording = self._run(batch, samples)
-                mean = recording.outputs.detach()
+                mean, calls = recording.outputs.detach(), recording.watched
                 if self._wants_covariance(mean):
                     covariance = self._covariance(recording, batch, samples, None, joint=False)
                     variance = covariance.diagonal(dim1=1, dim2=2)
                 else:
                     variance = self._variance(recording, samples)
-            return from_gaussian(
+            found = from_gaussian(
                 mean,
                 variance.reshape(mean.shape),
                 self._posterior,
@@ -155,6 +160,7 @@ class LinearizedPredictor(Predictor):
                 link=self._link,
                 n_draws=self._n_draws,
             )
+            return self._telling_novelty(found, batch, calls)
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's outputs as it gives them."""
@@ -395,7 +401,10 @@ class LinearizedPredictor(Predictor):
         if self._ready is None:
             with _PREPARING, isolated_random_state():
                 if self._ready is None:
-                    self._ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
+                    ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
+                    if self._tells_novelty and self._posterior.features is not None:
+                        ready.capture.watched = self._posterior.features.layer
+                    self._ready = ready
         return self._ready
 
 

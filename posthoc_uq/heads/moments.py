@@ -67,6 +67,7 @@ class MomentsPredictor(Predictor):
             ``"delta"`` (a linearisation by 32 random probes).
         link: from logits to probabilities: ``"probit"``, ``"mc"`` or ``"bridge"``; see `posthoc_uq.heads.links`.
         n_draws: of the logits, for ``link="mc"``.
+        novelty: whether predictions know their novelty, if the posterior does: one plain forward pass more.
         output_map: a final map of the outputs, ``(batch, outputs)`` to ``(batch, mapped)``, taken by a many-dimensional
             unscented transform (``2 outputs + 1`` points).
 
@@ -90,8 +91,10 @@ class MomentsPredictor(Predictor):
         link: str = "probit",
         n_draws: int = 100,
         output_map: Callable[[Tensor], Tensor] | None = None,
+        novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
+        self._tells_novelty = novelty
         given = {"weights": weights, "cov": cov, "relu": relu, "max_pool": max_pool, "unknown": unknown}
         for name, value in given.items():
             if value not in _CHOICES[name]:
@@ -252,9 +255,14 @@ class MomentsPredictor(Predictor):
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
             variance = corrected
-        return from_gaussian(
+        found = from_gaussian(
             mean, variance, self._posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
         )
+        return self._telling_novelty(found, Batch(args, None, kwargs))
+
+    def _network(self) -> nn.Module:
+        """See `Predictor`; it moves with this module."""
+        return self.network
 
     def calibrate(
         self,
