@@ -116,6 +116,8 @@ class _Table:
             columns = [f"{what}_{i}" for i in range(1, self._k + 1) for what in ("label", "probability")]
             other = referral.get("score")  # what the flag goes by is shown
             self._scores = [*_SHOWN, *([other] if other is not None and other not in _SHOWN else [])]
+            if prediction.novelty_ratio is not None and "novelty" not in self._scores:
+                self._scores.append("novelty")
             self.header = ["file", *columns, *self._scores, "flag"]
         else:
             outputs = 1 if prediction.mean.ndim == 1 else prediction.mean.shape[1]
@@ -123,7 +125,8 @@ class _Table:
             columns = [
                 kind if outputs == 1 else f"{kind}_{i}" for i in range(1, outputs + 1) for kind in kinds
             ]
-            self.header = ["file", *columns, "flag"]
+            self._scores = [] if prediction.novelty_ratio is None else ["novelty"]
+            self.header = ["file", *columns, *self._scores, "flag"]
 
     def rows(self, prediction: Prediction, files: Sequence[str], flags: Tensor | None) -> list[list[str]]:
         """The rows of one batch."""
@@ -153,4 +156,7 @@ class _Table:
         deviation = prediction.standard_deviation
         spread = prediction.epistemic_variance.sqrt()
         columns = torch.stack([prediction.mean, deviation, spread, lower, upper], dim=-1)
-        return [[f"{value:.6g}" for value in row] for row in columns.reshape(len(prediction), -1).tolist()]
+        columns = columns.reshape(len(prediction), -1)
+        if prediction.novelty_ratio is not None:
+            columns = torch.cat([columns, prediction.novelty_ratio.to(columns).unsqueeze(1)], dim=1)
+        return [[f"{value:.6g}" for value in row] for row in columns.tolist()]

@@ -22,7 +22,7 @@ from posthoc_uq.posteriors.numerics import as_double, eigh_descending, nystrom, 
 MOST_NUMBERS = 2**20  # kept of all classes together, 4 MiB in float32
 MOST_DIRECTIONS = 32  # kept of a class
 FEW = 10  # samples; classes with fewer share one Gram
-_WIDTHS = (8, 32)  # of a class's sketch, at least and at most
+_WIDTHS = (8, 16)  # of a class's sketch, at least and at most
 
 
 class ClassGrams:
@@ -90,15 +90,14 @@ class ClassGrams:
     def result(self, dtype: torch.dtype) -> FeatureGrams:
         """What is kept of all processes' samples, in `dtype`; every process takes part."""
         add_up(self.sums)
-        sums, size = self.sums, self.source.size
-        members = _sharing(sums["counts"])
+        sums = self.sums
         if self._test is None:
-            grams: _Grams = _Exact((members @ sums["grams"].flatten(1)).reshape(-1, size, size))
+            grams: _Grams = _Exact(_shared(sums["grams"], sums["counts"]))
             total = sums["grams"].sum(0)
         else:
-            sketches = (members @ sums["sketches"].flatten(1)).reshape(len(members), size, -1)
+            sketches, traces = (_shared(sums[name], sums["counts"]) for name in ("sketches", "traces"))
             total = sums["total"]
-            grams = _Sketched(sketches, self._test, members @ sums["traces"], total)
+            grams = _Sketched(sketches, self._test, traces, total)
         tensors = compressed(grams, total)
         return FeatureGrams(
             self.source.layer,
@@ -114,11 +113,10 @@ def _classes(likelihood: Likelihood, outputs: int) -> int:
     return 2 if isinstance(likelihood, Bernoulli) else 1
 
 
-def _sharing(counts: Tensor) -> Tensor:
-    """``(Grams, classes)``, 1 where a class belongs to a Gram: one each, and one for all that have few samples."""
-    rare = (counts < FEW) & (counts > 0)
-    own = torch.diag(torch.ones_like(counts))[counts >= FEW]
-    return torch.cat([own, rare.to(own).unsqueeze(0)]) if bool(rare.any()) else own
+def _shared(sums: Tensor, counts: Tensor) -> Tensor:
+    """Sums ``(classes, ...)`` with those of all classes that have few samples in one, the last."""
+    rare, own = (counts < FEW) & (counts > 0), sums[counts >= FEW]
+    return torch.cat([own, sums[rare].sum(0, keepdim=True)]) if bool(rare.any()) else own
 
 
 class _Grams:
@@ -130,6 +128,10 @@ class _Grams:
         """``U^T G_c U`` of some classes, ``(classes, width, width)``."""
         raise NotImplementedError
 
+    def diagonals(self, basis: Tensor) -> Tensor:
+        """The diagonals of these, of all classes, ``(classes, width)``."""
+        raise NotImplementedError
+
 
 class _Exact(_Grams):
     def __init__(self, matrices: Tensor) -> None:
@@ -138,6 +140,9 @@ class _Exact(_Grams):
 
     def turned(self, part: slice, basis: Tensor) -> Tensor:
         return basis.T @ self._matrices[part] @ basis
+
+    def diagonals(self, basis: Tensor) -> Tensor:
+        return torch.stack([((matrix @ basis) * basis).sum(0) for matrix in self._matrices])
 
 
 class _Sketched(_Grams):
@@ -148,16 +153,26 @@ class _Sketched(_Grams):
         values, vectors = nystrom(sketches, test.expand(len(sketches), -1, -1))
         self._roots = vectors * values.sqrt().unsqueeze(1)
         self._left = (traces - values.sum(1)).clamp(min=0)
-        rest = total.clone()
-        for own in self._roots:
-            rest.addmm_(own, own.T, alpha=-1)
-        rest = positive_part(rest)
+        flat = self._roots.transpose(0, 1).flatten(1)
+        rest = positive_part(total - flat @ flat.T)
         self._shape = rest / rest.trace().clamp(min=torch.finfo(rest.dtype).tiny)
 
     def turned(self, part: slice, basis: Tensor) -> Tensor:
         roots = basis.T @ self._roots[part]
         rest = basis.T @ self._shape @ basis
         return roots @ roots.transpose(1, 2) + self._left[part, None, None] * rest
+
+    def diagonals(self, basis: Tensor) -> Tensor:
+        rest = ((self._shape @ basis) * basis).sum(0)
+        own = torch.stack([(basis.T @ root).square().sum(1) for root in self._roots])
+        return own + self._left.unsqueeze(1) * rest
+
+
+def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
+    """Width of the shared basis and directions a class for which there is room in `most` numbers."""
+    width = max(1, min(size, (most - classes) // (size + classes)))
+    left = most - classes - width * (size + classes)
+    return width, max(0, min(width, MOST_DIRECTIONS, left // (classes * width)))
 
 
 def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[str, Tensor]:
@@ -168,32 +183,28 @@ def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[s
     most `MOST_DIRECTIONS`; the diagonal stays exact.
     """
     classes, size = len(grams.traces), total.shape[0]
-    width = max(1, min(size, most // (size + classes)))
-    rank = max(0, min(width, MOST_DIRECTIONS, (most - width * (size + classes)) // (classes * width)))
+    width, rank = room(classes, size, most)
     basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
-    diagonals, factors, residuals = [], [], []
-    step = max(1, 2**22 // width**2)
-    for start in range(0, classes, step):
-        part = slice(start, start + step)
-        scale = (grams.traces[part] / size)[:, None, None].clamp(min=torch.finfo(total.dtype).tiny)
-        turned = grams.turned(part, basis) / scale
-        diagonal = turned.diagonal(dim1=1, dim2=2).clamp(min=0)
-        residuals.append(((size - diagonal.sum(1)) / max(1, size - width)).clamp(min=0) * (width < size))
-        own = _leading(turned, diagonal, rank)
-        factors.append(own)
-        diagonals.append((diagonal - own.square().sum(2)).clamp(min=0))
+    scale = (grams.traces / size).unsqueeze(1).clamp(min=torch.finfo(total.dtype).tiny)
+    diagonal = grams.diagonals(basis).clamp(min=0) / scale
+    residual = ((size - diagonal.sum(1)) / max(1, size - width)).clamp(min=0)
+    factors = diagonal.new_zeros(classes, width, rank)
+    if rank:
+        step = max(1, 2**22 // width**2)
+        for part in (slice(start, start + step) for start in range(0, classes, step)):
+            turned = grams.turned(part, basis) / scale[part].unsqueeze(2)
+            factors[part] = _leading(turned, diagonal[part], rank)
+    left = (diagonal - factors.square().sum(2)).clamp(min=0)
     return {
         "basis": basis,
-        "diagonal": torch.cat(diagonals),
-        "factors": torch.cat(factors),
-        "residual": torch.cat(residuals),
+        "diagonal": left if rank < width else torch.zeros_like(left),
+        "factors": factors,
+        "residual": residual if width < size else torch.zeros_like(residual),
     }
 
 
 def _leading(matrices: Tensor, diagonal: Tensor, rank: int) -> Tensor:
     """Factors ``(classes, width, rank)`` of the leading directions of the matrices' correlations."""
-    if rank == 0:
-        return matrices.new_zeros(*diagonal.shape, 0)
     deviations = diagonal.sqrt()
     floor = 1e-9 * deviations.amax(1, keepdim=True)
     inverse = torch.where(deviations > floor, 1 / deviations.clamp(min=1e-300), torch.zeros_like(deviations))
