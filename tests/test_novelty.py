@@ -60,7 +60,12 @@ def targets(model: nn.Module, x: Tensor, likelihood: str) -> Tensor:
 
 
 def fitted(
-    model: nn.Module, x: Tensor, method: str = "diag", likelihood: str = "classification", batch: int = 30, **options: Any
+    model: nn.Module,
+    x: Tensor,
+    method: str = "diag",
+    likelihood: str = "classification",
+    batch: int = 30,
+    **options: Any,
 ) -> Posterior:
     loader = DataLoader(TensorDataset(x, targets(model, x, likelihood)), batch_size=batch)
     if method == "function_space":
@@ -83,7 +88,9 @@ def dense(train: Tensor, classes: Tensor, test: Tensor, smoothing: float) -> Ten
     return torch.stack(found).amin(0)
 
 
-def expected(model: Any, x: Tensor, test: Tensor, smoothing: float, likelihood: str = "classification") -> Tensor:
+def expected(
+    model: Any, x: Tensor, test: Tensor, smoothing: float, likelihood: str = "classification"
+) -> Tensor:
     outputs = model(x).detach()
     classes = {
         "classification": outputs.argmax(1) if outputs.ndim == 2 else None,
@@ -103,7 +110,9 @@ def test_every_method_by_definition(method: str) -> None:
     test = inputs(20, seed=2)
     for smoothing in (1e-4, 3e-3):
         found = predictor.novelty(test, smoothing=smoothing)
-        torch.testing.assert_close(found.double(), expected(network, x, test, smoothing), rtol=2e-3, atol=1e-7)
+        torch.testing.assert_close(
+            found.double(), expected(network, x, test, smoothing), rtol=2e-3, atol=1e-7
+        )
         assert found.dtype == torch.float32 and bool((found > 0).all()) and bool((found <= 1).all())
     assert "by inputs of 'last', 3 Grams of 8 features" in str(posterior.report())
 
@@ -113,7 +122,9 @@ def test_every_method_by_definition(method: str) -> None:
 def test_other_likelihoods_and_heads(likelihood: str, outputs: int, head: str) -> None:
     model, x = make(outputs), inputs()
     posterior = fitted(model, x, likelihood=likelihood)
-    assert posterior.features is not None and posterior.features.classes == (2 if likelihood == "binary" else 1)
+    assert posterior.features is not None and posterior.features.classes == (
+        2 if likelihood == "binary" else 1
+    )
     test = inputs(9, seed=3)
     options: dict[str, Any] = {"novelty": True, "n_samples": 2} if head == "sampling" else {}
     predictor = uq.wrap(model, posterior, head=head, **options)
@@ -181,7 +192,9 @@ def test_classes_with_few_samples_share_a_gram() -> None:
         gram = own.T @ own
         ridge = 3e-4 * gram.trace() / 5
         inverse = torch.linalg.inv(gram + ridge * torch.eye(5, dtype=torch.float64))
-        shares.append(((test.double() @ inverse) * test.double()).sum(1) * ridge / test.double().square().sum(1))
+        shares.append(
+            ((test.double() @ inverse) * test.double()).sum(1) * ridge / test.double().square().sum(1)
+        )
     torch.testing.assert_close(found.novelty(test), torch.stack(shares).amin(0), rtol=1e-9, atol=1e-12)
 
 
@@ -216,7 +229,10 @@ def test_compression(budget: int) -> None:
         ridge = 3e-4 * gram.trace() / size
         inverse = torch.linalg.inv(gram + ridge * torch.eye(size, dtype=torch.float64))
         exact.append(
-            [((x.double() @ inverse) * x.double()).sum(1) * ridge / x.double().square().sum(1) for x in (test, foreign)]
+            [
+                ((x.double() @ inverse) * x.double()).sum(1) * ridge / x.double().square().sum(1)
+                for x in (test, foreign)
+            ]
         )
     familiar, other = (torch.stack([pair[i] for pair in exact]).amin(0) for i in range(2))
     wanted = (other.unsqueeze(1) > familiar).double().mean()
@@ -299,7 +315,9 @@ def jacobian(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
     return torch.stack(rows).reshape(len(x), -1, len(rows[0]))
 
 
-def dense_ratio(model: nn.Module, posterior: Posterior, x: Tensor, of: str, tau: float, omega: float) -> Tensor:
+def dense_ratio(
+    model: nn.Module, posterior: Posterior, x: Tensor, of: str, tau: float, omega: float
+) -> Tensor:
     kept = {name: getattr(posterior, name) for name in ("scale", "prior_precision", "residual_weight")}
     posterior.scale, posterior.prior_precision = posterior.evidence.samples, tau
     posterior.residual_weight = omega
@@ -313,7 +331,9 @@ def dense_ratio(model: nn.Module, posterior: Posterior, x: Tensor, of: str, tau:
         matrices = {}
         for name, layer in posterior.layers.items():
             weight = parts[layer.weight].reshape(outputs, *layer.weight_shape)
-            matrices[name] = layer.to_matrix(weight, parts[layer.bias] if layer.bias else None).to(posterior.dtype)
+            matrices[name] = layer.to_matrix(weight, parts[layer.bias] if layer.bias else None).to(
+                posterior.dtype
+            )
         cross[i] = posterior.quadratic(matrices).double()
     for name, value in kept.items():
         setattr(posterior, name, value)
@@ -322,9 +342,13 @@ def dense_ratio(model: nn.Module, posterior: Posterior, x: Tensor, of: str, tau:
     logits = model(x).detach()
     if posterior.likelihood.name == "classification":
         centre = torch.eye(size, dtype=torch.float64) - 1 / size
-        directions = centre.expand(len(x), size, size) if of == "all" else centre[logits.argmax(1)].unsqueeze(1)
+        directions = (
+            centre.expand(len(x), size, size) if of == "all" else centre[logits.argmax(1)].unsqueeze(1)
+        )
     else:
-        whole = torch.eye(size, dtype=torch.float64) if of == "all" else torch.ones(1, size, dtype=torch.float64)
+        whole = (
+            torch.eye(size, dtype=torch.float64) if of == "all" else torch.ones(1, size, dtype=torch.float64)
+        )
         directions = whole.expand(len(x), -1, -1)
     left, given = (
         torch.einsum("svi,sij,svj->s", directions, matrix, directions) for matrix in (cross, prior)
@@ -470,7 +494,9 @@ def test_save_and_load(tmp_path: Path, untrusted: bool) -> None:
     own, other = (uq.wrap(model, p, head="linearized")(test).novelty() for p in (posterior, loaded))
     assert torch.equal(own, other)
     described = uq.inspect(tmp_path / "p.h5")["features"]
-    assert described["smoothing"] == 1e-3 and described["layer"]["name"] == "last" and described["classes"] == 3
+    assert (
+        described["smoothing"] == 1e-3 and described["layer"]["name"] == "last" and described["classes"] == 3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -504,7 +530,14 @@ def test_files_without_it_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("classes", 0), ("width", 9), ("rank", 10**9), ("source", "elsewhere"), ("smoothing", -1.0), ("samples", "x")],
+    [
+        ("classes", 0),
+        ("width", 9),
+        ("rank", 10**9),
+        ("source", "elsewhere"),
+        ("smoothing", -1.0),
+        ("samples", "x"),
+    ],
 )
 def test_descriptions_that_do_not_fit(name: str, value: Any) -> None:
     features = fitted(make(), inputs()).features

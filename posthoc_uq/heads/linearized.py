@@ -17,8 +17,8 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
 from posthoc_uq.heads.links import check_link, from_gaussian
-from posthoc_uq.heads.prediction import Prediction
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.prediction import Prediction, with_novelty
+from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.products import Mode
 from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
 from posthoc_uq.layers import Call
@@ -135,6 +135,18 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model, or the likelihood is one that no prediction is defined
                 for.
         """
+        found, calls = self._distribution(args, kwargs)
+        ratio = self._known_novelty(Batch(args, None, kwargs), calls)
+        return with_novelty(self.prediction_of(found), ratio)
+
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
+        """See `Predictor`."""
+        return self._distribution(args, kwargs)[0]
+
+    def _distribution(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GaussianOutputs, list[Call] | None]:
+        """The outputs, and the calls of the layer by which novelty goes, if they were seen in this pass."""
         with _own_modes():
             batch, samples = _batch(args, kwargs)
             covariance: Tensor | None = None
@@ -152,15 +164,19 @@ class LinearizedPredictor(Predictor):
                     variance = covariance.diagonal(dim1=1, dim2=2)
                 else:
                     variance = self._variance(recording, samples)
-            found = from_gaussian(
-                mean,
-                variance.reshape(mean.shape),
+            return GaussianOutputs(mean, variance.reshape(mean.shape), covariance), calls
+
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
+        with _own_modes():
+            return from_gaussian(
+                distribution.mean,
+                distribution.variance,
                 self._posterior,
-                covariance=covariance,
+                covariance=distribution.covariance,
                 link=self._link,
                 n_draws=self._n_draws,
             )
-            return self._telling_novelty(found, batch, calls)
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's outputs as it gives them."""

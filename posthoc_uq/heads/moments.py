@@ -16,8 +16,8 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
 from posthoc_uq.heads.links import check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
-from posthoc_uq.heads.prediction import Prediction
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.prediction import Prediction, with_novelty
+from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -248,6 +248,11 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function of the model has no rule, or the outputs do not fit the likelihood.
         """
+        ratio = self._known_novelty(Batch(args, None, kwargs))
+        return with_novelty(self.prediction_of(self.distribution(*args, **kwargs)), ratio)
+
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
+        """See `Predictor`; calibrated where a calibration fits."""
         mean, variance, covariance = self._moments(*args, **kwargs)
         if self._calibration is not None:
             corrected = self._calibration.apply(variance)
@@ -255,10 +260,18 @@ class MomentsPredictor(Predictor):
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
             variance = corrected
-        found = from_gaussian(
-            mean, variance, self._posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
+        return GaussianOutputs(mean, variance, covariance)
+
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
+        return from_gaussian(
+            distribution.mean,
+            distribution.variance,
+            self._posterior,
+            covariance=distribution.covariance,
+            link=self._link,
+            n_draws=self._n_draws,
         )
-        return self._telling_novelty(found, Batch(args, None, kwargs))
 
     def _network(self) -> nn.Module:
         """See `Predictor`; it moves with this module."""

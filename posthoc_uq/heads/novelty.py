@@ -27,8 +27,8 @@ from posthoc_uq.replica import statistics_dtype
 Of = Literal["class", "top", "all"]
 
 NOT_KEPT = (
-    "This posterior keeps nothing of the last layer's inputs, so it cannot tell how novel an input is: it is from a file "
-    "of an older release, or was not made by uq.fit. Fit again, or ask for predictor.novelty(..., of='top')."
+    "This posterior keeps nothing of the last layer's inputs, so it cannot tell how novel an input is: it is from a "
+    "file of an older release, or was not made by uq.fit. Fit again, or ask for predictor.novelty(..., of='top')."
 )
 
 
@@ -90,8 +90,8 @@ class PosteriorRatio:
 
     The directions v are centred, because softmax ignores what all logits have in common: ``"top"`` has one,
     ``e_top - 1 / C``, and ``"all"`` the C rows of ``1 - 1 1^T / C``. Of outputs that are no classes, ``"top"`` takes
-    their sum and ``"all"`` each. For a posterior that was trained, ``Sigma`` is what was found, and ``Sigma_0`` the prior
-    of the training; the ratio is at most 1.
+    their sum and ``"all"`` each. For a posterior that was trained, ``Sigma`` is what was found, and ``Sigma_0`` the
+    prior of the training; the ratio is at most 1.
 
     Args:
         network: the network at the posterior's mean.
@@ -183,8 +183,8 @@ def _ratio(left: Tensor, given: Tensor) -> Tensor:
     left = left.clamp(min=0)
     if bool(((given <= 0) & (left > 0)).any()):
         raise PosthocUQError(
-            "The prior has no variance at some of these inputs, where the posterior has some, so that there is no share "
-            "of it; ask for predictor.novelty(..., of='class')."
+            "The prior has no variance at some of these inputs, where the posterior has some, so that there is no "
+            "share of it; ask for predictor.novelty(..., of='class')."
         )
     share = torch.where(given > 0, left / given, torch.ones_like(left))
     return share.clamp(torch.finfo(torch.float32).tiny, 1.0)

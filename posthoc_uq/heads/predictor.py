@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.novelty import PosteriorRatio, RatioSettings, checked_of, class_novelty, novelty_of_calls
-from posthoc_uq.heads.prediction import Prediction, cat, with_novelty
+from posthoc_uq.heads.novelty import (
+    PosteriorRatio,
+    RatioSettings,
+    checked_of,
+    class_novelty,
+    novelty_of_calls,
+)
+from posthoc_uq.heads.prediction import Prediction, cat
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
@@ -33,7 +41,21 @@ def hyperparameters_of(posterior: Posterior) -> dict[str, Any]:
     }
 
 
-class Predictor(nn.Module):
+class GaussianOutputs(NamedTuple):
+    """Outputs that are Gaussian under the posterior, before temperature and noise.
+
+    Attributes:
+        mean: ``(batch, outputs)``, or ``(batch,)`` for one.
+        variance: of the same shape.
+        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None = None
+
+
+class Predictor(nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction` or a `RegressionPrediction`.
 
@@ -65,6 +87,25 @@ class Predictor(nn.Module):
     def device(self) -> torch.device:
         """Where it predicts: the device of its own weights, or of the user's model if it has none."""
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
+
+    @abstractmethod
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
+        """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
+        every draw, ``(draws, batch, ...)``.
+        """
+
+    @abstractmethod
+    def prediction_of(self, distribution: Any) -> Prediction:
+        """The prediction that follows from a `distribution` of this head at the posterior's present temperature and
+        noise. Trying out several of these costs no further run of the model.
+        """
+
+    def refresh(self, seed: int) -> None:
+        """Take the posterior's present settings, where a head does not follow them by itself.
+
+        Args:
+            seed: of the draws of the weights, for a head that makes some.
+        """
 
     def identity(self) -> dict[str, Any]:
         """What its scores depend on beside the posterior, as plain values: the head and its options."""
@@ -129,23 +170,20 @@ class Predictor(nn.Module):
             ratio = self._ratio[1]
         return ratio(batch)
 
-    def _telling_novelty(
-        self, prediction: Prediction, batch: Batch, calls: list[Call] | None = None
-    ) -> Prediction:
-        """The prediction with the novelty of its inputs, where the head tells it and the posterior knows it.
+    def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
+        """What this head's predictions tell of the novelty of a batch: None where it is not asked for, the posterior
+        does not know it, or a program is being exported.
 
         Args:
-            prediction: of the batch.
             batch: the model's arguments.
-            calls: of the layer that it goes by, where they were caught in the prediction's own pass; else it takes a
-                pass more.
+            calls: of the layer that it goes by, where the head's own pass caught them; else it takes a pass more.
         """
         features = self._posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
-            return prediction
+            return None
         if calls:
-            return with_novelty(prediction, novelty_of_calls(features, calls, len(prediction)))
-        return with_novelty(prediction, class_novelty(self._network(), self._posterior, batch))
+            return novelty_of_calls(features, calls, count_samples(batch))
+        return class_novelty(self._network(), self._posterior, batch)
 
     def _network(self) -> nn.Module:
         """The model at the posterior's mean, on the predictor's device."""

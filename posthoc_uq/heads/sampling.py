@@ -15,6 +15,7 @@ from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
 from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
+from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
@@ -142,6 +143,18 @@ class SamplingPredictor(Predictor):
             block = at_least_float32(block)
             yield block if temperature == 1.0 else block / temperature
 
+    def refresh(self, seed: int) -> None:
+        """See `Predictor`."""
+        self.redraw(seed)
+
+    def distribution(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Predictor`."""
+        return torch.cat([at_least_float32(block) for block in self.ensemble.blocks(*args, **kwargs)])
+
+    def prediction_of(self, distribution: Tensor) -> Prediction:
+        """See `Predictor`."""
+        return summarise(iter([distribution / self._posterior.temperature]), self._posterior)
+
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.
@@ -155,6 +168,5 @@ class SamplingPredictor(Predictor):
             PosthocUQError: the likelihood is one that no prediction is defined for.
         """
         # before the draws: a model may change its inputs in place
-        ratio = self.novelty(*args, **kwargs) if self._tells_novelty else None
-        found = summarise(self._blocks(args, kwargs), self._posterior)
-        return found if ratio is None else with_novelty(found, ratio)
+        ratio = self._known_novelty(Batch(args, None, kwargs))
+        return with_novelty(summarise(self._blocks(args, kwargs), self._posterior), ratio)

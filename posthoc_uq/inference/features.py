@@ -36,7 +36,9 @@ def keep_features(run: Run, grams: ClassGrams | None, posterior: Posterior) -> N
     posterior.features = grams.result(run.settings.dtype)
 
 
-def trained_features(run: Run, source: FeatureSource | None, posterior: Posterior, network: nn.Module) -> None:
+def trained_features(
+    run: Run, source: FeatureSource | None, posterior: Posterior, network: nn.Module
+) -> None:
     """Give a trained posterior the statistics of the network that it predicts with, in one pass.
 
     Args:

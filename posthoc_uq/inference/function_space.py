@@ -328,9 +328,7 @@ def function_space_kl(
         raise PosthocUQError(f"prior_mean must be 'zero' or 'pretrained', not {prior_mean!r}.")
     if not 0 < function_noise < float("inf"):
         raise PosthocUQError(f"function_noise must be positive and finite, not {function_noise}.")
-    prior = weight_prior(
-        posterior, posterior.prior_precision if prior_precision is None else prior_precision
-    )
+    prior = weight_prior(posterior, posterior.prior_precision if prior_precision is None else prior_precision)
     moments: list[tuple[Tensor, Tensor]] = []
     for own in (posterior, prior):
         head = LinearizedPredictor(posterior.model, own, outputs="all", engine="exact")

@@ -1,4 +1,4 @@
-"""What the training inputs looked like to the last layer: one Gram a class, compressed, and the novelty that follows."""
+"""What the training inputs looked like to the last layer: one Gram a class, compressed; and how novel others are."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SOURCES = ("outputs", "pooled")
 
 
 class FeatureGrams:
-    """The inputs ``phi`` of the last layer by predicted class, as Grams ``G_c = sum phi phi^T`` whose mean eigenvalue is
-    scaled to 1, in the form
+    """The inputs ``phi`` of the last layer by predicted class, as Grams ``G_c = sum phi phi^T`` whose mean eigenvalue
+    is scaled to 1, in the form
 
     ``G_c = U (F_c F_c^T + diag(d_c)) U^T + rho_c (1 - U U^T)``
 
@@ -28,8 +28,8 @@ class FeatureGrams:
 
     Attributes:
         layer: whose inputs these are.
-        source: ``"outputs"`` where the layer's outputs are the model's, ``"pooled"`` where the layer is merely the last,
-            with several rows of a sample averaged.
+        source: ``"outputs"`` where the layer's outputs are the model's, ``"pooled"`` where the layer is merely the
+            last, with several rows of a sample averaged.
         samples: training inputs that were seen.
         basis: U, ``(features, width)``, orthonormal; a bias counts as a feature that is always 1.
         diagonal: d, ``(classes, width)``.
@@ -88,7 +88,6 @@ class FeatureGrams:
         basis, inverse, directions = self._prepared(ridge, features.device)
         phi = as_double(features)
         squares = phi.square().sum(1, keepdim=True)
-        # a power of two, so that squares neither overflow nor vanish
         inside = phi @ basis
         left = inside.square() @ inverse[:, :-1].T
         if basis.shape[1] < basis.shape[0]:
@@ -177,7 +176,9 @@ class FeatureGrams:
                 raise CorruptPosteriorError(f"The features' '{name}' must be a tensor of shape {shape}.")
         source, smoothing = attributes.get("source"), attributes.get("smoothing")
         if source not in SOURCES or not isinstance(smoothing, float):
-            raise CorruptPosteriorError(f"The features' source {source!r} or smoothing {smoothing!r} is none.")
+            raise CorruptPosteriorError(
+                f"The features' source {source!r} or smoothing {smoothing!r} is none."
+            )
         samples = bounded(attributes, "samples", 1, 2**62)
         try:
             return cls(_layer(attributes), source, samples, tensors, smoothing)

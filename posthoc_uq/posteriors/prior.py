@@ -58,8 +58,8 @@ def training_prior(posterior: Posterior) -> Posterior:
     last, body = posterior.record.fit.get("last layer"), posterior.record.fit.get("prior body variance", 0.0)
     if last not in posterior.layers:
         raise PosthocUQError(
-            "This trained posterior does not say what its prior was (it is from an older release); fit again, or ask for "
-            "predictor.novelty(..., of='class')."
+            "This trained posterior does not say what its prior was (it is from an older release); fit again, or ask "
+            "for predictor.novelty(..., of='class')."
         )
     precisions = {name: 1 / body for name in posterior.layers if name != last and body > 0}
     return weight_prior(posterior, precisions | {last: posterior.layer_prior(last)})

@@ -2,7 +2,8 @@
 
 The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to
 ``kind``, ``members``, ``attributes`` and ``tensors``), ``centre`` (parameter name to tensor, where the mean is not the
-model's own), ``features`` (``attributes`` and ``tensors`` of the last layer's inputs, or None). Plain values are strings, numbers, booleans, lists of those, and dictionaries of those by string.
+model's own), ``features`` (``attributes`` and ``tensors`` of the last layer's inputs, or None). Plain values are
+strings, numbers, booleans, lists of those, and dictionaries of those by string.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.referral import checked_referral
 
 BLOCK_KINDS: dict[str, type[Block]] = {
     kind.kind: kind
@@ -61,6 +63,8 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "fit": dict(posterior.record.fit),
                 "deterministic": dict(posterior.record.deterministic),
                 "tuning": dict(posterior.record.tuning),
+                "head": dict(posterior.record.head),
+                "faithful": dict(posterior.record.faithful),
                 "calibration": dict(posterior.record.calibration),
                 "referral": dict(posterior.record.referral),
             },
@@ -161,6 +165,31 @@ def expected_features(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return FeatureGrams.shapes(kept["attributes"])  # pyright: ignore[reportUnknownArgumentType]
 
 
+def _head(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's name, options and criterion, all there and of their kinds, or none at all."""
+    if not kept:
+        return {}
+    options = {str(name): value for name, value in dict(kept["options"]).items()}
+    if any(not isinstance(value, (bool, int, float, str)) for value in options.values()):
+        raise ValueError(f"options of a head must be plain values, not {options}")
+    return {"name": str(kept["name"]), "options": options, "criterion": str(kept["criterion"])}
+
+
+def _faithful(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The faithful prior as plain values, all there, positive and finite, or none at all."""
+    if not kept:
+        return {}
+    value = kept["value"]
+    values = dict(value) if isinstance(value, Mapping) else {"": value}
+    values = {str(name): float(number) for name, number in values.items()}
+    numbers = {name: float(kept[name]) for name in ("temperature", "divergence", "budget")}
+    positive = [*values.values(), numbers["temperature"], numbers["budget"]]
+    if not all(0.0 < number < float("inf") for number in positive):
+        raise ValueError(f"a faithful prior's numbers must be positive and finite, not {positive}")
+    whole = values if isinstance(value, Mapping) else values[""]
+    return {"head": str(kept["head"]), "value": whole, **numbers}
+
+
 def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
     """A calibration's plain values, all there and of their kinds, or none at all."""
     if not kept:
@@ -168,15 +197,6 @@ def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {name: float(kept[name]) for name in ("alpha", "beta", "residual", "before")}
     settings = {name: dict(kept[name]) for name in ("head", "posterior")}
     return {**numbers, "n_mc": int(kept["n_mc"]), **settings}
-
-
-def _referral(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """A referral threshold's plain values, all there and of their kinds, or none at all."""
-    if not kept:
-        return {}
-    numbers: dict[str, Any] = {name: float(kept[name]) for name in ("rate", "threshold")}
-    settings = {name: dict(kept[name]) for name in ("head", "posterior")}
-    return {"score": str(kept["score"]), "inputs": int(kept["inputs"]), **numbers, **settings}
 
 
 def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
@@ -231,8 +251,10 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 dict(record["fit"]),
                 dict(record["deterministic"]),
                 dict(record["tuning"]),
+                _head(record.get("head", {})),
+                _faithful(record.get("faithful", {})),
                 _calibration(record.get("calibration", {})),
-                _referral(record.get("referral", {})),
+                checked_referral(record.get("referral", {})),
             ),
             centre=_checked_centre(state, layers),
         )

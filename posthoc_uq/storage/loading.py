@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.referral import checked_referral, thresholds_of
 from posthoc_uq.posteriors.state import (
     expected_centre,
     expected_features,
@@ -99,6 +101,7 @@ def load(
         state["features"]["tensors"] = {own: _placed(tensor, place) for own, tensor in kept.items()}
     with _translated(path):
         posterior = posterior_from_state(state, mean)
+        _check_scores(posterior.record.referral)
         posterior.model = model
         posterior.fingerprint = state["fingerprint"]
         return posterior
@@ -112,8 +115,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
         ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``calibration``, ``referral``,
         ``parameters``, ``centre`` (names of parameters with a trained mean), ``features`` (what is kept of the last
-        layer's inputs, or None), ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and
-        dtype, and bytes).
+        layer's inputs, or None), ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes
+        such as ranks and correction, tensors with shape and dtype, and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -126,11 +129,11 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         state = _parse(structure.state)
         layers = _checked_layers(state)
         expected = expected_shapes(state, layers)
-        _check_structure(
-            state, expected, expected_centre(state, layers), expected_features(state), structure
-        )
+        _check_structure(state, expected, expected_centre(state, layers), expected_features(state), structure)
         attributes: dict[str, Any] = dict(state["attributes"])
         record: dict[str, Any] = attributes.pop("record")
+        referral = checked_referral(record.get("referral", {}))
+        _check_scores(referral)
         return {
             "format_version": userblock.version_of(data),
             "library_version": state["library_version"],
@@ -138,13 +141,22 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: record[key] for key in ("fit", "tuning", "deterministic")},
-            **{key: record.get(key, {}) for key in ("calibration", "referral")},
+            "calibration": record.get("calibration", {}),
+            "referral": referral,
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
             "features": None if state["features"] is None else dict(state["features"]["attributes"]),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
         }
+
+
+def _check_scores(referral: Mapping[str, Any]) -> None:
+    unknown = [name for name in thresholds_of(referral) if name not in SCORES]
+    if unknown:
+        raise CorruptPosteriorError(
+            f"its referral goes by the score {unknown[0]!r}, which this version does not know"
+        )
 
 
 def _summary(name: str, block: Mapping[str, Any], structure: Structure) -> dict[str, Any]:

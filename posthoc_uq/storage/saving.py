@@ -84,7 +84,9 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
     if state["features"] is not None:
         kept, formats = state["features"], dict[str, str]()
         for name, tensor in kept["tensors"].items():
-            _check("features", name, tensor, None)  # scaled to fit any format; what vanishes is below the smoothing
+            _check(
+                "features", name, tensor, None
+            )  # scaled to fit any format; what vanishes is below the smoothing
             formats[name] = schema.dtype_name(dtype or tensor.dtype)
             arrays[schema.features_path(name)] = partial(as_array, tensor, dtype or tensor.dtype)
         features = {"attributes": kept["attributes"], "dtypes": formats}

@@ -26,7 +26,14 @@ CENTRE = "centre"  # the group of parameters that stand in place of the model's 
 
 FEATURES = "features"  # the group of the last layer's inputs
 
-_NON_NEGATIVE = ("diagonal", "residual", "eigenvalues", "input_eigenvalues", "output_eigenvalues", "variances")
+_NON_NEGATIVE = (
+    "diagonal",
+    "residual",
+    "eigenvalues",
+    "input_eigenvalues",
+    "output_eigenvalues",
+    "variances",
+)
 
 
 def layer_path(layer: str) -> str:
