@@ -19,7 +19,7 @@ from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.heads.scores import score_of, uncertainty_scores
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.likelihoods import Categorical, Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.features import FeatureGrams
@@ -240,6 +240,23 @@ def test_compression(budget: int) -> None:
     assert wanted > 0.95 and abs(float(got - wanted)) < 0.02
     kept = found.numbers()
     assert kept < classes * size**2 * 0.7
+
+
+def test_one_gram_is_kept_exactly_and_fewer_samples_than_features_do_no_harm() -> None:
+    layer = Layer("f", "linear", "f.weight", None, 1, 1, 60, (1, 60))
+    phi, _ = clusters(5, 60, 40, seed=1)
+    test, _ = clusters(5, 60, 9, seed=2)
+    gram = phi.double().T @ phi.double()
+    ridge = 3e-4 * gram.trace() / 60
+    inverse = torch.linalg.inv(gram + ridge * torch.eye(60, dtype=torch.float64))
+    wanted = ((test.double() @ inverse) * test.double()).sum(1) * ridge / test.double().square().sum(1)
+    for split in (40, 7):
+        grams = ClassGrams(FeatureSource(layer, "outputs", 1), Gaussian(), torch.device("cpu"), 2**28)
+        for part in phi.split(split):
+            grams.add(part, part[:, :1])
+        found = grams.result(torch.float64)
+        assert found.factors.shape[2] < found.basis.shape[1]
+        torch.testing.assert_close(found.novelty(test), wanted, rtol=1e-6, atol=1e-10)
 
 
 @pytest.mark.parametrize("most", [30_000, 60_000, 200_000])

@@ -22,6 +22,7 @@ from posthoc_uq.posteriors.numerics import as_double, eigh_descending, nystrom, 
 MOST_NUMBERS = 2**20  # kept of all classes together, 4 MiB in float32
 MOST_DIRECTIONS = 32  # kept of a class
 FEW = 10  # samples; classes with fewer share one Gram
+_NOTHING = 1e-9  # a variance that is rounding, where the mean one is 1
 _WIDTHS = (8, 16)  # of a class's sketch, at least and at most
 
 
@@ -204,10 +205,16 @@ def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[s
 
 
 def _leading(matrices: Tensor, diagonal: Tensor, rank: int) -> Tensor:
-    """Factors ``(classes, width, rank)`` of the leading directions of the matrices' correlations."""
-    deviations = diagonal.sqrt()
-    floor = 1e-9 * deviations.amax(1, keepdim=True)
-    inverse = torch.where(deviations > floor, 1 / deviations.clamp(min=1e-300), torch.zeros_like(deviations))
+    """Factors ``(classes, width, rank)`` of the leading directions of the matrices' correlations, by what they exceed
+    the mean of all others (as in probabilistic principal components, Tipping, Bishop 1999): where nothing is
+    correlated, there are none.
+    """
+    found = diagonal > _NOTHING
+    deviations = torch.where(found, diagonal, torch.zeros_like(diagonal)).sqrt()
+    inverse = torch.where(found, diagonal.clamp(min=_NOTHING).rsqrt(), torch.zeros_like(diagonal))
     values, vectors = eigh_descending(inverse.unsqueeze(2) * matrices * inverse.unsqueeze(1))
-    leading = vectors[:, :, :rank] * values[:, :rank].sqrt().unsqueeze(1)
+    live = found.sum(1)
+    mean = (live - values[:, :rank].sum(1)).clamp(min=0) / (live - rank).clamp(min=1)
+    excess = (values[:, :rank] - mean.unsqueeze(1)).clamp(min=0)
+    leading = vectors[:, :, :rank] * excess.sqrt().unsqueeze(1)
     return leading * deviations.unsqueeze(2)
