@@ -69,8 +69,9 @@ def tune(
             them, read once.
         criterion: see above.
         divergence: budget of ``"faithful"``, in nats.
-        temperature: of ``"faithful"``: whether the mean entropy is brought back to the network's. With held-out data:
-            whether a temperature on the logits is searched. By default both are done where outputs are logits.
+        temperature: with held-out data: whether a temperature on the logits is searched, by default where outputs are
+            logits. Of ``"faithful"``: whether the mean entropy on the training inputs is brought back to the network's,
+            by default not: it keeps a network's overconfidence on what it memorised.
         per_layer: one prior precision per layer (evidence only).
         noise: for regression, tune the noise too; without it the noise stays at the training residuals' variance.
         parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
@@ -134,7 +135,7 @@ def tune(
                 )
             inputs = kept_inputs(loader, reader, seed, progress)
             return settle_faithful(
-                posterior, inputs, predictor, divergence, seed=seed, matched=temperature is not False
+                posterior, inputs, predictor, divergence, seed=seed, matched=bool(temperature)
             )
         return _by_likelihood(
             posterior,
@@ -158,7 +159,7 @@ def settle_faithful(
     divergence: float,
     *,
     seed: int = 0,
-    matched: bool = True,
+    matched: bool = False,
 ) -> Trials:
     """Set the faithful prior (or scale) and its temperature, and note how far the predictions moved.
 
@@ -170,6 +171,9 @@ def settle_faithful(
         seed: of the draws.
         matched: whether each prior precision has a temperature of its own.
     """
+    kept = posterior.record.faithful
+    if kept and posterior.temperature == kept["temperature"]:  # matched before: the network's own is another
+        posterior.temperature = kept["network_temperature"]
     before = posterior.temperature
     search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched)
     reached = search.run(divergence)
@@ -183,6 +187,7 @@ def settle_faithful(
         "head": predictor.head,
         "value": dict(prior) if isinstance(prior, dict) else prior,
         "temperature": posterior.temperature,
+        "network_temperature": before,
         "divergence": reached.divergence,
         "budget": float(divergence),
     }

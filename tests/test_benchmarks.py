@@ -237,3 +237,15 @@ def test_function_space_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
     assert all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows.values())
     assert rows["last layer"]["step"] < rows["all layers"]["step"]
+
+
+def test_labels_cost_and_buy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "labels.json"
+    _script("fisher_labels").main(["--smoke", "--json", str(path)])
+    assert "evidence NLL" in capsys.readouterr().out
+    drawn, exact = json.loads(path.read_text())["rows"]
+    assert exact["fit"] > 0 and drawn["fit"] > 0
+    assert exact["evidence NLL"] < drawn["evidence NLL"] - 0.1
+    for row in (drawn, exact):
+        assert row["faithful NLL"] < row["plain NLL"] + 0.1
+        assert row["faithful accuracy"] > row["plain accuracy"] - 0.02

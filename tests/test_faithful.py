@@ -54,7 +54,7 @@ def _moments(model, posterior, x):
     return outputs(parameters), covariance
 
 
-def _divergence(model, posterior, x, temperature: float = 1.0, draws: int = 4_000) -> float:
+def _divergence(model, posterior, x, temperature: float = 1.0, draws: int = 20_000) -> float:
     """``mean KL(p_net || p_post)`` by plain Monte Carlo over Gaussian logits, and the excess of entropy."""
     mean, covariance = _moments(model, posterior, x)
     root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(mean.shape[1]).double())
@@ -73,7 +73,7 @@ def test_the_widest_within_the_budget_by_its_definition(classifier, budget):
     posterior = uq.fit(
         model, [(x, y)], method="full", prior_precision=1.0, dtype=torch.float64, progress=False
     )
-    options = {"link": "mc", "n_draws": 1000, "head": "linearized"}
+    options = {"link": "mc", "n_draws": 4000, "head": "linearized"}
     trials = uq.tune(
         posterior, [x], criterion="faithful", divergence=budget, temperature=False, progress=False, **options
     )
@@ -91,13 +91,30 @@ def test_the_matched_temperature_has_the_networks_entropy(classifier):
     posterior = uq.fit(
         model, [(x, y)], method="full", prior_precision=1.0, dtype=torch.float64, progress=False
     )
-    options = {"link": "mc", "n_draws": 1000, "head": "linearized"}
-    uq.tune(posterior, [x], criterion="faithful", divergence=0.01, progress=False, **options)
+    options = {"link": "mc", "n_draws": 4000, "head": "linearized"}
+    uq.tune(
+        posterior, [x], criterion="faithful", divergence=0.01, temperature=True, progress=False, **options
+    )
     assert 0.3 < posterior.temperature < 1.0
     double = copy.deepcopy(model).double()
     divergence, excess = _divergence(double, posterior, x, posterior.temperature)
     assert abs(excess) < 2e-3
     assert divergence == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_second_search_compares_with_the_network_and_not_with_the_first(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], progress=False)
+    first = posterior.prior_precision
+    for _ in range(2):
+        uq.tune(posterior, [x], criterion="faithful", temperature=True, progress=False)
+        assert posterior.temperature < 0.95
+    uq.tune(posterior, [x], criterion="faithful", progress=False)
+    assert posterior.temperature == 1.0
+    assert posterior.prior_precision == pytest.approx(first, rel=0.05)
+    posterior.temperature = 2.0  # the user's own, which the network is compared at
+    uq.tune(posterior, [x], criterion="faithful", progress=False)
+    assert posterior.record.faithful["network_temperature"] == 2.0
 
 
 def test_divergences_of_the_likelihoods():
@@ -138,10 +155,10 @@ def test_the_default_keeps_the_networks_predictions(classifier):
     own = model(x).softmax(1)
     probs = predictor(x).probs
     assert (probs.argmax(1) == own.argmax(1)).float().mean() >= 0.97  # a tie may fall to the other side
-    assert float((own * (own.log() - probs.log())).sum(1).mean()) <= 0.0101
-    assert float(predictor.functional_variance(x).mean()) > 1e-3  # and is no point estimate
+    assert float((own * (own.log() - probs.log())).sum(1).mean().detach()) <= 0.0031
+    assert float(predictor.functional_variance(x).mean()) > 1e-4  # and is no point estimate
     kept = posterior.record.faithful
-    assert 0 < kept["divergence"] <= kept["budget"] == 0.01
+    assert 0 < kept["divergence"] <= kept["budget"] == 0.003
     assert "faithful through head='linearized'" in str(posterior.report())
 
 
@@ -154,7 +171,7 @@ def test_every_method_and_head_stays_within_the_budget(method, head):
     probs = uq.wrap(model, posterior)(x).probs.detach()
     divergence = float((own * (own.log() - probs.log())).sum(1).mean())
     assert divergence == pytest.approx(posterior.record.faithful["divergence"], abs=1e-5)
-    assert 0.004 < divergence <= 0.01
+    assert 0.001 < divergence <= 0.003
 
 
 def test_batch_size_and_order_do_not_matter(classifier):
@@ -186,7 +203,7 @@ def test_regression(shape):
     p = torch.distributions.Normal(model(x).detach(), noise.sqrt())
     q = torch.distributions.Normal(prediction.mean, prediction.standard_deviation)
     divergence = float(torch.distributions.kl_divergence(p, q).mean())
-    assert 0.006 < divergence <= 0.01 + 1e-5
+    assert 0.0015 < divergence <= 0.003 + 1e-5
     assert posterior.temperature == 1.0
 
 
@@ -202,20 +219,22 @@ def test_per_layer_priors_move_together(classifier):
 
 
 def test_what_cannot_be_reached_is_said_aloud():
-    """A model that amplifies any change of its weights."""
+    """A model that any change of its weights breaks, without a gradient that tells."""
 
     class Brittle(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(4, 2)
+            self.register_buffer("trained", self.linear.weight.detach().clone())
 
         def forward(self, x):
-            return 1e12 * (self.linear(x) - self.linear(x).detach()) + x[:, :2]
+            change = (self.linear.weight - self.trained).detach()
+            return self.linear(x) + 10 * torch.sin(1e20 * x @ change.T)
 
     model, x = Brittle(), torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     with pytest.warns(UserWarning, match="narrowest posterior"):
         posterior = uq.fit(model, [x], method="diag", head="sampling", progress=False)
-    assert posterior.record.faithful["divergence"] > 0.01
+    assert posterior.record.faithful["divergence"] > 0.003
 
 
 def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(classifier, tmp_path):

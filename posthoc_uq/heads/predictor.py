@@ -20,6 +20,7 @@ from posthoc_uq.heads.novelty import (
     novelty_of_calls,
 )
 from posthoc_uq.heads.prediction import Prediction, cat
+from posthoc_uq.heads.spread import Spread
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
@@ -47,12 +48,13 @@ class GaussianOutputs(NamedTuple):
     Attributes:
         mean: ``(batch, outputs)``, or ``(batch,)`` for one.
         variance: of the same shape.
-        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it.
+        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it, or of many classes a
+            `Spread`.
     """
 
     mean: Tensor
     variance: Tensor
-    covariance: Tensor | None = None
+    covariance: Tensor | Spread | None = None
 
 
 class Predictor(nn.Module, ABC):

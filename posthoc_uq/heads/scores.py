@@ -51,7 +51,7 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
     if name not in SCORES:
         raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.")
     raise PosthocUQError(
-        f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information needs "
-        f"head='sampling' or link='mc', the variation ratio head='sampling', novelty a posterior that keeps what it "
-        f"takes and, with head='sampling', the option novelty=True."
+        f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information and the "
+        f"variation ratio need head='sampling' or link='mc', novelty a posterior that keeps what it takes and, with "
+        f"head='sampling', the option novelty=True."
     )
