@@ -253,8 +253,8 @@ class LinearizedPredictor(Predictor):
     def _gaussian(
         self, batch: Batch, samples: int, seen: list[Call]
     ) -> tuple[Tensor, Tensor, Tensor | Spread | None]:
-        """Mean, variance and, for the link, what is known of the covariance of the outputs; `seen` gets the calls of the
-        watched layer.
+        """Mean, variance and, for the link, what is known of the covariance of the outputs; `seen` gets the calls of
+        the watched layer.
         """
         if self._engine == "jvp":
             mean, deviations = self._draw(batch, samples)
