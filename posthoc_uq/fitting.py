@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.dryrun import Prepared, Selection, prepare
+from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
@@ -19,9 +20,10 @@ from posthoc_uq.faithful import DIVERGENCE
 from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
+from posthoc_uq.inference.features import keep_features, trained_features, watch_features
 from posthoc_uq.inference.function_space import fit_function_space, from_curvature
 from posthoc_uq.inference.identity import batch_hash, identity
-from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, resolve_fisher
 from posthoc_uq.inference.laplace import FAMILIES, laplace
 from posthoc_uq.inference.noise import find_noise
@@ -32,7 +34,7 @@ from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, 
 from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, statistics_dtype, unwrap
+from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import settle_faithful, tune
 from posthoc_uq.wrapping import head_class, wrap
@@ -182,21 +184,21 @@ def fit(
         )
     data, statistics = loader, statistics_dtype(model, dtype)
 
-    def begin() -> tuple[Iterable[Any], Batch, Prepared, int | None]:
+    def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None]:
         with isolated_random_state(seed):
             first, whole = _peek(data)
             batch = reader.read(first)
             samples = own_samples_of(whole, reader, batch) if fisher == "auto" else None
             autocast = torch.is_autocast_enabled(device.type)
             prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
-            return whole, batch, prepared, samples
+            return whole, batch, prepared, find_features(model, batch, autocast), samples
 
-    loader, batch, prepared, samples = together(begin, "the dry run")
+    loader, batch, prepared, features, samples = together(begin, "the dry run")
     kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples))
     settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)
     faithful = law.has_divergence and (trains or prior_precision in (None, "faithful"))
-    kept = KeptInputs(budget)
+    kept = KeptInputs(budget, wanted_for(run.layers.values()))
     run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
         own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}
@@ -207,15 +209,19 @@ def fit(
             run.checkpoint = together(lambda: Checkpoint(file, every, own, budget), "opening the checkpoint")
             run.options = replace(sweeping, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"
+    grams = None if trains else watch_features(run, features)
     if training is not None and trains:
         precision = prior_precision if isinstance(prior_precision, (int, float)) else None
         posterior = fit_function_space(run, model, training, batch, precision, val_loader)
+        trained_features(run, features, posterior, replicate(model, posterior.centre))
     elif training is not None:
         posterior = from_curvature(cast(str, training.initial), run, model)
     else:
         posterior = laplace(method, run, model)
+    if not trains:
+        keep_features(run, grams, posterior)
     run.observe()
-    del prepared, run.prepared
+    del prepared, run.prepared, grams
     if fisher == "auto" and "fisher" in posterior.record.fit:
         posterior.record.fit["fisher chosen"] = "auto"
     if isinstance(law, Gaussian):
@@ -254,7 +260,8 @@ def _reads(method: str, training: FunctionSpaceOptions | None) -> int:
         return FAMILIES[method][1]
     initial = training.initial
     first = FAMILIES[initial][1] if isinstance(initial, str) and initial in FAMILIES else 0
-    return first + training.epochs + (training.epochs > 0)  # once for the context
+    # once for the context, once for what enters the last layer
+    return first + training.epochs + 2 * (training.epochs > 0)
 
 
 def _settle_prior(posterior: Posterior, prior_precision: float | str | None) -> None:

@@ -44,6 +44,7 @@ def wrap(
     antithetic: bool = False,
     dtype: torch.dtype | None = None,
     batched: Batched = "auto",
+    novelty: bool = False,
 ) -> SamplingPredictor: ...
 
 
@@ -62,6 +63,7 @@ def wrap(
     link: str = "mc",
     n_draws: int = DRAWS,
     output_map: Callable[[Tensor], Tensor] | None = None,
+    novelty: bool = True,
 ) -> MomentsPredictor: ...
 
 
@@ -77,6 +79,7 @@ def wrap(
     engine: Engine = "auto",
     n_probes: int = 32,
     memory_budget: int | None = None,
+    novelty: bool = True,
 ) -> LinearizedPredictor: ...
 
 
@@ -106,7 +109,8 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             ``antithetic`` (False), draws in pairs ``mean + d, mean - d``;
             ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
             drawn weights and the forward pass;
-            ``batched`` (``"auto"``), True or False: whether many draws run in one pass.
+            ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
+            ``novelty`` (False), whether predictions know their novelty, at one forward pass more.
         **options: of the head; one that it does not take is an error that names those it does.
 
     Returns:

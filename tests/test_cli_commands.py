@@ -351,7 +351,7 @@ class TestPredict:
         rows = table(out)
         assert said["rows"] == len(rows) == 36 and said["skipped"] == []
         assert list(rows[0]) == (
-            "file label_1 probability_1 label_2 probability_2 entropy mutual_information flag".split()
+            "file label_1 probability_1 label_2 probability_2 entropy mutual_information novelty flag".split()
         )
         files = [row["file"] for row in rows]
         assert files == sorted(f"{name}/{i}.png" for name in CLASSES for i in range(12))
@@ -371,6 +371,7 @@ class TestPredict:
         assert column(rows, "probability_1") == pytest.approx(probs.max(1), rel=2e-5)
         assert column(rows, "entropy") == pytest.approx(entropy, rel=1e-4, abs=1e-6)
         assert column(rows, "mutual_information") == pytest.approx(information, rel=1e-2, abs=1e-5)
+        assert column(rows, "novelty") == pytest.approx(predictor.novelty(x).numpy(), rel=1e-3)
         clear = np.abs(entropy - threshold) > 1e-5
         assert (column(rows, "flag")[clear] == (entropy > threshold)[clear]).all()
         assert said["flagged"] == column(rows, "flag").sum()
@@ -440,7 +441,10 @@ class TestPredict:
         out = copy.with_suffix(".csv")
         summary = run_json("predict", copy, place / "val", *model_options(place), "-o", out)
         rows = table(out)
-        assert list(rows[0])[-6:] == "entropy mutual_information functional_variance flag reason tail".split()
+        assert (
+            list(rows[0])[-7:]
+            == "entropy mutual_information functional_variance novelty flag reason tail".split()
+        )
 
         posterior = uq.load(copy, trained(place))
         predictor = uq.wrap(trained(place), posterior, "linearized", link="mc")
@@ -538,7 +542,7 @@ class TestRegression:
         options = ["--head", "sampling", "--n-samples", 5, "--level", 0.5]
         said = run_json("predict", file, f"{code}:points", *line, "-o", out, *options)
         rows = table(out)
-        assert list(rows[0]) == "file mean standard_deviation epistemic_sd lower upper flag".split()
+        assert list(rows[0]) == "file mean standard_deviation epistemic_sd lower upper novelty flag".split()
         assert [row["file"] for row in rows] == [str(i) for i in range(40)]
         x = torch.randn(40, 2, generator=torch.Generator().manual_seed(2))
         model = nn.Linear(2, 1)

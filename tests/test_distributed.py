@@ -45,6 +45,11 @@ def _assert_same(path: Path, expected: uq.Posterior) -> None:
     assert found.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
     for name, block in expected.blocks.items():
         assert _relative(found.blocks[name].dense().double(), block.dense().double()) < 1e-5
+    assert found.features is not None and expected.features is not None
+    assert found.features.samples == expected.features.samples == SAMPLES
+    rows = torch.randn(5, 55, generator=torch.Generator().manual_seed(0))
+    novelty = expected.features.novelty(rows)
+    torch.testing.assert_close(found.features.novelty(rows), novelty, rtol=1e-4, atol=1e-8)
     likelihood = expected.evidence.log_likelihood
     assert found.evidence.log_likelihood == pytest.approx(likelihood, rel=1e-6)
     if expected.noise_variance is not None:

@@ -314,7 +314,7 @@ def test_inspect_tells_all(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
     found = inspect(path)
     json.dumps(found)
-    assert found["method"] == "inf" and found["format_version"] == 2 and found["bytes"] == path.stat().st_size
+    assert found["method"] == "inf" and found["format_version"] == 3 and found["bytes"] == path.stat().st_size
     assert found["scale"] == posterior.scale and found["prior_precision"] == posterior.prior_precision
     assert found["likelihood"] == {"name": "classification"} and found["fit"] == posterior.record.fit
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
@@ -575,7 +575,7 @@ def test_foreign_files(saved: tuple[Path, nn.Module, Posterior], tmp_path: Path)
         load(foreign, model)
 
 
-@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (3, "version 3.*upgrade")])
+@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (4, "version 4.*upgrade")])
 def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, _ = saved
     body = path.read_bytes()[512:]
@@ -623,7 +623,9 @@ def faithful(**other: object) -> dict[str, object]:
 
 def test_version_1_still_loads(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
-    edit_state(path, lambda state: state.pop("centre"))  # which that version did not have
+    edit_state(
+        path, lambda state: (state.pop("centre"), state.pop("features"))
+    )  # which that version did not have
     body = path.read_bytes()[512:]
     path.write_bytes(userblock.header(body, 1) + body)
     loaded = load(path, model)

@@ -131,6 +131,8 @@ class _Table:
             columns = [f"{what}_{i}" for i in range(1, self._k + 1) for what in ("label", "probability")]
             # what the flag goes by is shown
             self._scores = [*_SHOWN, *(score for score in thresholds_of(referral) if score not in _SHOWN)]
+            if prediction.novelty_ratio is not None and "novelty" not in self._scores:
+                self._scores.append("novelty")
             columns += self._scores
         else:
             outputs = 1 if prediction.mean.ndim == 1 else prediction.mean.shape[1]
@@ -138,6 +140,8 @@ class _Table:
             columns = [
                 kind if outputs == 1 else f"{kind}_{i}" for i in range(1, outputs + 1) for kind in kinds
             ]
+            self._scores = [] if prediction.novelty_ratio is None else ["novelty"]
+            columns += self._scores
         self._several = "scores" in referral
         self.header = ["file", *columns, "flag", *(["reason", "tail"] if self._several else [])]
 
@@ -183,4 +187,7 @@ class _Table:
         deviation = prediction.standard_deviation
         spread = prediction.epistemic_variance.sqrt()
         columns = torch.stack([prediction.mean, deviation, spread, lower, upper], dim=-1)
-        return [[f"{value:.6g}" for value in row] for row in columns.reshape(len(prediction), -1).tolist()]
+        columns = columns.reshape(len(prediction), -1)
+        if prediction.novelty_ratio is not None:
+            columns = torch.cat([columns, prediction.novelty_ratio.to(columns).unsqueeze(1)], dim=1)
+        return [[f"{value:.6g}" for value in row] for row in columns.tolist()]

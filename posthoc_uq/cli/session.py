@@ -86,7 +86,7 @@ def head_of(
     _check_names(head, [name for name, _ in given["head_settings"]])
     options |= {name: _option(name, value) for name, value in given["head_settings"]}
     if head == "sampling":
-        options = {"seed": given["seed"]} | options
+        options = {"seed": given["seed"], "novelty": posterior.features is not None} | options
         options |= {} if given["n_samples"] is None else {"n_samples": given["n_samples"]}
         if given["link"] is not None:
             raise PosthocUQError(

@@ -56,11 +56,17 @@ class Capture:
 
     Args:
         model: the user's model; it is copied, and only the copy is run.
+
+    Attributes:
+        twin: the copy.
+        tracked: the layers by name.
+        watched: a layer, tracked or not, whose inputs every `Recording` keeps beside.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.twin = replicate(model)
         self.tracked: dict[str, Tracked] = {}
+        self.watched: Layer | None = None
         self._names = parameter_names(self.twin)
         self._owners = owners(self.twin)
         self._by_module: dict[int, Tracked] = {}
@@ -122,6 +128,12 @@ class Capture:
         by_name = {name: key for key, name in self._names.items()}
         return {by_name[t.layer.weight]: t for t in self.tracked.values() if t.engine == "hooks"}
 
+    def watched_id(self) -> int | None:
+        """The identity of the watched layer's weight, or None."""
+        if self.watched is None:
+            return None
+        return next((key for key, name in self._names.items() if name == self.watched.weight), None)
+
     def _describe(self, use: Use) -> Tracked:
         module_name, attribute, module = self._owners[id(use.weight)][0]
         weight_name = self._names[id(use.weight)]
@@ -150,16 +162,20 @@ class Recording:
         outputs: the model's outputs.
         calls: uses of the layers that the interceptor serves, by name.
         numbers: outputs of these layers in this pass: what one backward pass hands over of them.
+        watched: the calls of `Capture.watched`, each with a copy of the layer's input.
     """
 
     def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
         self._capture = capture
         self._samples = samples
         self._hooked = capture.weight_ids()
+        self._watched_id = capture.watched_id()
         self.calls: dict[str, list[Call]] = {}
+        self.watched: list[Call] = []
         self.numbers = 0
         self._sink: Sink | None = None
-        with torch.enable_grad(), CallInterceptor(set(self._hooked), self._note):
+        ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
+        with torch.enable_grad(), CallInterceptor(ids, self._note):
             self.outputs = batch.call(capture.twin)
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
@@ -184,7 +200,12 @@ class Recording:
         self._sink = None
 
     def _note(self, use: Use, output: Tensor) -> None:
-        tracked = self._hooked[id(use.weight)]
+        watched = self._capture.watched
+        if watched is not None and id(use.weight) == self._watched_id:
+            self.watched.append(Call(watched, use.input.detach().clone(), use.geometry))
+        tracked = self._hooked.get(id(use.weight))
+        if tracked is None:
+            return
         x = use.input.detach()
         call = Call(tracked.layer, x.clone() if tracked.keep_input else x, use.geometry)
         calls = self.calls.setdefault(tracked.layer.name, [])

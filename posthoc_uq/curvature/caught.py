@@ -32,11 +32,19 @@ class Caught:
         Raises:
             UnsupportedLayerError: the samples cannot be told apart in the layer's input.
         """
-        activations = [self._activations(call, dtype) for call in self.calls]
+        activations = self.activations(dtype)
         gradients = [self._gradients(call, dtype) for call in self.calls]
         if len(activations) == 1:
             return activations[0], gradients[0]
         return Several(activations), torch.cat(gradients, dim=2)
+
+    def activations(self, dtype: torch.dtype) -> list[Operand]:
+        """Activations in `dtype`, one operand a call.
+
+        Raises:
+            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
+        """
+        return [self._activations(call, dtype) for call in self.calls]
 
     def norm_bound(self) -> float:
         """At least the norm of all activations: every input stands in no more patches than a kernel has places."""

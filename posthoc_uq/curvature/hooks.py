@@ -48,12 +48,15 @@ class CallInterceptor(TorchFunctionMode):
     Args:
         tracked: identities of the parameters to look for.
         handler: called with the use and its output while the forward pass runs.
+        anchored: whether outputs are to be pulled back: only calls with gradients enabled count then, and their
+            outputs are made part of the graph.
     """
 
-    def __init__(self, tracked: set[int], handler: UseHandler) -> None:
+    def __init__(self, tracked: set[int], handler: UseHandler, *, anchored: bool = True) -> None:
         super().__init__()
         self._tracked = tracked
         self._handler = handler
+        self._anchored = anchored
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,9 +68,9 @@ class CallInterceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        if id(given["weight"]) in self._tracked and torch.is_grad_enabled():
+        if id(given["weight"]) in self._tracked and (torch.is_grad_enabled() or not self._anchored):
             use = _use(convolution, given)
-            if not output.requires_grad:
+            if self._anchored and not output.requires_grad:
                 output = _anchor(output)  # the first layer: nothing before it needs a gradient
             self._handler(use, output)
         return output

@@ -19,9 +19,11 @@ from torch import Tensor
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.samples import (
     at_least_float32,
+    cat_known,
     class_votes,
     entropy_from,
     entropy_of,
+    known_novelty,
     log_probabilities,
     mean_and_variance,
     shape_text,
@@ -60,6 +62,8 @@ class ClassPrediction:
         probs_variance: (batch, classes), unbiased variance over draws of the probabilities softmax(logits): draws of
             the weights, or of the logits where a head knows their distribution (``link="mc"``); None without draws.
         votes: (batch, classes), integer: how many draws put each class first; None likewise.
+        novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; None where it was
+            not asked for, or the posterior keeps nothing to tell it by.
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or votes that are no integers.
@@ -72,6 +76,7 @@ class ClassPrediction:
     log_probs: Tensor | None = None
     probs_variance: Tensor | None = None
     votes: Tensor | None = None
+    novelty_ratio: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.probs.ndim != 2 or self.probs.shape[1] < 2:
@@ -89,6 +94,7 @@ class ClassPrediction:
             ("log_probs", self.log_probs, (inputs, classes)),
             ("probs_variance", self.probs_variance, (inputs, classes)),
             ("votes", self.votes, (inputs, classes)),
+            ("novelty_ratio", self.novelty_ratio, (inputs,)),
         ):
             if tensor is not None and tensor.shape != expected:
                 raise PosthocUQError(
@@ -191,6 +197,15 @@ class ClassPrediction:
         """(batch,): what the weights do not know, the mean over classes of the variance of the logits."""
         return self.logits_variance.mean(dim=-1)
 
+    def novelty(self) -> Tensor:
+        """(batch,), in (0, 1]: how much of the prior's uncertainty the data left at an input; near 1 for inputs unlike
+        those of the training. See `Predictor.novelty`.
+
+        Raises:
+            PosthocUQError: the prediction does not know it.
+        """
+        return known_novelty(self.novelty_ratio)
+
     def max_probability(self) -> Tensor:
         """(batch,): the probability of the predicted class, the usual confidence."""
         return self.probs.amax(dim=-1)
@@ -252,6 +267,8 @@ class ClassPrediction:
         if self.votes is not None:
             values["votes"] = self.votes
             values["variation_ratio"] = self.variation_ratio()
+        if self.novelty_ratio is not None:
+            values["novelty"] = self.novelty_ratio
         return values
 
     def to(self, device: torch.device | str) -> ClassPrediction:
@@ -277,16 +294,12 @@ class ClassPrediction:
             torch.cat([p.probs for p in predictions]),
             torch.cat([p.logits_mean for p in predictions]),
             torch.cat([p.logits_variance for p in predictions]),
-            _cat_known([p.sample_entropy for p in predictions]),
+            cat_known([p.sample_entropy for p in predictions]),
             torch.cat(log_probs) if exact else None,
-            _cat_known([p.probs_variance for p in predictions]),
-            _cat_known([p.votes for p in predictions]),
+            cat_known([p.probs_variance for p in predictions]),
+            cat_known([p.votes for p in predictions]),
+            cat_known([p.novelty_ratio for p in predictions]),
         )
 
 
 _FIELDS = tuple(field.name for field in fields(ClassPrediction))
-
-
-def _cat_known(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    known = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(known) if len(known) == len(tensors) else None

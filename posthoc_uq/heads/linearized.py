@@ -14,14 +14,17 @@ from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
-from posthoc_uq.heads.prediction import Prediction
+from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.products import Mode
+from posthoc_uq.heads.replay import Features, ReplayError, Rest, intercept
 from posthoc_uq.heads.spread import Spread, of_product
 from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
+from posthoc_uq.layers import Call
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
@@ -76,6 +79,7 @@ class LinearizedPredictor(Predictor):
             regression, otherwise ``"topk"``.
         engine: see above.
         n_probes: draws of ``"jvp"``, and random vectors of `functional_trace`.
+        novelty: whether predictions know their novelty, if the posterior does.
         memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
 
     Raises:
@@ -95,8 +99,10 @@ class LinearizedPredictor(Predictor):
         engine: str = "auto",
         n_probes: int = 32,
         memory_budget: int | None = None,
+        novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
+        self._tells_novelty = novelty
         check_link(link, n_draws)
         if engine not in get_args(Engine):
             raise PosthocUQError(f"engine must be one of {get_args(Engine)}, not {engine!r}.")
@@ -117,6 +123,7 @@ class LinearizedPredictor(Predictor):
             self._twin: tuple[nn.Module] = (replicate(model, posterior.centre),)
             # one whose weights are swapped while it runs, so that no other thread may use it for its mean
             self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
+        self._cut = Cut(self._twin[0], posterior.mean)
         self._ready: Tracked | None = None
         self._weights: tuple[Any, WeightCovariance] | None = None
         self._drawn: tuple[Any, dict[str, Tensor]] | None = None
@@ -135,13 +142,22 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model, or the likelihood is one that no prediction is defined
                 for.
         """
-        return self.prediction_of(self.distribution(*args, **kwargs))
+        found, calls = self._distribution(args, kwargs)
+        ratio = self._known_novelty(Batch(args, None, kwargs), calls)
+        return with_novelty(self.prediction_of(found), ratio)
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
         """See `Predictor`."""
+        return self._distribution(args, kwargs)[0]
+
+    def _distribution(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GaussianOutputs, list[Call]]:
+        """The outputs, and the calls of the layer by which novelty goes, as far as they were seen in this pass."""
         with _own_modes():
-            mean, variance, covariance = self._gaussian(*_batch(args, kwargs))
-            return GaussianOutputs(mean, variance.reshape(mean.shape), covariance)
+            calls: list[Call] = []
+            mean, variance, covariance = self._gaussian(*_batch(args, kwargs), calls)
+            return GaussianOutputs(mean, variance.reshape(mean.shape), covariance), calls
 
     def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
         """See `Predictor`."""
@@ -154,6 +170,21 @@ class LinearizedPredictor(Predictor):
                 link=self._link,
                 n_draws=self._n_draws,
             )
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`."""
+        with _own_modes():
+            found = self._cut.features(args, kwargs)
+            if found is not None and self._engine != "jvp":
+                self._prepared(_batch(args, kwargs)[0])
+            return found
+
+    def distribution_from(self, features: Features) -> GaussianOutputs:
+        """See `Predictor`."""
+        if self._engine != "jvp" and self._ready is None:
+            raise PosthocUQError("The features are those of another predictor.")
+        intercept(self._swapped[0] if self._ready is None else self._ready.capture.twin)
+        return self.distribution(Rest(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's outputs as it gives them."""
@@ -237,8 +268,12 @@ class LinearizedPredictor(Predictor):
                     found = self._variances(recording, signs, probes, samples) / probes
                 return found.sum(1).to(outputs.device, self._dtype)
 
-    def _gaussian(self, batch: Batch, samples: int) -> tuple[Tensor, Tensor, Tensor | Spread | None]:
-        """Mean, variance and, for the link, what is known of the covariance of the outputs."""
+    def _gaussian(
+        self, batch: Batch, samples: int, seen: list[Call]
+    ) -> tuple[Tensor, Tensor, Tensor | Spread | None]:
+        """Mean, variance and, for the link, what is known of the covariance of the outputs; `seen` gets the calls of
+        the watched layer.
+        """
         if self._engine == "jvp":
             mean, deviations = self._draw(batch, samples)
             variance = deviations.square().mean(0)
@@ -250,6 +285,7 @@ class LinearizedPredictor(Predictor):
             return mean, variance, of_product(mean, variance, lambda x: root @ (root.transpose(1, 2) @ x))
         recording = self._run(batch, samples)
         mean = recording.outputs.detach()
+        seen += recording.watched
         if self._wants_covariance(mean):
             covariance = self._covariance(recording, batch, samples, None, joint=False)
             return mean, covariance.diagonal(dim1=1, dim2=2), covariance
@@ -409,6 +445,13 @@ class LinearizedPredictor(Predictor):
 
     def _draw(self, batch: Batch, samples: int) -> tuple[Tensor, Tensor]:
         """Outputs ``(samples, ...)``, and draws of their deviation ``(n_probes, samples, outputs)``."""
+        features = None if isinstance(batch, Rest) else self._cut.features(batch.args, batch.kwargs)
+        if features is not None:
+            try:
+                intercept(self._swapped[0])
+                return self._draw(Rest(features), samples)
+            except ReplayError as error:
+                self._cut.refuse(str(error))
         outputs, deviations = function_draws(self._swapped[0], batch, self._deviations())
         _check_outputs(outputs, samples)
         return outputs, deviations.to(self._dtype).flatten(2) if outputs.ndim > 1 else deviations.unsqueeze(2)
@@ -456,7 +499,10 @@ class LinearizedPredictor(Predictor):
         if self._ready is None:
             with _PREPARING, isolated_random_state():
                 if self._ready is None:
-                    self._ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
+                    ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
+                    if self._tells_novelty and self._posterior.features is not None:
+                        ready.capture.watched = self._posterior.features.layer
+                    self._ready = ready
         return self._ready
 
 
@@ -502,7 +548,9 @@ def _own_modes() -> Generator[None]:
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, int]:
-    """The model's arguments, and how many samples they are."""
+    """The model's arguments, and how many samples they are; features stand for those that they were made of."""
+    if args and isinstance(args[0], Rest):
+        return args[0], args[0].features.samples
     batch = Batch(args, None, kwargs)
     return batch, count_samples(batch)
 

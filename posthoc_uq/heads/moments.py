@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
+from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
-from posthoc_uq.heads.prediction import Prediction
+from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
+from posthoc_uq.heads.replay import Features, intercept
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -69,6 +71,7 @@ class MomentsPredictor(Predictor):
             ``cov="diag"`` there are variances alone: logits count as independent, and a variance that they share as
             each one's own, which makes predictions too cautious.
         n_draws: of the logits, for ``link="mc"``.
+        novelty: whether predictions know their novelty, if the posterior does: one plain forward pass more.
         output_map: a final map of the outputs, ``(batch, outputs)`` to ``(batch, mapped)``, taken by a many-dimensional
             unscented transform (``2 outputs + 1`` points).
 
@@ -92,8 +95,10 @@ class MomentsPredictor(Predictor):
         link: str = "mc",
         n_draws: int = DRAWS,
         output_map: Callable[[Tensor], Tensor] | None = None,
+        novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
+        self._tells_novelty = novelty
         given = {"weights": weights, "cov": cov, "relu": relu, "max_pool": max_pool, "unknown": unknown}
         for name, value in given.items():
             if value not in _CHOICES[name]:
@@ -106,6 +111,7 @@ class MomentsPredictor(Predictor):
         self._link, self._n_draws, self._output_map = link, n_draws, output_map
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model, posterior.centre)
+        self._cut = Cut(self.network, posterior.mean)
         self._checked = False
         self._prepare()
 
@@ -247,7 +253,8 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function of the model has no rule, or the outputs do not fit the likelihood.
         """
-        return self.prediction_of(self.distribution(*args, **kwargs))
+        ratio = self._known_novelty(Batch(args, None, kwargs))
+        return with_novelty(self.prediction_of(self.distribution(*args, **kwargs)), ratio)
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
         """See `Predictor`; calibrated where a calibration fits."""
@@ -270,6 +277,21 @@ class MomentsPredictor(Predictor):
             link=self._link,
             n_draws=self._n_draws,
         )
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
+        return None if self._rules.cov == "full" else self._cut.features(args, kwargs)
+
+    def distribution_from(self, features: Features) -> GaussianOutputs:
+        """See `Predictor`."""
+        intercept(self.network)
+        args, kwargs = features.arguments()
+        with features.replaying():
+            return self.distribution(*args, **kwargs)
+
+    def _network(self) -> nn.Module:
+        """See `Predictor`; it moves with this module."""
+        return self.network
 
     def calibrate(
         self,

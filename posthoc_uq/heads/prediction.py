@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,7 +15,16 @@ from posthoc_uq.heads.regression import RegressionPrediction
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.posteriors.base import Posterior
 
-__all__ = ["ClassPrediction", "Prediction", "RegressionPrediction", "TopK", "cat", "predict", "predict_as"]
+__all__ = [
+    "ClassPrediction",
+    "Prediction",
+    "RegressionPrediction",
+    "TopK",
+    "cat",
+    "predict",
+    "predict_as",
+    "with_novelty",
+]
 
 Prediction = ClassPrediction | RegressionPrediction
 
@@ -63,6 +73,11 @@ def cat(predictions: Sequence[Prediction]) -> Prediction:
     if classes and values:
         raise PosthocUQError("cat got predictions of classes and of values; they cannot be one prediction.")
     return RegressionPrediction.cat(values) if values else ClassPrediction.cat(classes)
+
+
+def with_novelty(prediction: Prediction, ratio: Tensor | None) -> Prediction:
+    """The same prediction that knows its novelty ``(batch,)``, if there is one."""
+    return prediction if ratio is None else replace(prediction, novelty_ratio=ratio)
 
 
 def noise_of(posterior: Posterior, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -9,12 +10,25 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.novelty import (
+    PosteriorRatio,
+    RatioSettings,
+    checked_of,
+    class_novelty,
+    novelty_of_calls,
+)
 from posthoc_uq.heads.prediction import Prediction, cat
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.spread import Spread
-from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.layers import Call
+from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device
+from posthoc_uq.replica import model_device, replicate
+
+_PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
 
 def hyperparameters_of(posterior: Posterior) -> dict[str, Any]:
@@ -63,6 +77,9 @@ class Predictor(nn.Module, ABC):
         super().__init__()
         self._model: tuple[nn.Module] = (model,)  # a tuple hides it from `nn.Module`
         self._posterior = posterior
+        self._tells_novelty = False
+        self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
+        self._ratio: tuple[Any, PosteriorRatio] | None = None
 
     @property
     def posterior(self) -> Posterior:
@@ -105,6 +122,110 @@ class Predictor(nn.Module, ABC):
     def hyperparameters(self) -> dict[str, Any]:
         """The posterior's hyperparameters that its predictions are made with, as plain values."""
         return hyperparameters_of(self._posterior)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """What enters the part of the model that has a posterior, for a batch. It stays the same whatever settings the
+        posterior takes, so that many of them can be tried without running the rest of the model again.
+
+        Returns:
+            None where it would save next to nothing, or where the model's passes cannot be taken apart.
+        """
+        return None
+
+    def distribution_from(self, features: Features) -> GaussianOutputs | Tensor:
+        """The `distribution` that the batch itself would give.
+
+        Raises:
+            ReplayError: the model went another way than when the features were made; take the batch.
+        """
+        raise PosthocUQError(f"The head {self.head!r} makes no features.")
+
+    def from_features(self, features: Features) -> Prediction:
+        """The prediction that the batch itself would give.
+
+        Raises:
+            ReplayError: the model went another way than when the features were made; predict from the batch.
+        """
+        return self.prediction_of(self.distribution_from(features))
+
+    def novelty(
+        self,
+        *args: Any,
+        of: str = "class",
+        smoothing: float | None = None,
+        prior_precision: float = 1.0,
+        residual_weight: float = 0.0,
+        **kwargs: Any,
+    ) -> Tensor:
+        """How much of the prior's uncertainty the data left at each input, ``(samples,)`` in (0, 1]: near 1 for inputs
+        unlike those of the training. It has no units, and is the same for every head.
+
+        * ``of="class"``: by the inputs ``phi`` of the last layer (with a 1 for the bias), in one forward pass without
+          labels: ``min_c phi^T (G_c + t_c)^-1 phi / (phi^T phi / t_c)``, where ``G_c`` sums ``phi phi^T`` over the
+          training inputs that the network puts in class c, and ``t_c`` is `smoothing` times the mean eigenvalue of
+          ``G_c``: the variance that a Bayesian linear model of class c has left of its prior. A regression has one
+          Gram. See `posthoc_uq.posteriors.features.FeatureGrams`. Where the fit found no layer with one row a sample,
+          it is ``"top"``.
+        * ``of="top"``: through the posterior itself, ``v^T J Sigma J^T v / v^T J Sigma_0 J^T v`` for the centred
+          direction v of the predicted class, in one forward and one backward pass; see `PosteriorRatio`.
+        * ``of="all"``: the same with traces over all centred outputs, one backward pass each.
+
+        Args:
+            *args: what the model takes.
+            of: see above.
+            smoothing: of ``"class"``; by default that of the posterior's `features`.
+            prior_precision: tau of ``"top"`` and ``"all"``, which is not the one that predicts. A trained posterior
+                has its training's.
+            residual_weight: omega of ``method="inf"`` for ``"top"`` and ``"all"``; the residual fills directions that
+                the data never excited.
+            **kwargs: of the model.
+
+        Raises:
+            PosthocUQError: the posterior keeps nothing for ``"class"``, a setting is out of range, or the outputs are
+                not of shape ``(batch,)`` or ``(batch, outputs)``.
+        """
+        batch = Batch(args, None, kwargs)
+        form = checked_of(of, self._posterior)
+        network = self._network()
+        if form == "class":
+            return class_novelty(network, self._posterior, batch, smoothing)
+        if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
+            raise PosthocUQError(
+                f"prior_precision must be positive and residual_weight in [0, 1], not {prior_precision} and "
+                f"{residual_weight}."
+            )
+        settings = RatioSettings(form, float(prior_precision), float(residual_weight))
+        key = (settings, self._posterior.noise_scale, model_device(network))
+        with _PREPARING:
+            if self._ratio is None or self._ratio[0] != key:
+                made = PosteriorRatio(network, self._posterior, settings, batch, model_device(network))
+                self._ratio = key, made
+            ratio = self._ratio[1]
+        return ratio(batch)
+
+    def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
+        """What this head's predictions tell of the novelty of a batch: None where it is not asked for, the posterior
+        does not know it, or a program is being exported.
+
+        Args:
+            batch: the model's arguments.
+            calls: of the layer that it goes by, where the head's own pass caught them; else it takes a pass more.
+        """
+        features = self._posterior.features
+        if not self._tells_novelty or features is None or torch.compiler.is_compiling():
+            return None
+        if calls:
+            return novelty_of_calls(features, calls, count_samples(batch))
+        return class_novelty(self._network(), self._posterior, batch)
+
+    def _network(self) -> nn.Module:
+        """The model at the posterior's mean, on the predictor's device."""
+        device, found = self.device, self._plain
+        if found is None or found[0] != device:
+            with _PREPARING, isolated_random_state():
+                made = replicate(self._model[0], self._posterior.centre)
+                self._plain = found = device, (made if model_device(made) == device else made.to(device),)
+        return found[1][0]
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.samples import at_least_float32, mean_and_variance, shape_text
+from posthoc_uq.heads.samples import (
+    at_least_float32,
+    cat_known,
+    known_novelty,
+    mean_and_variance,
+    shape_text,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -29,6 +35,8 @@ class RegressionPrediction:
         epistemic_variance: same shape, in squared units of the output: variance over the weights.
         noise_variance: same shape once stored; a number, a tensor of shape (outputs,) or anything else that
             broadcasts to `mean` is accepted. Variance of the observation noise.
+        novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; None where it was
+            not asked for, or the posterior keeps nothing to tell it by.
 
     Raises:
         PosthocUQError: the shapes do not fit, or the noise variance is a negative number.
@@ -37,13 +45,24 @@ class RegressionPrediction:
     mean: Tensor
     epistemic_variance: Tensor
     noise_variance: Tensor
+    novelty_ratio: Tensor | None = None
 
-    def __init__(self, mean: Tensor, epistemic_variance: Tensor, noise_variance: Tensor | float) -> None:
+    def __init__(
+        self,
+        mean: Tensor,
+        epistemic_variance: Tensor,
+        noise_variance: Tensor | float,
+        novelty_ratio: Tensor | None = None,
+    ) -> None:
         if mean.ndim not in (1, 2):
             raise PosthocUQError(f"mean must be (batch,) or (batch, outputs), not {shape_text(mean)}.")
         if epistemic_variance.shape != mean.shape:
             raise PosthocUQError(
                 f"epistemic_variance has shape {shape_text(epistemic_variance)} but mean has {shape_text(mean)}."
+            )
+        if novelty_ratio is not None and novelty_ratio.shape != mean.shape[:1]:
+            raise PosthocUQError(
+                f"novelty_ratio has shape {shape_text(novelty_ratio)} where {tuple(mean.shape[:1])} is needed."
             )
         mean, epistemic_variance = at_least_float32(mean), at_least_float32(epistemic_variance)
         if not isinstance(noise_variance, Tensor) and not noise_variance >= 0:
@@ -58,6 +77,9 @@ class RegressionPrediction:
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "epistemic_variance", epistemic_variance)
         object.__setattr__(self, "noise_variance", noise)
+        object.__setattr__(
+            self, "novelty_ratio", None if novelty_ratio is None else at_least_float32(novelty_ratio)
+        )
 
     @classmethod
     def from_samples(cls, outputs: Tensor, noise_variance: Tensor | float) -> RegressionPrediction:
@@ -98,6 +120,15 @@ class RegressionPrediction:
     def epistemic(self) -> Tensor:
         """(batch,): what the weights do not know, the mean over outputs of the epistemic variance."""
         return self.epistemic_variance if self.mean.ndim == 1 else self.epistemic_variance.mean(dim=-1)
+
+    def novelty(self) -> Tensor:
+        """(batch,), in (0, 1]: how much of the prior's uncertainty the data left at an input; near 1 for inputs unlike
+        those of the training. See `Predictor.novelty`.
+
+        Raises:
+            PosthocUQError: the prediction does not know it.
+        """
+        return known_novelty(self.novelty_ratio)
 
     def quantile(self, q: float) -> Tensor:
         """Shape of `mean`: the value below which an observation falls with probability `q`.
@@ -165,8 +196,9 @@ class RegressionPrediction:
         return density if density.ndim == 1 else density.sum(dim=-1)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, with the total variance; each in the shape of `mean`."""
-        return {
+        """The tensors by name, with the total variance, each in the shape of `mean`; and the novelty if it is known."""
+        known = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
+        return known | {
             "mean": self.mean,
             "epistemic_variance": self.epistemic_variance,
             "noise_variance": self.noise_variance,
@@ -176,7 +208,10 @@ class RegressionPrediction:
     def to(self, device: torch.device | str) -> RegressionPrediction:
         """The same prediction with its tensors on `device`."""
         return RegressionPrediction(
-            self.mean.to(device), self.epistemic_variance.to(device), self.noise_variance.to(device)
+            self.mean.to(device),
+            self.epistemic_variance.to(device),
+            self.noise_variance.to(device),
+            None if self.novelty_ratio is None else self.novelty_ratio.to(device),
         )
 
     @staticmethod
@@ -195,4 +230,5 @@ class RegressionPrediction:
             torch.cat([p.mean for p in predictions]),
             torch.cat([p.epistemic_variance for p in predictions]),
             torch.cat([p.noise_variance for p in predictions]),
+            cat_known([p.novelty_ratio for p in predictions]),
         )

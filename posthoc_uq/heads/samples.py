@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,3 +92,24 @@ def log_probabilities(logits: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
 def shape_text(tensor: Tensor) -> str:
     """The shape as a tuple, for messages."""
     return str(tuple(tensor.shape))
+
+
+def cat_known(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors of several predictions as one, or None where one of them lacks it."""
+    known = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(known) if len(known) == len(tensors) else None
+
+
+def known_novelty(ratio: Tensor | None) -> Tensor:
+    """A prediction's novelty.
+
+    Raises:
+        PosthocUQError: it has none.
+    """
+    if ratio is None:
+        raise PosthocUQError(
+            "This prediction does not know its novelty. Posteriors that this release fits keep what it takes (those of "
+            "older files do not: fit again); the heads 'linearized' and 'moments' then give it, head='sampling' with "
+            "uq.wrap(..., head='sampling', novelty=True)."
+        )
+    return ratio

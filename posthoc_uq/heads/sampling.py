@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
-from posthoc_uq.heads.prediction import Prediction
+from posthoc_uq.heads.novelty import NOT_KEPT
+from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
+from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
@@ -24,8 +27,9 @@ class SamplingPredictor(Predictor):
 
     The draws are those of `Posterior.sample`, made at construction with the posterior's settings of that moment;
     later changes of its prior precision have no effect until `redraw`. Temperature and noise are read at every
-    prediction. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs, however
-    many draws there are.
+    prediction. Where the posterior's weights enter the model late, as those of a last layer do, all that comes before
+    runs once for a batch. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs,
+    however many draws there are.
 
     Args:
         model: the model the posterior was fitted on.
@@ -47,6 +51,7 @@ class SamplingPredictor(Predictor):
         batched: run many draws in one pass with `torch.func.vmap`: True, False, or ``"auto"`` where that is
             expected to be faster (small models on small batches; the rule is in `posthoc_uq.heads.ensemble`). A model
             that cannot be run so is run draw by draw; `repr` says that and why.
+        novelty: whether predictions know their novelty, if the posterior does: one forward pass more.
 
     Raises:
         PosthocUQError: no draws, or an option with another value than those listed.
@@ -68,8 +73,12 @@ class SamplingPredictor(Predictor):
         antithetic: bool = False,
         dtype: torch.dtype | None = None,
         batched: Batched = "auto",
+        novelty: bool = False,
     ) -> None:
         super().__init__(model, posterior)
+        if novelty and posterior.features is None:
+            raise PosthocUQError(NOT_KEPT)
+        self._tells_novelty = novelty
         if keep not in ("weights", "seeds"):
             raise PosthocUQError(f"keep must be 'weights' or 'seeds', not {keep!r}.")
         if dtype not in DTYPES:
@@ -160,4 +169,17 @@ class SamplingPredictor(Predictor):
         Raises:
             PosthocUQError: the likelihood is one that no prediction is defined for.
         """
-        return summarise(self._blocks(args, kwargs), self._posterior)
+        # before the draws: a model may change its inputs in place
+        ratio = self._known_novelty(Batch(args, None, kwargs))
+        return with_novelty(summarise(self._blocks(args, kwargs), self._posterior), ratio)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`; they stay the same when the weights are drawn anew."""
+        found = self.ensemble.features(*args, **kwargs)
+        if found is not None and self._dtype is not None:
+            found.outputs = None
+        return found
+
+    def distribution_from(self, features: Features) -> Tensor:
+        """See `Predictor`."""
+        return torch.cat([at_least_float32(block) for block in self.ensemble.rest(features)])

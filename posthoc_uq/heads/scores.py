@@ -15,13 +15,15 @@ _CLASS_SCORES: Mapping[str, Callable[[ClassPrediction], Tensor | None]] = {
     "max_probability": lambda p: 1 - p.max_probability(),
     "functional_variance": lambda p: p.epistemic(),
     "variation_ratio": lambda p: None if p.votes is None else p.variation_ratio(),
+    "novelty": lambda p: p.novelty_ratio,
 }
 CLASS_SCORES = tuple(_CLASS_SCORES)
-VALUE_SCORES = ("standard_deviation", "epistemic_variance")
-SCORES = (*CLASS_SCORES, *VALUE_SCORES)
+VALUE_SCORES = ("standard_deviation", "epistemic_variance", "novelty")
+SCORES = tuple(dict.fromkeys((*CLASS_SCORES, *VALUE_SCORES)))
 """Every score. Of classes: the entropy of the mean probabilities, mutual information (both in nats), 1 - the largest
 probability, the mean over classes of the logits' variance, the share of draws that vote otherwise. Of values: the
-total standard deviation (mean over outputs, in the outputs' units) and the variance that the weights contribute."""
+total standard deviation (mean over outputs, in the outputs' units) and the variance that the weights contribute. Of
+both: the novelty, the share of the prior's uncertainty that the data left (`Predictor.novelty`)."""
 
 
 def uncertainty_scores(prediction: Prediction) -> dict[str, Tensor]:
@@ -30,10 +32,11 @@ def uncertainty_scores(prediction: Prediction) -> dict[str, Tensor]:
         found = {name: score(prediction) for name, score in _CLASS_SCORES.items()}
         return {name: score for name, score in found.items() if score is not None}
     deviation = prediction.standard_deviation
+    novelty = {} if prediction.novelty_ratio is None else {"novelty": prediction.novelty_ratio}
     return {
         "standard_deviation": deviation if deviation.ndim == 1 else deviation.mean(dim=-1),
         "epistemic_variance": prediction.epistemic(),
-    }
+    } | novelty
 
 
 def score_of(prediction: Prediction, name: str) -> Tensor:
@@ -48,6 +51,7 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
     if name not in SCORES:
         raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.")
     raise PosthocUQError(
-        f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information "
-        f"and the variation ratio need head='sampling' or link='mc'."
+        f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information and the "
+        f"variation ratio need head='sampling' or link='mc', novelty a posterior that keeps what it takes and, with "
+        f"head='sampling', the option novelty=True."
     )

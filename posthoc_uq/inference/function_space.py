@@ -31,8 +31,7 @@ from posthoc_uq.inference.training import cosine, train
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.mean_field import MeanFieldBlock
+from posthoc_uq.posteriors.prior import weight_prior
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import replicate
@@ -107,7 +106,8 @@ def fit_function_space(
         objective.likelihood(),
         Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
         Record(
-            _record(options, context, history, run, samples, val_loader), dict(run.prepared.deterministic)
+            _record(options, context, history, run, samples, val_loader, network.last.name),
+            dict(run.prepared.deterministic),
         ),
         centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
     )
@@ -260,6 +260,7 @@ def _record(
     run: Run,
     samples: int,
     val_loader: Iterable[Any] | None,
+    last: str,
 ) -> dict[str, Any]:
     named = options.context if isinstance(options.context, str) else type(context).__name__
     if options.context is None:
@@ -276,6 +277,8 @@ def _record(
         "n_sets": options.n_sets,
         "n_draws": options.n_draws,
         "prior mean": options.prior_mean,
+        "prior body variance": float(options.prior_body_variance),
+        "last layer": last,
         "function noise": options.function_noise,
         "initial": options.initial if isinstance(options.initial, str) else "a posterior",
         **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
@@ -325,9 +328,7 @@ def function_space_kl(
         raise PosthocUQError(f"prior_mean must be 'zero' or 'pretrained', not {prior_mean!r}.")
     if not 0 < function_noise < float("inf"):
         raise PosthocUQError(f"function_noise must be positive and finite, not {function_noise}.")
-    prior = _weight_prior(
-        posterior, posterior.prior_precision if prior_precision is None else prior_precision
-    )
+    prior = weight_prior(posterior, posterior.prior_precision if prior_precision is None else prior_precision)
     moments: list[tuple[Tensor, Tensor]] = []
     for own in (posterior, prior):
         head = LinearizedPredictor(posterior.model, own, outputs="all", engine="exact")
@@ -342,28 +343,3 @@ def function_space_kl(
         prior_covariance[None],
         float(relative_noise(prior_covariance[None], function_noise)),
     )
-
-
-def _weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -> Posterior:
-    """``N(., 1 / precision)`` over the weights of a posterior's layers, as a posterior that saw nothing."""
-    blocks: dict[str, Block] = {}
-    for name, layer in posterior.layers.items():
-        own = precision[name] if isinstance(precision, Mapping) else precision
-        if not 0 < own < float("inf"):
-            raise PosthocUQError(f"prior_precision must be positive and finite, not {own}.")
-        like = posterior.original[layer.weight]
-        kind = torch.float64 if like.dtype == torch.float64 else torch.float32
-        blocks[name] = MeanFieldBlock(
-            torch.full(layer.matrix_shape, 1.0 / own, dtype=kind, device=like.device), 1
-        )
-    found = Posterior(
-        FUNCTION_SPACE,
-        posterior.layers,
-        blocks,
-        {name: [name] for name in posterior.layers},
-        posterior.original,
-        posterior.likelihood,
-        Evidence(1, noise_power=0),
-    )
-    found.prior_precision = 1.0
-    return found

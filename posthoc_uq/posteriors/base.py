@@ -17,6 +17,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
+from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.rows import Rows
@@ -47,6 +48,8 @@ class Posterior:
         mean: the parameters that the Gaussian is centred on: `centre` where that has them, else `original`.
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
+        features: what the training inputs looked like to the last layer, for the novelty of others; None where the fit
+            found no such layer, or took no such statistics.
         fingerprint: digest of `original` at the fit, which is the model's own memory and may be trained on.
         scale: what the mean Fisher is multiplied with; starts at the number of samples.
         prior_precision: a number, or one number per layer name.
@@ -81,6 +84,7 @@ class Posterior:
         self.evidence = evidence
         self.record = record or Record()
         self.model: nn.Module | None = None
+        self.features: FeatureGrams | None = None
         self.fingerprint: str | None = None
         self.scale: float = float(evidence.samples)
         self.takes_prior = all(block.takes_prior for block in self.blocks.values())

@@ -12,6 +12,7 @@ from posthoc_uq.tables import cell_text, text_table
 
 if TYPE_CHECKING:
     from posthoc_uq.posteriors.base import Posterior
+    from posthoc_uq.posteriors.features import FeatureGrams
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def build_report(posterior: Posterior) -> Report:
         "residual weight": posterior.residual_weight,
         "temperature": posterior.temperature,
     }
+    if posterior.features is not None:
+        summary["novelty"] = _novelty(posterior.features)
     noise = posterior.noise_variance
     if noise is not None:
         summary["noise variance"] = [float(f"{value:.4g}") for value in noise.tolist()]
@@ -99,6 +102,15 @@ def build_report(posterior: Posterior) -> Report:
         dict(posterior.record.tuning)
         | _calibrated(posterior.record.calibration)
         | _referred(posterior.record.referral),
+    )
+
+
+def _novelty(kept: FeatureGrams) -> str:
+    """How novel inputs are told, in words."""
+    what = "inputs" if kept.source == "outputs" else "pooled inputs"
+    return (
+        f"by {what} of '{kept.layer.name}', {kept.classes} Grams of {kept.basis.shape[0]} features, "
+        f"{kept.factors.shape[2]} directions each, {kept.bytes()} bytes, smoothing {kept.smoothing:g}"
     )
 
 

@@ -2,7 +2,8 @@
 
 The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to
 ``kind``, ``members``, ``attributes`` and ``tensors``), ``centre`` (parameter name to tensor, where the mean is not the
-model's own). Plain values are strings, numbers, booleans, lists of those, and dictionaries of those by string.
+model's own), ``features`` (``attributes`` and ``tensors`` of the last layer's inputs, or None). Plain values are
+strings, numbers, booleans, lists of those, and dictionaries of those by string.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
@@ -79,6 +81,9 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
             for name, block in posterior.blocks.items()
         },
         "centre": dict(posterior.centre),
+        "features": None
+        if posterior.features is None
+        else {"attributes": posterior.features.attributes(), "tensors": posterior.features.tensors()},
     }
 
 
@@ -155,6 +160,20 @@ def described_head(record: Mapping[str, Any], layers: Collection[str]) -> dict[s
     """
     faithful = _plain_faithful(_faithful(record.get("faithful", {}), layers))
     return {"head": _head(record.get("head", {})), "faithful": faithful}
+
+
+def expected_features(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name to the shape that a tensor of the features must have, nothing where there are none; needs no tensor.
+
+    Raises:
+        CorruptPosteriorError: an attribute is missing or out of range.
+    """
+    kept = state.get("features")
+    if kept is None:
+        return {}
+    if not isinstance(kept, Mapping) or not isinstance(kept.get("attributes"), Mapping):  # pyright: ignore[reportUnknownMemberType]
+        raise CorruptPosteriorError("The features are not described by attributes.")
+    return FeatureGrams.shapes(kept["attributes"])  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _head(kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +292,9 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
             setattr(posterior, name, attributes[name])
+        kept = state.get("features")
+        if kept is not None:
+            posterior.features = FeatureGrams.restore(kept["attributes"], kept["tensors"])
     except CorruptPosteriorError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, PosthocUQError) as error:

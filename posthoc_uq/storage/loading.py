@@ -21,6 +21,7 @@ from posthoc_uq.posteriors.referral import checked_referral, thresholds_of
 from posthoc_uq.posteriors.state import (
     described_head,
     expected_centre,
+    expected_features,
     expected_shapes,
     posterior_from_state,
     state_layers,
@@ -71,7 +72,9 @@ def load(
             layers = _checked_layers(state)
             _check_model(layers, mean, path)
             expected = expected_shapes(state, layers)
-            _check_structure(state, expected, expected_centre(state, layers), structure)
+            _check_structure(
+                state, expected, expected_centre(state, layers), expected_features(state), structure
+            )
             names = {name for layer in layers.values() for name in layer.parameter_names}
             _check_fingerprint(state, {name: mean[name] for name in names}, path)
             tensors: dict[str, Tensor] = {}
@@ -86,9 +89,17 @@ def load(
             name: _restore("the centre", name, tensors.pop(schema.centre_path(name)), dtype, mean[name].dtype)
             for name, dtype in state["centre"].items()
         }
+        if state["features"] is not None:
+            state["features"]["tensors"] = {
+                name: _restore("the features", name, tensors.pop(schema.features_path(name)), dtype)
+                for name, dtype in state["features"]["dtypes"].items()
+            }
     state["centre"] = {name: _placed(tensor, mean[name].device) for name, tensor in state["centre"].items()}
     for block in state["blocks"].values():
         block["tensors"] = {own: _placed(tensor, place) for own, tensor in block["tensors"].items()}
+    if state["features"] is not None:
+        kept = state["features"]["tensors"]
+        state["features"]["tensors"] = {own: _placed(tensor, place) for own, tensor in kept.items()}
     with _translated(path):
         posterior = posterior_from_state(state, mean)
         _check_scores(posterior.record.referral)
@@ -105,8 +116,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
         ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
         ``calibration``, ``referral``, ``parameters``, ``centre`` (names of parameters with a trained mean),
-        ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and
-        correction, tensors with shape and dtype, and bytes).
+        ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes) and
+        ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and dtype, and
+        bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -119,7 +131,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         state = _parse(structure.state)
         layers = _checked_layers(state)
         expected = expected_shapes(state, layers)
-        _check_structure(state, expected, expected_centre(state, layers), structure)
+        _check_structure(state, expected, expected_centre(state, layers), expected_features(state), structure)
         attributes: dict[str, Any] = dict(state["attributes"])
         record: dict[str, Any] = attributes.pop("record")
         referral = checked_referral(record.get("referral", {}))
@@ -136,6 +148,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "referral": referral,
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
+            "features": None if state["features"] is None else dict(state["features"]["attributes"]),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
         }
@@ -193,7 +206,18 @@ def _parse(text: bytes) -> dict[str, Any]:
     centre = state.setdefault("centre", {})  # which version 1 had not
     if not isinstance(centre, dict) or not all(kind in schema.DTYPES for kind in centre.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         raise CorruptPosteriorError("its centre is not described by parameters and number formats")
+    features = state.setdefault("features", None)  # which versions 1 and 2 had not
+    if features is not None and not _describes_features(features):
+        raise CorruptPosteriorError("its features are not described by attributes and number formats")
     return state
+
+
+def _describes_features(features: Any) -> bool:
+    if not isinstance(features, dict):
+        return False
+    attributes, formats = features.get("attributes"), features.get("dtypes")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    described = isinstance(attributes, dict) and isinstance(formats, dict)
+    return described and all(kind in schema.DTYPES for kind in formats.values())  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportOptionalMemberAccess]
 
 
 def _checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
@@ -258,7 +282,11 @@ def _check_fingerprint(
 
 
 def _check_structure(
-    state: Mapping[str, Any], expected: Shapes, centre: Mapping[str, tuple[int, ...]], structure: Structure
+    state: Mapping[str, Any],
+    expected: Shapes,
+    centre: Mapping[str, tuple[int, ...]],
+    features: Mapping[str, tuple[int, ...]],
+    structure: Structure,
 ) -> None:
     """Exactly the groups and datasets that the description implies, with their shapes and dtypes."""
     groups = {
@@ -267,6 +295,7 @@ def _check_structure(
         *map(schema.layer_path, state["layers"]),
         *map(schema.block_path, state["blocks"]),
         *([schema.CENTRE] if centre else []),
+        *([schema.FEATURES] if features else []),
     }
     if set(structure.groups) != groups:
         raise CorruptPosteriorError(
@@ -285,6 +314,11 @@ def _check_structure(
     for name, shape in centre.items():
         kind = schema.DTYPES[state["centre"][name]][1]
         wanted[schema.centre_path(name)] = (shape, kind, "the centre")
+    if features and set(features) != set(state["features"]["dtypes"]):
+        raise CorruptPosteriorError("the features describe other tensors than they must have")
+    for name, shape in features.items():
+        kind = schema.DTYPES[state["features"]["dtypes"][name]][1]
+        wanted[schema.features_path(name)] = (shape, kind, "the features")
     for dataset, (shape, dtype, owner) in wanted.items():
         stored = structure.datasets.get(dataset)
         if stored is None:

@@ -80,6 +80,16 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         _check("centre", f"mean of {name}", tensor, None)
         centre[name] = schema.dtype_name(tensor.dtype)
         arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
+    features: dict[str, Any] | None = None
+    if state["features"] is not None:
+        kept, formats = state["features"], dict[str, str]()
+        for name, tensor in kept["tensors"].items():
+            _check(
+                "features", name, tensor, None
+            )  # scaled to fit any format; what vanishes is below the smoothing
+            formats[name] = schema.dtype_name(dtype or tensor.dtype)
+            arrays[schema.features_path(name)] = partial(as_array, tensor, dtype or tensor.dtype)
+        features = {"attributes": kept["attributes"], "dtypes": formats}
     described = {
         "library_version": _library_version(),
         "fingerprint": schema.fingerprint(posterior.original),
@@ -87,6 +97,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         "layers": state["layers"],
         "blocks": blocks,
         "centre": centre,
+        "features": features,
     }
     try:
         likelihood_from_attributes(state["attributes"]["likelihood"])
@@ -127,6 +138,11 @@ def _attributes(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             found[schema.tensor_path(name, tensor_name)] = {"dtype": number_format}
     for name, number_format in described["centre"].items():
         found[schema.centre_path(name)] = {"name": name, "dtype": number_format}
+    features = described["features"]
+    if features is not None:
+        found[schema.FEATURES] = dict(features["attributes"])
+        for name, number_format in features["dtypes"].items():
+            found[schema.features_path(name)] = {"dtype": number_format}
     return found
 
 

@@ -24,7 +24,16 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 
 CENTRE = "centre"  # the group of parameters that stand in place of the model's own
 
-_NON_NEGATIVE = ("diagonal", "eigenvalues", "input_eigenvalues", "output_eigenvalues", "variances")
+FEATURES = "features"  # the group of the last layer's inputs
+
+_NON_NEGATIVE = (
+    "diagonal",
+    "residual",
+    "eigenvalues",
+    "input_eigenvalues",
+    "output_eigenvalues",
+    "variances",
+)
 
 
 def layer_path(layer: str) -> str:
@@ -45,6 +54,11 @@ def tensor_path(block: str, tensor: str) -> str:
 def centre_path(parameter: str) -> str:
     """The dataset of a parameter of the centre."""
     return f"{CENTRE}/{link_name(parameter)}"
+
+
+def features_path(tensor: str) -> str:
+    """The dataset of a tensor of the features."""
+    return f"{FEATURES}/{link_name(tensor)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 OLDEST_VERSION = 1  # that is still read
 SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"

@@ -1,0 +1,220 @@
+"""Sums of the last layer's inputs by predicted class in a sweep, and their compression into what a posterior keeps.
+
+While the Grams of all classes fit into memory they are summed exactly. Where they do not, every Gram is sketched,
+``Y_c = G_c Omega``, beside its trace and the exact sum of all (Tropp, Yurtsever, Udell, Cevher 2017, "Fixed-rank
+approximation of a positive-semidefinite matrix from streaming data"). All of these are sums over the samples, so that
+they depend neither on the batches nor on the order, and those of several processes add up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.curvature.capture import Recording
+from posthoc_uq.curvature.features import FeatureSource, feature_rows
+from posthoc_uq.distributed import add_up
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Likelihood
+from posthoc_uq.loaders import Batch
+from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.numerics import as_double, eigh_descending, nystrom, positive_part
+
+MOST_NUMBERS = 2**20  # kept of all classes together, 4 MiB in float32
+MOST_DIRECTIONS = 32  # kept of a class
+FEW = 10  # samples; classes with fewer share one Gram
+_NOTHING = 1e-9  # a variance that is rounding, where the mean one is 1
+_WIDTHS = (8, 16)  # of a class's sketch, at least and at most
+
+
+class ClassGrams:
+    """Watches a sweep and sums ``phi phi^T`` by the class that the network predicts.
+
+    There is one Gram a class for classification, one for each sign of the logit for a binary model, and one in all for
+    any other likelihood.
+
+    Args:
+        source: of the features.
+        likelihood: of the targets.
+        device: of the model.
+        budget: bytes that the sums may take.
+    """
+
+    def __init__(
+        self, source: FeatureSource, likelihood: Likelihood, device: torch.device, budget: int
+    ) -> None:
+        self.source = source
+        self._likelihood = likelihood
+        size, classes = source.size, _classes(likelihood, source.outputs)
+        zero = as_double(torch.zeros((), device=device))
+        width = min(_WIDTHS[1], budget // (16 * classes * size))
+        if classes * size**2 * 8 > budget and width < _WIDTHS[0]:
+            classes = 1  # too many even for sketches
+        self._test: Tensor | None = None
+        self.sums = {"counts": zero.new_zeros(classes)}
+        if classes == 1 or classes * size**2 * 8 <= budget:
+            self.sums["grams"] = zero.new_zeros(classes, size, size)
+        else:
+            drawn = torch.randn(size, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            self._test = torch.linalg.qr(drawn).Q.to(zero)
+            self.sums["sketches"] = zero.new_zeros(classes, size, width)
+            self.sums["traces"] = zero.new_zeros(classes)
+            self.sums["total"] = zero.new_zeros(size, size)
+
+    def see(self, batch: Batch, keys: Tensor, recording: Recording) -> None:
+        """Add a batch; see `Observer`."""
+        rows = feature_rows(recording.watched, self.source.layer, keys.shape[0])
+        self.add(rows, recording.outputs.detach())
+
+    def add(self, features: Tensor, outputs: Tensor) -> None:
+        """Add features ``(samples, features)`` of samples with these outputs."""
+        phi, sums = as_double(features), self.sums
+        labels = self._labels(outputs).to(phi.device)
+        sums["counts"].index_add_(0, labels, torch.ones_like(phi[:, 0]))
+        if self._test is None:
+            for label in labels.unique().tolist():
+                own = phi[labels == label]
+                sums["grams"][label].addmm_(own.T, own)
+            return
+        products = phi.unsqueeze(2) * (phi @ self._test).unsqueeze(1)
+        sums["sketches"].index_add_(0, labels, products)
+        sums["traces"].index_add_(0, labels, phi.square().sum(1))
+        sums["total"].addmm_(phi.T, phi)
+
+    def _labels(self, outputs: Tensor) -> Tensor:
+        samples = outputs.shape[0]
+        if self.sums["counts"].shape[0] == 1:
+            return torch.zeros(samples, dtype=torch.int64, device=outputs.device)
+        if isinstance(self._likelihood, Categorical):
+            return outputs.argmax(1)
+        return (outputs.reshape(samples) > 0).long()
+
+    def result(self, dtype: torch.dtype) -> FeatureGrams:
+        """What is kept of all processes' samples, in `dtype`; every process takes part."""
+        add_up(self.sums)
+        sums = self.sums
+        if self._test is None:
+            grams: _Grams = _Exact(_shared(sums["grams"], sums["counts"]))
+            total = sums["grams"].sum(0)
+        else:
+            sketches, traces = (_shared(sums[name], sums["counts"]) for name in ("sketches", "traces"))
+            total = sums["total"]
+            grams = _Sketched(sketches, self._test, traces, total)
+        tensors = compressed(grams, total)
+        return FeatureGrams(
+            self.source.layer,
+            self.source.source,
+            int(sums["counts"].sum()),
+            {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
+        )
+
+
+def _classes(likelihood: Likelihood, outputs: int) -> int:
+    if isinstance(likelihood, Categorical):
+        return outputs
+    return 2 if isinstance(likelihood, Bernoulli) else 1
+
+
+def _shared(sums: Tensor, counts: Tensor) -> Tensor:
+    """Sums ``(classes, ...)`` with those of all classes that have few samples in one, the last."""
+    rare, own = (counts < FEW) & (counts > 0), sums[counts >= FEW]
+    return torch.cat([own, sums[rare].sum(0, keepdim=True)]) if bool(rare.any()) else own
+
+
+class _Grams:
+    """One positive semidefinite matrix a class, with its trace."""
+
+    traces: Tensor
+
+    def turned(self, part: slice, basis: Tensor) -> Tensor:
+        """``U^T G_c U`` of some classes, ``(classes, width, width)``."""
+        raise NotImplementedError
+
+    def diagonals(self, basis: Tensor) -> Tensor:
+        """The diagonals of these, of all classes, ``(classes, width)``."""
+        raise NotImplementedError
+
+
+class _Exact(_Grams):
+    def __init__(self, matrices: Tensor) -> None:
+        self._matrices = matrices
+        self.traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
+
+    def turned(self, part: slice, basis: Tensor) -> Tensor:
+        return basis.T @ self._matrices[part] @ basis
+
+    def diagonals(self, basis: Tensor) -> Tensor:
+        return torch.stack([((matrix @ basis) * basis).sum(0) for matrix in self._matrices])
+
+
+class _Sketched(_Grams):
+    """Each by its leading directions, and what is left of its trace in the shape of what is left of all together."""
+
+    def __init__(self, sketches: Tensor, test: Tensor, traces: Tensor, total: Tensor) -> None:
+        self.traces = traces
+        values, vectors = nystrom(sketches, test.expand(len(sketches), -1, -1))
+        self._roots = vectors * values.sqrt().unsqueeze(1)
+        self._left = (traces - values.sum(1)).clamp(min=0)
+        flat = self._roots.transpose(0, 1).flatten(1)
+        rest = positive_part(total - flat @ flat.T)
+        self._shape = rest / rest.trace().clamp(min=torch.finfo(rest.dtype).tiny)
+
+    def turned(self, part: slice, basis: Tensor) -> Tensor:
+        roots = basis.T @ self._roots[part]
+        rest = basis.T @ self._shape @ basis
+        return roots @ roots.transpose(1, 2) + self._left[part, None, None] * rest
+
+    def diagonals(self, basis: Tensor) -> Tensor:
+        rest = ((self._shape @ basis) * basis).sum(0)
+        own = torch.stack([(basis.T @ root).square().sum(1) for root in self._roots])
+        return own + self._left.unsqueeze(1) * rest
+
+
+def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
+    """Width of the shared basis and directions a class for which there is room in `most` numbers."""
+    width = max(1, min(size, (most - classes) // (size + classes)))
+    left = most - classes - width * (size + classes)
+    return width, max(0, min(width, MOST_DIRECTIONS, left // (classes * width)))
+
+
+def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[str, Tensor]:
+    """The tensors of `FeatureGrams` in at most `most` numbers.
+
+    The basis is that of the sum of all Grams, whole where it can be. In it every class keeps its diagonal, and of its
+    correlations ``S^-1/2 U^T G_c U S^-1/2`` (S the diagonal) as many leading directions as there is room for, but at
+    most `MOST_DIRECTIONS`; the diagonal stays exact.
+    """
+    classes, size = len(grams.traces), total.shape[0]
+    width, rank = room(classes, size, most)
+    basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
+    scale = (grams.traces / size).unsqueeze(1).clamp(min=torch.finfo(total.dtype).tiny)
+    diagonal = grams.diagonals(basis).clamp(min=0) / scale
+    residual = ((size - diagonal.sum(1)) / max(1, size - width)).clamp(min=0)
+    factors = diagonal.new_zeros(classes, width, rank)
+    if rank:
+        step = max(1, 2**22 // width**2)
+        for part in (slice(start, start + step) for start in range(0, classes, step)):
+            turned = grams.turned(part, basis) / scale[part].unsqueeze(2)
+            factors[part] = _leading(turned, diagonal[part], rank)
+    left = (diagonal - factors.square().sum(2)).clamp(min=0)
+    return {
+        "basis": basis,
+        "diagonal": left if rank < width else torch.zeros_like(left),
+        "factors": factors,
+        "residual": residual if width < size else torch.zeros_like(residual),
+    }
+
+
+def _leading(matrices: Tensor, diagonal: Tensor, rank: int) -> Tensor:
+    """Factors ``(classes, width, rank)`` of the leading directions of the matrices' correlations, by what they exceed
+    the mean of all others (as in probabilistic principal components, Tipping, Bishop 1999): where nothing is
+    correlated, there are none.
+    """
+    found = diagonal > _NOTHING
+    deviations = torch.where(found, diagonal, torch.zeros_like(diagonal)).sqrt()
+    inverse = torch.where(found, diagonal.clamp(min=_NOTHING).rsqrt(), torch.zeros_like(diagonal))
+    values, vectors = eigh_descending(inverse.unsqueeze(2) * matrices * inverse.unsqueeze(1))
+    live = found.sum(1)
+    mean = (live - values[:, :rank].sum(1)).clamp(min=0) / (live - rank).clamp(min=1)
+    excess = (values[:, :rank] - mean.unsqueeze(1)).clamp(min=0)
+    leading = vectors[:, :, :rank] * excess.sqrt().unsqueeze(1)
+    return leading * deviations.unsqueeze(2)

@@ -1,0 +1,143 @@
+"""The inputs of a model's last layer: which layer that is, and its inputs as one row a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.curvature.capture import Capture
+from posthoc_uq.curvature.caught import Caught
+from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.curvature.hooks import CallInterceptor, Use
+from posthoc_uq.curvature.operands import CPU_TEMPORARY
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.layers import Call, Layer
+from posthoc_uq.loaders import Batch
+
+MOST_FEATURES = 8192  # numbers a sample, so that a Gram of them is a small statistic
+
+
+@dataclass(frozen=True)
+class FeatureSource:
+    """Where the features of a sample come from.
+
+    Attributes:
+        layer: the one whose inputs they are.
+        source: ``"outputs"`` where the layer's outputs are the model's, ``"pooled"`` elsewhere.
+        outputs: of the model, for one sample.
+    """
+
+    layer: Layer
+    source: str
+    outputs: int
+
+    @property
+    def size(self) -> int:
+        """Numbers a sample, the bias's 1 included."""
+        return self.layer.groups * self.layer.inputs
+
+
+def feature_rows(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
+    """A layer's input as one row a sample, ``(samples, features)``, in float32 at least: the mean over its positions.
+
+    Args:
+        calls: the layer's, in one pass.
+        layer: the layer.
+        samples: in the batch.
+
+    Raises:
+        PosthocUQError: the layer did not run once.
+        UnsupportedLayerError: the samples cannot be told apart in its input.
+    """
+    if len(calls) != 1:
+        raise PosthocUQError(
+            f"The novelty of an input goes by what enters layer '{layer.name}', which ran {len(calls)} times in this "
+            f"pass and once in the fit; ask for predictor.novelty(..., of='top'), which goes by the posterior itself."
+        )
+    with torch.autocast(calls[0].input.device.type, enabled=False), torch.no_grad():
+        dtype = torch.promote_types(calls[0].input.dtype, torch.float32)
+        operand = Caught(layer, list(calls), samples, 0).activations(dtype)[0]
+        numbers = operand.positions * layer.groups * layer.inputs * 8
+        step = max(1, CPU_TEMPORARY // numbers)
+        parts = [operand.part(slice(i, min(i + step, samples))) for i in range(0, samples, step)]
+        return torch.cat([part.rows().mean(2).flatten(1) for part in parts])
+
+
+@contextmanager
+def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
+    """Catch a layer's inputs while the body runs `model`, with gradients or without.
+
+    Raises:
+        PosthocUQError: the model has no such weight.
+    """
+    weight = dict(model.named_parameters()).get(layer.weight)
+    if weight is None:
+        raise PosthocUQError(
+            f"The novelty of an input goes by what enters layer '{layer.name}', and the model has no parameter "
+            f"'{layer.weight}'; pass the model that the posterior was fitted on."
+        )
+    calls: list[Call] = []
+
+    def note(use: Use, _: Tensor) -> None:
+        calls.append(Call(layer, use.input.detach().clone(), use.geometry))
+
+    with CallInterceptor({id(weight)}, note, anchored=False):
+        yield calls
+
+
+def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> FeatureSource | None:
+    """The last weighted layer that runs, if its input is one row a sample or pools to one; None elsewhere.
+
+    That is settled by numbers: the rows of two samples must be those of each of them alone.
+
+    Args:
+        model: run on a copy.
+        batch: its first two samples are used.
+        autocast: as in `Capture.discover`.
+    """
+    count = count_samples(batch)
+    two = batch.narrow(0, 2, count) if count > 1 else batch.doubled()
+    try:
+        capture = Capture(model)
+        found = capture.discover(two, autocast)
+        if not found or found[-1].uses != 1 or _features(found[-1].layer) > MOST_FEATURES:
+            return None
+        layer = found[-1].layer
+        rows, outputs = _probe(capture.twin, layer, two, 2)
+        alone = [_probe(capture.twin, layer, two.narrow(i, 1, 2), 1)[0] for i in range(2)]
+    except (PosthocUQError, RuntimeError, ValueError, IndexError):  # some models take no single sample
+        return None
+    if not _agree(torch.cat(alone), rows):
+        return None
+    own, wide = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(2, -1)
+    same = own.shape == wide.shape and _agree(own, wide)
+    return FeatureSource(layer, "outputs" if same else "pooled", wide.shape[1])
+
+
+def _features(layer: Layer) -> int:
+    return layer.groups * layer.inputs
+
+
+def _probe(twin: nn.Module, layer: Layer, batch: Batch, samples: int) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), watching(twin, layer) as calls:
+        outputs = batch.call(twin)
+    if outputs.ndim == 0 or outputs.shape[0] != samples:
+        raise PosthocUQError("The outputs do not count the samples.")
+    return feature_rows(calls, layer, samples), outputs
+
+
+def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:
+    """The layer's own outputs for these rows."""
+    parameters = dict(twin.named_parameters())
+    bias = None if layer.bias is None else parameters[layer.bias]
+    matrix = layer.to_matrix(parameters[layer.weight], bias).detach().to(rows)
+    return torch.einsum("goi,sgi->sgo", matrix, rows.reshape(len(rows), layer.groups, -1)).flatten(1)
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding, that of half precision included."""
+    return bool((a - b).abs().amax() <= 2e-2 * b.abs().amax())

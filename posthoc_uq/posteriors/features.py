@@ -1,0 +1,209 @@
+"""What the training inputs looked like to the last layer: one Gram a class, compressed; and how novel others are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.blocks import bounded
+from posthoc_uq.posteriors.numerics import as_double
+
+SMOOTHING = 3e-4
+SOURCES = ("outputs", "pooled")
+
+
+class FeatureGrams:
+    """The inputs ``phi`` of the last layer by predicted class, as Grams ``G_c = sum phi phi^T`` whose mean eigenvalue
+    is scaled to 1, in the form
+
+    ``G_c = U (F_c F_c^T + diag(d_c)) U^T + rho_c (1 - U U^T)``
+
+    with a basis ``U`` that all classes share, exact on the diagonal in that basis, and in the leading directions of
+    each class's correlations there.
+
+    Attributes:
+        layer: whose inputs these are.
+        source: ``"outputs"`` where the layer's outputs are the model's, ``"pooled"`` where the layer is merely the
+            last, with several rows of a sample averaged.
+        samples: training inputs that were seen.
+        basis: U, ``(features, width)``, orthonormal; a bias counts as a feature that is always 1.
+        diagonal: d, ``(classes, width)``.
+        factors: F, ``(classes, width, rank)``.
+        residual: rho, ``(classes,)``.
+        smoothing: r, the ridge on every Gram as a share of its mean eigenvalue; may be set at any time.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        source: str,
+        samples: int,
+        tensors: Mapping[str, Tensor],
+        smoothing: float = SMOOTHING,
+    ) -> None:
+        self.layer, self.source, self.samples = layer, source, samples
+        self.basis, self.diagonal = tensors["basis"], tensors["diagonal"]
+        self.factors, self.residual = tensors["factors"], tensors["residual"]
+        self.smoothing = smoothing
+        self._ready: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "smoothing":
+            value = _checked_smoothing(value)
+        super().__setattr__(name, value)
+
+    @property
+    def classes(self) -> int:
+        """Number of Grams."""
+        return self.diagonal.shape[0]
+
+    def novelty(self, features: Tensor, smoothing: float | None = None) -> Tensor:
+        """The share of the prior's variance that the data left, of the class that explains an input best:
+
+        ``nu(x) = min_c phi^T (G_c + r)^-1 phi / (phi^T phi / r)``
+
+        which is 1 where ``phi`` is 0: a Bayesian linear model of class c has that share of its prior variance left.
+
+        Args:
+            features: phi, ``(samples, features)``.
+            smoothing: r, in place of `smoothing`.
+
+        Returns:
+            ``(samples,)`` in (0, 1], float64; NaN where the features are no finite numbers.
+
+        Raises:
+            PosthocUQError: the features have another length, or the smoothing is not positive.
+        """
+        if features.ndim != 2 or features.shape[1] != self.basis.shape[0]:
+            raise PosthocUQError(
+                f"Layer '{self.layer.name}' has inputs of shape {tuple(features.shape)} (with the bias's 1) here, and "
+                f"the fit saw {self.basis.shape[0]} numbers a sample; pass inputs like those of the fit."
+            )
+        ridge = self.smoothing if smoothing is None else _checked_smoothing(smoothing)
+        basis, inverse, directions = self._prepared(ridge, features.device)
+        phi = as_double(features)
+        squares = phi.square().sum(1, keepdim=True)
+        inside = phi @ basis
+        left = inside.square() @ inverse[:, :-1].T
+        if basis.shape[1] < basis.shape[0]:
+            outside = (squares - inside.square().sum(1, keepdim=True)).clamp(min=0)
+            left = left + outside * inverse[:, -1]
+        if directions.shape[2]:
+            explained = inside @ directions.transpose(0, 1).flatten(1)
+            left = left - explained.square().reshape(len(phi), self.classes, -1).sum(2)
+        share = ridge * left.amin(1, keepdim=True) / squares
+        found = torch.where(squares == 0, torch.ones_like(share), share).squeeze(1)
+        return found.clamp(torch.finfo(torch.float32).tiny, 1.0)
+
+    def _prepared(self, ridge: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """For one ridge: the basis, the inverse diagonals ``(classes, width + 1)`` with that outside of the basis last,
+        and by the Woodbury identity what the factors take off, as directions ``(classes, width, rank)``.
+        """
+        key = (ridge, device)
+        found = self._ready
+        if found is None or found[0] != key:
+            # a basis that was stored in half precision is orthonormal only so far
+            basis, triangle = torch.linalg.qr(as_double(self.basis.to(device)))
+            basis = basis * triangle.diagonal().sign()
+            residual = as_double(self.residual.to(device)).unsqueeze(1)
+            inverse = 1 / (torch.cat([as_double(self.diagonal.to(device)), residual], dim=1) + ridge)
+            factors = as_double(self.factors.to(device))
+            scaled = factors * inverse[:, :-1].unsqueeze(2)
+            core = torch.eye(factors.shape[2]).to(factors) + factors.transpose(1, 2) @ scaled
+            root = torch.linalg.cholesky(core)
+            directions = torch.linalg.solve_triangular(root, scaled.transpose(1, 2), upper=False)
+            found = key, (basis, inverse, directions.transpose(1, 2))
+            self._ready = found
+        return found[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by name."""
+        return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
+
+    def numbers(self) -> int:
+        """Numbers stored."""
+        return sum(tensor.numel() for tensor in self.tensors().values())
+
+    def bytes(self) -> int:
+        """Bytes that these take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def attributes(self) -> dict[str, Any]:
+        """Plain values from which, with the tensors, `restore` rebuilds it."""
+        return {
+            "layer": {"name": self.layer.name, **self.layer.attributes()},
+            "source": self.source,
+            "samples": self.samples,
+            "smoothing": self.smoothing,
+            "classes": self.classes,
+            "width": self.basis.shape[1],
+            "rank": self.factors.shape[2],
+        }
+
+    @staticmethod
+    def shapes(attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Tensor name to the shape it must have, by the attributes alone.
+
+        Raises:
+            CorruptPosteriorError: an attribute is missing or out of range.
+        """
+        layer = _layer(attributes)
+        features = layer.groups * layer.inputs
+        classes = bounded(attributes, "classes", 1, 2**31)
+        width = bounded(attributes, "width", 1, features)
+        rank = bounded(attributes, "rank", 0, width)
+        return {
+            "basis": (features, width),
+            "diagonal": (classes, width),
+            "factors": (classes, width, rank),
+            "residual": (classes,),
+        }
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FeatureGrams:
+        """The statistics that these attributes and tensors describe.
+
+        Raises:
+            CorruptPosteriorError: they do not fit each other.
+        """
+        for name, shape in cls.shapes(attributes).items():
+            if name not in tensors or tuple(tensors[name].shape) != shape:
+                raise CorruptPosteriorError(f"The features' '{name}' must be a tensor of shape {shape}.")
+        source, smoothing = attributes.get("source"), attributes.get("smoothing")
+        if source not in SOURCES or not isinstance(smoothing, float):
+            raise CorruptPosteriorError(
+                f"The features' source {source!r} or smoothing {smoothing!r} is none."
+            )
+        samples = bounded(attributes, "samples", 1, 2**62)
+        try:
+            return cls(_layer(attributes), source, samples, tensors, smoothing)
+        except PosthocUQError as error:
+            raise CorruptPosteriorError(f"The features' attributes are out of range: {error}") from None
+
+    def to(self, device: torch.device) -> FeatureGrams:
+        """The same on another device."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return FeatureGrams(self.layer, self.source, self.samples, tensors, self.smoothing)
+
+
+def _layer(attributes: Mapping[str, Any]) -> Layer:
+    try:
+        described = attributes["layer"]
+        layer = Layer.from_attributes(str(described["name"]), described)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptPosteriorError(f"The features' layer is incomplete: {error!r}.") from None
+    if layer.groups < 1 or layer.inputs < 1:
+        raise CorruptPosteriorError(f"The features' layer '{layer.name}' has no inputs.")
+    return layer
+
+
+def _checked_smoothing(value: Any) -> float:
+    number = float(value)
+    if not 1e-12 <= number <= 1e12:
+        raise PosthocUQError(f"smoothing must lie between 1e-12 and 1e12, not {value}.")
+    return number

@@ -1,0 +1,618 @@
+"""Novelty against dense float64 computations from its definition, for every method, head and likelihood."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import posthoc_uq as uq
+from posthoc_uq.curvature import class_grams
+from posthoc_uq.curvature.class_grams import ClassGrams
+from posthoc_uq.curvature.features import FeatureSource, find_features
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.heads.scores import score_of, uncertainty_scores
+from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import Categorical, Gaussian
+from posthoc_uq.loaders import Batch
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.features import FeatureGrams
+
+METHODS = ["diag", "kfac", "efb", "inf", "full", "function_space"]
+
+
+class Net(nn.Module):
+    """Two hidden layers; features are the second's, 7 of them."""
+
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 7)
+        self.last = nn.Linear(7, outputs)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.features(x))
+
+
+def make(outputs: int = 3, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net(outputs).eval()
+
+
+def inputs(samples: int = 120, seed: int = 1) -> Tensor:
+    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def targets(model: nn.Module, x: Tensor, likelihood: str) -> Tensor:
+    outputs = model(x).detach()
+    if likelihood == "classification":
+        return outputs.argmax(1)
+    return (outputs > 0).float() if likelihood == "binary" else outputs + 0.1 * torch.cos(7 * outputs)
+
+
+def fitted(
+    model: nn.Module,
+    x: Tensor,
+    method: str = "diag",
+    likelihood: str = "classification",
+    batch: int = 30,
+    **options: Any,
+) -> Posterior:
+    loader = DataLoader(TensorDataset(x, targets(model, x, likelihood)), batch_size=batch)
+    if method == "function_space":
+        options = {"epochs": 1, "n_context": 4, **options}
+    else:
+        options = {"prior_precision": 1.0, **options}
+    return uq.fit(model, loader, method=method, likelihood=likelihood, progress=False, **options)
+
+
+def dense(train: Tensor, classes: Tensor, test: Tensor, smoothing: float) -> Tensor:
+    """The definition in float64: features with a one, a Gram a class, the least ratio over the classes."""
+    train, test = (F.pad(phi.double(), (0, 1), value=1.0) for phi in (train, test))
+    found: list[Tensor] = []
+    for label in classes.unique():
+        own = train[classes == label]
+        gram = own.T @ own
+        ridge = smoothing * gram.trace() / len(gram)
+        inverse = torch.linalg.inv(gram + ridge * torch.eye(len(gram), dtype=torch.float64))
+        found.append(torch.einsum("si,ij,sj->s", test, inverse, test) * ridge / test.square().sum(1))
+    return torch.stack(found).amin(0)
+
+
+def expected(
+    model: Any, x: Tensor, test: Tensor, smoothing: float, likelihood: str = "classification"
+) -> Tensor:
+    outputs = model(x).detach()
+    classes = {
+        "classification": outputs.argmax(1) if outputs.ndim == 2 else None,
+        "binary": (outputs.flatten() > 0).long(),
+        "regression": torch.zeros(len(x)),
+    }[likelihood]
+    assert classes is not None
+    return dense(model.features(x).detach(), classes, model.features(test).detach(), smoothing)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_by_definition(method: str) -> None:
+    model, x = make(), inputs()
+    posterior = fitted(model, x, method)
+    network = uq.wrap(model, posterior, head="linearized")._network()  # with the mean that a training found
+    predictor = uq.wrap(model, posterior, head="linearized")
+    test = inputs(20, seed=2)
+    for smoothing in (1e-4, 3e-3):
+        found = predictor.novelty(test, smoothing=smoothing)
+        torch.testing.assert_close(
+            found.double(), expected(network, x, test, smoothing), rtol=2e-3, atol=1e-7
+        )
+        assert found.dtype == torch.float32 and bool((found > 0).all()) and bool((found <= 1).all())
+    assert "by inputs of 'last', 3 Grams of 8 features" in str(posterior.report())
+
+
+@pytest.mark.parametrize(("likelihood", "outputs"), [("regression", 1), ("regression", 2), ("binary", 1)])
+@pytest.mark.parametrize("head", ["linearized", "moments", "sampling"])
+def test_other_likelihoods_and_heads(likelihood: str, outputs: int, head: str) -> None:
+    model, x = make(outputs), inputs()
+    posterior = fitted(model, x, likelihood=likelihood)
+    assert posterior.features is not None and posterior.features.classes == (
+        2 if likelihood == "binary" else 1
+    )
+    test = inputs(9, seed=3)
+    options: dict[str, Any] = {"novelty": True, "n_samples": 2} if head == "sampling" else {}
+    predictor = uq.wrap(model, posterior, head=head, **options)
+    wanted = expected(model, x, test, posterior.features.smoothing, likelihood)
+    prediction = predictor(test)
+    torch.testing.assert_close(prediction.novelty().double(), wanted, rtol=2e-3, atol=1e-7)
+    assert torch.equal(score_of(prediction, "novelty"), prediction.novelty())
+    assert torch.equal(prediction.to_dict()["novelty"], predictor.novelty(test))
+    joined = predictor.predict(DataLoader(TensorDataset(test), batch_size=4), progress=False)
+    torch.testing.assert_close(joined.novelty(), prediction.novelty(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", ["auto", "jvp"])
+@pytest.mark.parametrize("layers", ["last", "first"])
+def test_also_where_the_posterior_does_not_cover_the_last_layer(layers: str, engine: str) -> None:
+    model, x = make(), inputs()
+    posterior = fitted(model, x, layers=layers)
+    test = inputs(9, seed=3)
+    prediction = uq.wrap(model, posterior, head="linearized", engine=engine)(test)
+    wanted = expected(model, x, test, 3e-4)
+    torch.testing.assert_close(prediction.novelty().double(), wanted, rtol=2e-3, atol=1e-7)
+
+
+def test_neither_batches_nor_order_matter() -> None:
+    model, x = make(), inputs()
+    reference = fitted(model, x, "kfac").features
+    shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
+    assert reference is not None
+    phi = F.pad(model.features(inputs(20, seed=2)).detach(), (0, 1), value=1.0)
+    for own, batch in ((x, 7), (shuffled, 120)):
+        other = fitted(model, own, "kfac", batch=batch).features
+        assert other is not None
+        torch.testing.assert_close(other.novelty(phi), reference.novelty(phi), rtol=1e-3, atol=1e-8)
+    one_by_one = torch.cat([reference.novelty(row.unsqueeze(0)) for row in phi])
+    torch.testing.assert_close(one_by_one, reference.novelty(phi), rtol=1e-10, atol=0)
+
+
+def test_zero_and_bad_features() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)).eval()
+    posterior = fitted(model, inputs())
+    features = posterior.features
+    assert features is not None
+    phi = torch.zeros(3, 6)
+    phi[1], phi[2, 0] = 1.0, float("nan")
+    found = features.novelty(phi)
+    assert found[0] == 1 and 0 < found[1] < 1 and found[2].isnan()
+    with pytest.raises(PosthocUQError, match="6 numbers a sample"):
+        features.novelty(torch.zeros(2, 7))
+    with pytest.raises(PosthocUQError, match="smoothing"):
+        features.smoothing = 0
+
+
+def test_classes_with_few_samples_share_a_gram() -> None:
+    layer = Layer("f", "linear", "f.weight", None, 1, 4, 5, (4, 5))
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.randn(60, 5, generator=generator)
+    labels = torch.tensor([0] * 50 + [1] * 6 + [2] * 4)
+    grams = ClassGrams(FeatureSource(layer, "outputs", 4), Categorical(), torch.device("cpu"), 2**28)
+    grams.add(phi, F.one_hot(labels, 4).float())
+    found = grams.result(torch.float64)
+    assert found.classes == 2 and found.samples == 60
+    test = torch.randn(10, 5, generator=generator)
+    shares: list[Tensor] = []
+    for own in (phi[:50].double(), phi[50:].double()):
+        gram = own.T @ own
+        ridge = 3e-4 * gram.trace() / 5
+        inverse = torch.linalg.inv(gram + ridge * torch.eye(5, dtype=torch.float64))
+        shares.append(
+            ((test.double() @ inverse) * test.double()).sum(1) * ridge / test.double().square().sum(1)
+        )
+    torch.testing.assert_close(found.novelty(test), torch.stack(shares).amin(0), rtol=1e-9, atol=1e-12)
+
+
+def clusters(classes: int, size: int, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Features of rectified units around one mean a class, with labels."""
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(classes, size, generator=generator)
+    generator.manual_seed(seed)
+    labels = torch.arange(samples) % classes
+    spread = torch.linspace(1.0, 0.05, size)
+    return (means[labels] + spread * torch.randn(samples, size, generator=generator)).relu(), labels
+
+
+@pytest.mark.parametrize("budget", [2**28, 16 * 10 * 60 * 12])
+def test_compression(budget: int) -> None:
+    """What is lost by keeping few directions, or by sketching Grams that do not fit: stated, and small."""
+    size, classes = 60, 10
+    phi, labels = clusters(classes, size, 2000, seed=1)
+    test, _ = clusters(classes, size, 300, seed=2)
+    foreign = torch.randn(300, size, generator=torch.Generator().manual_seed(3)).relu()
+    layer = Layer("f", "linear", "f.weight", None, 1, classes, size, (classes, size))
+    grams = ClassGrams(FeatureSource(layer, "outputs", classes), Categorical(), torch.device("cpu"), budget)
+    assert ("sketches" in grams.sums) == (budget < 2**20)
+    for start in range(0, 2000, 300):
+        part = slice(start, start + 300)
+        grams.add(phi[part], F.one_hot(labels[part], classes).float())
+    found = grams.result(torch.float32)
+    exact: list[list[Tensor]] = []
+    for label in range(classes):
+        own = phi[labels == label].double()
+        gram = own.T @ own
+        ridge = 3e-4 * gram.trace() / size
+        inverse = torch.linalg.inv(gram + ridge * torch.eye(size, dtype=torch.float64))
+        exact.append(
+            [
+                ((x.double() @ inverse) * x.double()).sum(1) * ridge / x.double().square().sum(1)
+                for x in (test, foreign)
+            ]
+        )
+    familiar, other = (torch.stack([pair[i] for pair in exact]).amin(0) for i in range(2))
+    wanted = (other.unsqueeze(1) > familiar).double().mean()
+    got = (found.novelty(foreign).unsqueeze(1) > found.novelty(test)).double().mean()
+    assert wanted > 0.95 and abs(float(got - wanted)) < 0.02
+    kept = found.numbers()
+    assert kept < classes * size**2 * 0.7
+
+
+def test_one_gram_is_kept_exactly_and_fewer_samples_than_features_do_no_harm() -> None:
+    layer = Layer("f", "linear", "f.weight", None, 1, 1, 60, (1, 60))
+    phi, _ = clusters(5, 60, 40, seed=1)
+    test, _ = clusters(5, 60, 9, seed=2)
+    gram = phi.double().T @ phi.double()
+    ridge = 3e-4 * gram.trace() / 60
+    inverse = torch.linalg.inv(gram + ridge * torch.eye(60, dtype=torch.float64))
+    wanted = ((test.double() @ inverse) * test.double()).sum(1) * ridge / test.double().square().sum(1)
+    for split in (40, 7):
+        grams = ClassGrams(FeatureSource(layer, "outputs", 1), Gaussian(), torch.device("cpu"), 2**28)
+        for part in phi.split(split):
+            grams.add(part, part[:, :1])
+        found = grams.result(torch.float64)
+        assert found.factors.shape[2] < found.basis.shape[1]
+        torch.testing.assert_close(found.novelty(test), wanted, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("most", [30_000, 60_000, 200_000])
+def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turn less than the whole shared basis, all of it with diagonals alone, and with directions of every class."""
+    classes, size = 200, 130
+    monkeypatch.setattr(class_grams.compressed, "__defaults__", (most,))
+    layer = Layer("fc", "linear", "fc.weight", None, 1, classes, size, (classes, size))
+    grams = ClassGrams(FeatureSource(layer, "outputs", classes), Categorical(), torch.device("cpu"), 2**23)
+    assert "sketches" in grams.sums
+    phi, labels = clusters(classes, size, 3000, seed=1)
+    for start in range(0, len(phi), 1000):
+        part = slice(start, start + 1000)
+        grams.add(phi[part], F.one_hot(labels[part], classes).float())
+    found = grams.result(torch.float32)
+    width, rank = class_grams.room(classes, size, most)
+    assert found.numbers() <= most and found.classes == classes
+    assert (found.basis.shape[1], found.factors.shape[2]) == (width, rank)
+    assert (width < size) == (most == 30_000) and rank == {30_000: 0, 60_000: 0, 200_000: 6}[most]
+    test, _ = clusters(classes, size, 200, seed=2)
+    foreign = torch.randn(200, size, generator=torch.Generator().manual_seed(3)).relu()
+    area = (found.novelty(foreign).unsqueeze(1) > found.novelty(test)).double().mean()
+    assert area > 0.95
+
+
+def test_a_tenth_of_inf_on_resnet18() -> None:
+    """With 1,000 classes, where INF keeps 12.2 million numbers."""
+    width, rank = class_grams.room(1000, 513)
+    assert width == 513 and 513 * width + 1000 * width * (1 + rank) + 1000 <= 1.22e6
+
+
+def test_foreign_inputs_are_more_novel() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net()
+        x = torch.cat([inputs(200, seed=s) * 0.3 + 2 * torch.eye(4)[s] for s in range(3)])
+        y = torch.arange(3).repeat_interleave(200)
+        optimiser = torch.optim.Adam(model.parameters(), 0.02)
+        for _ in range(100):
+            optimiser.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimiser.step()
+    posterior = uq.fit(model.eval(), DataLoader(TensorDataset(x, y), 64), progress=False, prior_precision=1.0)
+    familiar, foreign = x[::7], inputs(80, seed=9) * 0.3 - 2 * torch.eye(4)[3] - 2 * torch.eye(4)[0]
+    for head in ("linearized", "moments"):
+        predictor = uq.wrap(model, posterior, head=head)
+        for of in ("class", "top", "all"):
+            near, far = predictor.novelty(familiar, of=of), predictor.novelty(foreign, of=of)
+            assert (far.unsqueeze(1) > near).float().mean() > 0.8, of
+    table = uq.evaluate(
+        uq.wrap(model, posterior, head="linearized"),
+        DataLoader(TensorDataset(x, y), 64),
+        ood_loaders={"far": DataLoader(TensorDataset(foreign), 64)},
+        score="novelty",
+        progress=False,
+    )
+    assert "novelty" in str(table) and table.default_score == "novelty"
+
+
+# --- through the posterior
+
+
+def jacobian(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
+    """``(samples, outputs, parameters)`` in float64, one output at a time."""
+    wide = make(model.last.out_features).double()  # type: ignore[union-attr, arg-type]
+    wide.load_state_dict(model.state_dict())
+    parameters = dict(wide.named_parameters())
+    rows: list[Tensor] = []
+    for row in wide(x.double()).reshape(len(x), -1):
+        for output in row:
+            found = torch.autograd.grad(output, [parameters[n] for n in names], retain_graph=True)
+            rows.append(torch.cat([f.flatten() for f in found]))
+    return torch.stack(rows).reshape(len(x), -1, len(rows[0]))
+
+
+def dense_ratio(
+    model: nn.Module, posterior: Posterior, x: Tensor, of: str, tau: float, omega: float
+) -> Tensor:
+    kept = {name: getattr(posterior, name) for name in ("scale", "prior_precision", "residual_weight")}
+    posterior.scale, posterior.prior_precision = posterior.evidence.samples, tau
+    posterior.residual_weight = omega
+    names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
+    rows = jacobian(model, x, names)
+    sizes = [posterior.mean[n].numel() for n in names]
+    outputs = rows.shape[1]
+    cross = torch.empty(len(x), outputs, outputs, dtype=torch.float64)
+    for i, own in enumerate(rows):
+        parts = dict(zip(names, own.split(sizes, dim=1), strict=True))
+        matrices = {}
+        for name, layer in posterior.layers.items():
+            weight = parts[layer.weight].reshape(outputs, *layer.weight_shape)
+            matrices[name] = layer.to_matrix(weight, parts[layer.bias] if layer.bias else None).to(
+                posterior.dtype
+            )
+        cross[i] = posterior.quadratic(matrices).double()
+    for name, value in kept.items():
+        setattr(posterior, name, value)
+    prior = rows @ rows.transpose(1, 2) / tau
+    size = outputs
+    logits = model(x).detach()
+    if posterior.likelihood.name == "classification":
+        centre = torch.eye(size, dtype=torch.float64) - 1 / size
+        directions = (
+            centre.expand(len(x), size, size) if of == "all" else centre[logits.argmax(1)].unsqueeze(1)
+        )
+    else:
+        whole = (
+            torch.eye(size, dtype=torch.float64) if of == "all" else torch.ones(1, size, dtype=torch.float64)
+        )
+        directions = whole.expand(len(x), -1, -1)
+    left, given = (
+        torch.einsum("svi,sij,svj->s", directions, matrix, directions) for matrix in (cross, prior)
+    )
+    return left / given
+
+
+@pytest.mark.parametrize("of", ["top", "all"])
+@pytest.mark.parametrize("method", ["diag", "kfac", "efb", "inf", "full"])
+def test_ratio_by_dense_jacobians(method: str, of: str) -> None:
+    model, x = make(), inputs(60)
+    posterior = fitted(model, x, method, **({"rank": 20} if method == "inf" else {}))
+    posterior.scale, posterior.prior_precision = 3.0, 77.0  # whatever tuning made of them
+    test = inputs(5, seed=4)
+    predictor = uq.wrap(model, posterior, head="linearized")
+    for tau, omega in ((1.0, 0.0), (5.0, 0.5)):
+        found = predictor.novelty(test, of=of, prior_precision=tau, residual_weight=omega)
+        wanted = dense_ratio(model, posterior, test, of, tau, omega)
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-6)
+    assert posterior.scale == 3.0 and posterior.prior_precision == 77.0
+
+
+@pytest.mark.parametrize(("likelihood", "outputs"), [("regression", 2), ("binary", 1)])
+@pytest.mark.parametrize("of", ["top", "all"])
+def test_ratio_of_other_likelihoods(likelihood: str, outputs: int, of: str) -> None:
+    model, x = make(outputs), inputs(60)
+    posterior = fitted(model, x, likelihood=likelihood)
+    test = inputs(5, seed=4)
+    found = uq.wrap(model, posterior, head="moments").novelty(test, of=of)
+    wanted = dense_ratio(model, posterior, test, of, 1.0, 0.0)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("body", [0.0, 0.5])
+def test_ratio_of_a_training(body: float) -> None:
+    model, x = make(), inputs(60)
+    posterior = fitted(model, x, "function_space", prior_body_variance=body, train_mean=False)
+    test = inputs(5, seed=4)
+    posterior.scale = 7.0
+    found = uq.wrap(model, posterior, head="linearized").novelty(test, of="top")
+    posterior.scale = posterior.evidence.samples
+    names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
+    variance = posterior.variance()
+    rows = jacobian(model, test, names)
+    v = (torch.eye(3, dtype=torch.float64) - 1 / 3)[model(test).argmax(1)]
+    rows = torch.einsum("sv,svp->sp", v, rows)
+    own = torch.cat([variance[n].flatten() for n in names]).double()
+    prior = torch.cat([torch.full((posterior.mean[n].numel(),), 1.0 if "last" in n else body) for n in names])
+    wanted = ((rows.square() @ own) / (rows.square() @ prior.double())).clamp(max=1)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-6)
+
+
+# --- which layer
+
+
+class LogSoftmax(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(1)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.reshape(len(x), 2, 4)).mean(1)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Mixing(nn.Module):
+    """Features that depend on the other samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x - x.mean(0))
+
+
+def test_which_layer_is_the_last() -> None:
+    x = inputs(6)
+    plain = find_features(make(), Batch((x,), None, {}))
+    assert plain is not None and (plain.layer.name, plain.source) == ("last", "outputs")
+    changed = find_features(LogSoftmax().eval(), Batch((x,), None, {}))
+    assert changed is not None and (changed.layer.name, changed.source) == ("last", "pooled")
+    tokens = find_features(Tokens().eval(), Batch((torch.randn(6, 8),), None, {}))
+    assert tokens is not None and tokens.source == "outputs"  # a mean of outputs is the output of the mean
+    assert find_features(Twice().eval(), Batch((x,), None, {})) is None
+    assert find_features(Mixing().eval(), Batch((x,), None, {})) is None
+    convolution = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    pooled = find_features(convolution, Batch((torch.randn(4, 1, 5, 5),), None, {}))
+    assert pooled is not None and pooled.size == 10
+
+
+def test_pooled_rows_by_definition() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveMaxPool2d(1), nn.Flatten()).eval()
+        x = torch.randn(80, 1, 5, 5)
+    posterior = fitted(model, x)
+    assert posterior.features is not None and posterior.features.source == "pooled"
+    assert "pooled inputs" in str(posterior.report())
+    patches = F.unfold(x, 3, padding=1).mean(2)
+    wanted = dense(patches, model(x).argmax(1), patches[:9], 3e-4)
+    found = uq.wrap(model, posterior, head="linearized").novelty(x[:9])
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-7)
+
+
+def test_without_such_a_layer_the_posterior_itself_tells() -> None:
+    model, x = Twice().eval(), inputs()
+    posterior = fitted(model, x)
+    assert posterior.features is None and "by the posterior itself" in str(posterior.report())
+    predictor = uq.wrap(model, posterior, head="linearized")
+    assert torch.equal(predictor.novelty(x[:5]), predictor.novelty(x[:5], of="top"))
+    prediction = predictor(x[:5])
+    assert "novelty" not in uncertainty_scores(prediction)
+    with pytest.raises(PosthocUQError, match="does not know its novelty"):
+        prediction.novelty()
+
+
+# --- files, resuming, the model
+
+
+@pytest.mark.parametrize("untrusted", [False, True])
+def test_save_and_load(tmp_path: Path, untrusted: bool) -> None:
+    model, x = make(), inputs()
+    posterior = fitted(model, x, "inf")
+    assert posterior.features is not None
+    posterior.features.smoothing = 1e-3
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model, untrusted=untrusted)
+    test = inputs(9, seed=3)
+    own, other = (uq.wrap(model, p, head="linearized")(test).novelty() for p in (posterior, loaded))
+    assert torch.equal(own, other)
+    described = uq.inspect(tmp_path / "p.h5")["features"]
+    assert (
+        described["smoothing"] == 1e-3 and described["layer"]["name"] == "last" and described["classes"] == 3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, x = make(), inputs(400) * 100
+    with torch.no_grad():
+        model.last.weight /= 100
+    posterior = fitted(model, x)
+    uq.save(posterior, tmp_path / "p.h5", dtype=dtype)
+    loaded = uq.load(tmp_path / "p.h5", model)
+    test = torch.cat([x[:50], inputs(50, seed=3)])
+    own, other = (uq.wrap(model, p, head="linearized").novelty(test).log() for p in (posterior, loaded))
+    assert (own - other).abs().max() < (0.02 if dtype == torch.float16 else 0.15)
+
+
+def test_files_without_it_load(tmp_path: Path) -> None:
+    model, x = make(), inputs()
+    posterior = fitted(model, x)
+    posterior.features = None
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    predictor = uq.wrap(model, loaded, head="linearized")
+    with pytest.raises(PosthocUQError, match="Fit again"):
+        predictor.novelty(x[:3])
+    with pytest.raises(PosthocUQError, match="fit again"):
+        predictor(x[:3]).novelty()
+    with pytest.raises(PosthocUQError, match="Fit again"):
+        uq.wrap(model, loaded, head="sampling", novelty=True)
+    assert predictor.novelty(x[:3], of="top").shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("classes", 0),
+        ("width", 9),
+        ("rank", 10**9),
+        ("source", "elsewhere"),
+        ("smoothing", -1.0),
+        ("samples", "x"),
+    ],
+)
+def test_descriptions_that_do_not_fit(name: str, value: Any) -> None:
+    features = fitted(make(), inputs()).features
+    assert features is not None
+    plain = json.loads(json.dumps(features.attributes()))
+    assert FeatureGrams.restore(plain, features.tensors()).attributes() == features.attributes()
+    with pytest.raises(CorruptPosteriorError):
+        FeatureGrams.restore(plain | {name: value}, features.tensors())
+
+
+class Stopping(TensorDataset):
+    """Fails once at an item."""
+
+    armed = True
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.armed and index == 95:
+            type(self).armed = False
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("method", ["diag", "inf"])
+def test_a_resumed_fit_gives_the_same(method: str, tmp_path: Path) -> None:
+    model, x = make(), inputs()
+    y = targets(model, x, "classification")
+    Stopping.armed = True
+    options: dict[str, Any] = {"method": method, "prior_precision": 1.0, "progress": False}
+    kept = {"checkpoint": tmp_path / "c.h5", "checkpoint_every": 1}
+    with pytest.raises(KeyboardInterrupt):
+        uq.fit(model, DataLoader(Stopping(x, y), 30), **options, **kept)
+    resumed = uq.fit(model, DataLoader(TensorDataset(x, y), 30), **options, **kept).features
+    whole = uq.fit(model, DataLoader(TensorDataset(x, y), 30), **options).features
+    assert resumed is not None and whole is not None
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(tensor, resumed.tensors()[name]), name
+
+
+def test_a_share_of_the_data_for_the_bases_leaves_it_alone() -> None:
+    model, x = make(), inputs()
+    whole, shared = fitted(model, x, "inf").features, fitted(model, x, "inf", basis_fraction=0.5).features
+    assert whole is not None and shared is not None and shared.samples == 120
+    assert all(torch.equal(tensor, shared.tensors()[name]) for name, tensor in whole.tensors().items())
+
+
+def test_the_model_is_not_touched() -> None:
+    model, x = make().train(), inputs()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    posterior = fitted(model, x)
+    state = torch.get_rng_state()
+    predictor = uq.wrap(model, posterior, head="sampling", n_samples=2, novelty=True)
+    for of in ("class", "top", "all"):
+        predictor.novelty(x[:4], of=of)
+    predictor(x[:4])
+    assert torch.equal(state, torch.get_rng_state()) and model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad and not p._backward_hooks for p in model.parameters())
+    with pytest.raises(PosthocUQError, match="of must be one of"):
+        predictor.novelty(x[:4], of="mean")
+    with pytest.raises(PosthocUQError, match="prior_precision must be positive"):
+        predictor.novelty(x[:4], of="top", prior_precision=0)
