@@ -656,12 +656,13 @@ def test_a_function_space_posterior_goes_through_every_command_on_a_file(
     search = ["--data", place / "val", "--search-draws", 4, "--max-evaluations", 3, "--n-samples", 6]
     said = run_json("tune", file, *options, *search, "--referral-rate", 0.25)
     posterior.scale = said["hyperparameters"]["scale"]
+    posterior.temperature = said["hyperparameters"]["temperature"]
     assert uq.load(file, model).scale == posterior.scale and said["threshold"] > 0
 
     said = run_json("predict", file, place / "val", *options, "-o", out)
     x, y = tensors(place / "val")
     with torch.no_grad():
-        probs = uq.wrap(model, posterior, n_samples=6).outputs(x).double().softmax(-1).mean(0)
+        probs = uq.wrap(model, posterior, "sampling", n_samples=6).outputs(x).double().softmax(-1).mean(0)
     assert column(table(out), "probability_1") == pytest.approx(probs.max(1).values.numpy(), rel=1e-4)
     assert said["flagged"] == math.floor(0.25 * 18)
     said = run_json("evaluate", file, place / "val", *options, "--ood", f"noise={place / 'flat'}")
