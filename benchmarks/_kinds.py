@@ -210,7 +210,7 @@ def built(kind: str, inputs: int, outputs: int) -> nn.Module:
     """A network with fresh weights.
 
     Args:
-        kind: one of `KINDS`, or a perceptron: ``mlp``, its activation, a norm, and its widths (``"mlp gelu layer 32 32"``).
+        kind: one of `KINDS`, or a perceptron: ``mlp``, its activation, a norm, its widths (``"mlp gelu layer 32 32"``).
         inputs: columns of a perceptron.
         outputs: of a perceptron.
 

