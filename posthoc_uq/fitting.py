@@ -15,11 +15,13 @@ from posthoc_uq.curvature.dryrun import Prepared, Selection, prepare
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.faithful import DIVERGENCE
 from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.function_space import fit_function_space, from_curvature
 from posthoc_uq.inference.identity import batch_hash, identity
+from posthoc_uq.inference.kept import KeptInputs
 from posthoc_uq.inference.laplace import FAMILIES, laplace
 from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.options import FunctionSpaceOptions, method_options
@@ -31,7 +33,8 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, statistics_dtype, unwrap
 from posthoc_uq.storage.schema import fingerprint
-from posthoc_uq.tuning import tune
+from posthoc_uq.tuning import settle_faithful, tune
+from posthoc_uq.wrapping import head_class, wrap
 
 
 def fit(
@@ -45,6 +48,8 @@ def fit(
     fisher: Fisher = "mc",
     n_samples: int = 1,
     prior_precision: float | str | None = None,
+    divergence: float = DIVERGENCE,
+    head: str | None = None,
     residual_weight: float = 1.0,
     noise_variance: Tensor | float | None = None,
     unsupported: str = "raise",
@@ -114,8 +119,14 @@ def fit(
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, or
             ``"empirical"`` targets.
         n_samples: labels drawn per sample with ``fisher="mc"``.
-        prior_precision: tau, or ``"evidence"`` (the default) for the maximum of the log marginal likelihood. Of a
-            training: the precision of the last layer's weights in the prior over functions, by default 1.
+        prior_precision: tau; ``"faithful"`` (the default) for the widest posterior that still says what the network
+            says (see `divergence`); or ``"evidence"`` for the maximum of the log marginal likelihood. Of a training:
+            the precision of the last layer's weights in the prior over functions, by default 1; its variances are then
+            narrowed as far as a faithful posterior needs.
+        divergence: how far a faithful posterior's predictions may be from the network's own, mean over a few hundred
+            of the training inputs, in nats.
+        head: through which the faithful prior is found and by which `wrap` predicts: ``"linearized"`` (the default),
+            ``"sampling"`` (that of a training) or ``"moments"``.
         residual_weight: omega of ``"inf"``.
         noise_variance: for regression, in squared units of the targets, one number or one an output; by
             default the mean squared residual of the training data, which takes a forward pass over it.
@@ -147,6 +158,7 @@ def fit(
     trains = training is not None and training.epochs > 0
     law = resolve_likelihood(likelihood, noise_variance)
     _check(fisher, n_samples, prior_precision, trains)
+    _check_faithful(divergence, head)
     if trains and residual_weight != 1.0:
         raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
     if training is not None and not training.needs_curvature and (fisher, n_samples) != ("mc", 1):
@@ -178,6 +190,9 @@ def fit(
 
     loader, batch, prepared = together(begin, "the dry run")
     run = Run(prepared, loader, settings, sweeping, device)
+    faithful = law.has_divergence and (trains or prior_precision in (None, "faithful"))
+    kept = KeptInputs(budget)
+    run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
         own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}
         check_common(own)
@@ -188,29 +203,37 @@ def fit(
             run.options = replace(sweeping, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"
     if training is not None and trains:
-        precision = cast("float | None", prior_precision)
+        precision = prior_precision if isinstance(prior_precision, (int, float)) else None
         posterior = fit_function_space(run, model, training, batch, precision, val_loader)
     elif training is not None:
         posterior = from_curvature(cast(str, training.initial), run, model)
     else:
         posterior = laplace(method, run, model)
+    run.observe()
     del prepared, run.prepared
     if isinstance(law, Gaussian):
         posterior.record.tuning.setdefault("noise variance", noise_source)
+    posterior.record.head = {"name": head or ("sampling" if trains else "linearized"), "options": {}}
     if not trains:
         posterior.residual_weight = residual_weight
-        _settle_prior(posterior, prior_precision)
-        if prior_precision in (None, "evidence") and val_loader is None:
+    if faithful:
+        inputs = kept.batches(device)
+        posterior.record.head["criterion"] = "faithful"
+        settle_faithful(posterior, inputs, wrap(model, posterior), divergence, seed=seed)
+    else:
+        _settle_prior(posterior, None if trains else prior_precision)
+        if posterior.record.head["criterion"] == "evidence" and val_loader is None:
             warn_of_noise(posterior, batch, seed)
-        if val_loader is not None:
-            tune(
-                posterior,
-                val_loader,
-                seed=seed,
-                batch_to_inputs=batch_to_inputs,
-                batch_to_targets=batch_to_targets,
-                progress=progress,
-            )
+    if val_loader is not None and not trains:
+        tune(
+            posterior,
+            val_loader,
+            divergence=divergence,
+            seed=seed,
+            batch_to_inputs=batch_to_inputs,
+            batch_to_targets=batch_to_targets,
+            progress=progress,
+        )
     if run.checkpoint is not None:
         run.checkpoint.remove()
     return_freed_memory()
@@ -228,11 +251,21 @@ def _reads(method: str, training: FunctionSpaceOptions | None) -> int:
 
 
 def _settle_prior(posterior: Posterior, prior_precision: float | str | None) -> None:
-    if prior_precision is None or isinstance(prior_precision, str):
+    """A prior precision that is given, or that of the evidence where nothing can be said about faithfulness."""
+    given = not posterior.takes_prior or isinstance(prior_precision, (int, float))
+    posterior.record.head["criterion"] = "given" if given else "evidence"
+    if not given:
         maximise_evidence(posterior)
-    else:
-        posterior.prior_precision = prior_precision
+    elif posterior.takes_prior:
+        posterior.prior_precision = cast(float, prior_precision)
         posterior.record.tuning["prior precision"] = "given"
+
+
+def _check_faithful(divergence: float, head: str | None) -> None:
+    if isinstance(divergence, bool) or not 0 < divergence < float("inf"):
+        raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {divergence!r}.")
+    if head is not None:
+        head_class(head)
 
 
 def _checked_budget(budget: int) -> int:
@@ -257,11 +290,11 @@ def _check(fisher: str, n_samples: int, prior_precision: float | str | None, tra
         )
     if prior_precision is None:
         return
-    if isinstance(prior_precision, str) and prior_precision != "evidence":
+    if isinstance(prior_precision, str) and prior_precision not in ("evidence", "faithful"):
         raise PosthocUQError(
-            f"prior_precision must be a positive number or 'evidence', not {prior_precision!r}."
+            f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
         )
-    if trains and isinstance(prior_precision, str):
+    if trains and prior_precision == "evidence":
         raise PosthocUQError(
             "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
         )

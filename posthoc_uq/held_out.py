@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil, floor, log10
 from typing import Any, cast
 
 import torch
@@ -14,17 +13,21 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.prediction import RegressionPrediction, predict
+from posthoc_uq.heads.prediction import Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.inference.evidence import Trials, maximise_evidence, search_decades, warn_edges
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
+from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
+SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
+_LEVEL = 1e-3  # nats: a smaller change over a decade says that a wider search finds nothing more
+_DECADES = 8  # that the prior precision is searched upwards
+_TOLERANCE = 0.1  # decades
+_TEMPERATURES = (-1.0, 1.5)  # decades
 _HYPERPARAMETERS = ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature")
 
 
@@ -33,13 +36,13 @@ def restored_on_error(posterior: Posterior) -> Generator[None]:
     """Give the hyperparameters, and the record of how they were found, back if the search fails."""
     before = {name: getattr(posterior, name) for name in _HYPERPARAMETERS}
     record = posterior.record
-    tuning, calibration = dict(record.tuning), dict(record.calibration)
+    tuning, calibration, head = dict(record.tuning), dict(record.calibration), dict(record.head)
     try:
         yield
     except BaseException:
         for name, value in before.items():
             setattr(posterior, name, value)
-        record.tuning, record.calibration = tuning, calibration
+        record.tuning, record.calibration, record.head = tuning, calibration, head
         raise
 
 
@@ -62,25 +65,37 @@ def model_of(posterior: Posterior) -> nn.Module:
 
 
 class HeldOutSearch:
-    """Coordinate search on held-out data; every evaluation draws with the same seed."""
+    """A search over one hyperparameter after the other; every evaluation draws with the same seed.
+
+    Args:
+        posterior: whose hyperparameters are set.
+        loader: held-out batches with targets.
+        predictor: through which they are predicted.
+        seed: of the draws.
+        reader: takes batches apart.
+        temperature: whether every evaluation has the temperature that predicts best.
+        progress: whether to show a bar.
+    """
 
     def __init__(
         self,
         posterior: Posterior,
         loader: Iterable[Any],
-        make: Callable[[], Predictor],
+        predictor: Predictor,
+        *,
         seed: int,
         reader: BatchReader,
+        temperature: bool,
         progress: bool,
     ) -> None:
         check_reusable(loader, 2)
         self.posterior = posterior
         self.trials = Trials()
         self._bar = tqdm(disable=not progress, desc="tuning", unit=" evaluations", leave=False)
-        self._loader = loader
-        self._make = make
-        self._seed = seed
-        self._reader = reader
+        self._loader, self._reader = loader, reader
+        self._predictor, self._seed = predictor, seed
+        self._tempered = temperature
+        self._best_loss, self._best = float("inf"), self._values()
 
     def _batches(self) -> Iterator[tuple[Any, Tensor]]:
         with isolated_random_state(self._seed):
@@ -92,18 +107,40 @@ class HeldOutSearch:
                 yield batch, batch.targets
 
     def loss(self) -> float:
-        """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters."""
-        predictor, total, count = self._make(), 0.0, 0
+        """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters; sets the best
+        temperature first where that is searched too.
+        """
+        self._predictor.refresh(self._seed)
         with torch.no_grad():
-            for batch, targets in self._batches():
-                prediction = predictor(*batch.args, **batch.kwargs)
-                regression = isinstance(prediction, RegressionPrediction)
-                mean = prediction.mean if regression else prediction.logits_mean
-                self.posterior.likelihood.check(mean, targets)
-                shaped = targets.reshape(mean.shape) if regression else targets.flatten().long()
-                total -= float(prediction.log_prob(shaped).double().sum())
-                count += len(prediction)
-        return total / count
+            predicted = (
+                (self._predictor.distribution(*batch.args, **batch.kwargs), targets)
+                for batch, targets in self._batches()
+            )
+            if not self._tempered:
+                return self._mean(predicted)
+            found = list(predicted)
+
+            def at(temperature: float) -> float:
+                self.posterior.temperature = temperature
+                return self._mean(found)
+
+            best, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
+            return at(best)
+
+    def _mean(self, found: Iterable[tuple[Any, Tensor]]) -> float:
+        total, count = 0.0, 0
+        for distribution, targets in found:
+            prediction = self._predictor.prediction_of(distribution)
+            total += self._log_prob(prediction, targets)
+            count += len(prediction)
+        return -total / count
+
+    def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
+        regression = isinstance(prediction, RegressionPrediction)
+        mean = prediction.mean if regression else prediction.logits_mean
+        self.posterior.likelihood.check(mean, targets)
+        shaped = targets.reshape(mean.shape) if regression else targets.flatten().long()
+        return float(prediction.log_prob(shaped).double().sum())
 
     def _evaluate(self) -> float:
         posterior = self.posterior
@@ -131,187 +168,147 @@ class HeldOutSearch:
 
     def _apply(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            setattr(self.posterior, name, value)
+            if name != "prior_precision" or self.posterior.takes_prior:
+                setattr(self.posterior, name, value)
 
-    @staticmethod
-    def check_grid(names: list[str], grid: Sequence[float]) -> None:
-        """Refuse a grid that is none, or that nothing is searched over."""
-        if "prior_precision" not in names:
-            raise PosthocUQError(f"prior_precisions are given, and parameters={names} leave them alone.")
-        if len(grid) == 0 or any(not 0 < value < float("inf") for value in grid):
-            raise PosthocUQError(f"prior_precisions must be positive and finite, not {list(grid)}.")
+    def widest(self, given: Sequence[float] | None = None) -> None:
+        """Set the smallest prior precision, not below the present one, whose held-out NLL is at most `SLACK` above the
+        best; the `scale` of a posterior that takes no prior.
 
-    def coordinates(
-        self, names: list[str], max_evaluations: int, grid: Sequence[float] | None = None
-    ) -> Trials:
-        """One hyperparameter after the other, from the present ones; the best values tried are kept."""
-        best_loss, best = self._evaluate(), self._values()
-        for name in names:
-            self._apply(best)
-            kept = [(best_loss, best)]
+        The present one is the faithful prior: what it lets through is harmless on familiar data, which held-out data of
+        the training distribution cannot improve on where foreign inputs matter.
 
-            def objective(
-                x: float, name: str = name, base: dict[str, Any] = best, kept: list[tuple[float, Any]] = kept
-            ) -> float:
+        Args:
+            given: the prior precisions to try, in place of decades and bisection.
+        """
+        base, tried = self._values(), dict[float, tuple[float, dict[str, Any]]]()
+
+        def at(decade: float) -> float:
+            if decade not in tried:
                 self._apply(base)
-                self._set(name, x, base)
-                value = self._evaluate()
-                kept.append((value, self._values()))
-                return value
+                self._widen(base, 10.0**decade)
+                tried[decade] = self._evaluate(), self._values()
+            return tried[decade][0]
 
-            if name == "residual_weight":  # [0, 1] is its whole domain: an end of it is no edge of a search
-                minimize_scalar(
-                    objective,
-                    bounds=(0.0, 1.0),
-                    method="bounded",
-                    options={"xatol": 0.03, "maxiter": max_evaluations},
-                )
-                objective(0.0)
-                objective(1.0)
-                edge = False
-            elif name == "prior_precision":
-                edge = self._search_prior(objective, best, max_evaluations, grid)
+        if given is not None:
+            for value in given:
+                at(torch.tensor(value / _geometric_mean(base["prior_precision"])).log10().item())
+        else:
+            for decade in range(_DECADES):
+                at(float(decade))
+                if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
+                    break
+        best = min(loss for loss, _ in tried.values())
+        inside = min(decade for decade in tried if at(decade) <= best + SLACK)
+        below = [decade for decade in tried if decade < inside]
+        if below and given is None:
+            outside = max(below)
+            while inside - outside > _TOLERANCE:
+                middle = (inside + outside) / 2
+                if at(middle) <= best + SLACK:
+                    inside = middle
+                else:
+                    outside = middle
+        loss, values = tried[inside]
+        self._apply(values)
+        self._best_loss, self._best = loss, values
+        self._note(loss, best)
+
+    def _note(self, loss: float, best: float) -> None:
+        name = "prior precision" if self.posterior.takes_prior else "scale"
+        self.trials.given_up = max(0.0, loss - best)
+        self.posterior.record.tuning[name] = (
+            f"the widest with a validation NLL of at most {SLACK:g} above the best; {loss - best:.2g} given up"
+        )
+        if self._tempered:
+            self.posterior.record.tuning["temperature"] = "validation NLL"
+
+    def _widen(self, base: dict[str, Any], factor: float) -> None:
+        prior = base["prior_precision"]
+        if not self.posterior.takes_prior:
+            self.posterior.scale = base["scale"] * factor
+        elif isinstance(prior, dict):
+            self.posterior.prior_precision = {k: v * factor for k, v in cast(dict[str, float], prior).items()}
+        else:
+            self.posterior.prior_precision = prior * factor
+
+    def coordinate(self, name: str, max_evaluations: int) -> None:
+        """Minimise the loss over one of ``"residual_weight"``, ``"scale"``, ``"noise"``, from the present values; the
+        best tried are kept.
+        """
+        if self._best_loss == float("inf"):
+            self._best_loss, self._best = self._evaluate(), self._values()
+        base = self._best
+        kept = [(self._best_loss, base)]
+
+        def objective(x: float) -> float:
+            self._apply(base)
+            if name == "residual_weight":
+                self.posterior.residual_weight = min(1.0, max(0.0, x))
+            elif name == "scale":
+                self.posterior.scale = base["scale"] * x
             else:
-                _, edge = search_decades(objective, (-2.0, 2.0), (-5.0, 5.0), 0.05, max_evaluations)
-            improved = min(kept, key=lambda pair: pair[0])
-            if improved[0] < best_loss - _INDIFFERENT:
-                best_loss, best = improved
-                if edge:
-                    self.trials.at_edge.append(f"{name.replace('_', ' ')} = {_shown(best, name)}")
-            self.posterior.record.tuning[name.replace("_", " ")] = "validation NLL"
-        self._apply(best)
+                self.posterior.noise_scale = base["noise_scale"] * x
+            kept.append((self._evaluate(), self._values()))
+            return kept[-1][0]
+
+        edge = False
+        if name == "residual_weight":  # [0, 1] is its whole domain: an end of it is no edge of a search
+            options = {"xatol": 0.03, "maxiter": max_evaluations}
+            minimize_scalar(objective, bounds=(0.0, 1.0), method="bounded", options=options)
+            objective(0.0)
+            objective(1.0)
+        else:
+            _, edge = search_decades(objective, (-2.0, 2.0), (-2.0, 2.0), 0.05, max_evaluations)
+        improved = min(kept, key=lambda pair: pair[0])
+        if improved[0] < self._best_loss - _INDIFFERENT:
+            self._best_loss, self._best = improved
+            if edge:
+                shown = self._best["noise_scale" if name == "noise" else name]
+                self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
+        self._apply(self._best)
+        self.posterior.record.tuning[name.replace("_", " ")] = "validation NLL"
+
+    def only_temperature(self) -> None:
+        """Set the temperature alone."""
+        self._best_loss = self._evaluate()
+        self._best = self._values()
+        self.posterior.record.tuning["temperature"] = "validation NLL"
+        low, high = (10.0**decade for decade in _TEMPERATURES)
+        if not 1.05 * low < self.posterior.temperature < high / 1.05:
+            self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
+
+    def finish(self) -> Trials:
+        """Say what ended at an edge, and where even the best predicts held-out data worse than the model alone."""
         self._bar.close()
         warn_edges(self.trials)
-        self._compare_with_the_model_alone(best_loss)
-        return self.trials
-
-    def _compare_with_the_model_alone(self, loss: float) -> None:
-        """Warn where even the best hyperparameters predict held-out data worse than the model without a posterior."""
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
         with torch.no_grad():
             for batch, targets in self._batches():
-                outputs = batch.call(twin) / self.posterior.temperature
+                outputs = batch.call(twin)
                 total -= float(self._plain_likelihood().log_prob(outputs, targets).sum())
                 count += outputs.shape[0]
         self.trials.model_alone = total / count
-        if loss > total / count + 0.02:
+        if self._best_loss > total / count + 2 * SLACK:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
                 if self.posterior.centre
                 else "Restrict the posterior (layers='last') or give it more data."
             )
             warnings.warn(
-                f"The best validation NLL found, {loss:.4g}, is worse than the model's own, {total / count:.4g}: the "
-                f"drawn weights do not serve this model. {advice}",
+                f"The best validation NLL found, {self._best_loss:.4g}, is worse than the model's own, "
+                f"{total / count:.4g}: the posterior does not serve this model. {advice}",
                 UserWarning,
                 stacklevel=4,
             )
+        return self.trials
 
     def _plain_likelihood(self) -> Likelihood:
         """The posterior's likelihood at its present noise."""
         noise = self.posterior.noise_variance
         return self.posterior.likelihood if noise is None else Gaussian(noise)
 
-    def _search_prior(
-        self,
-        objective: Callable[[float], float],
-        base: dict[str, Any],
-        max_evaluations: int,
-        given: Sequence[float] | None,
-    ) -> bool:
-        """Every decade from below the evidence to well above the weights' own precision, then the best one finely;
-        or what was given.
 
-        Where drawn weights are noise the loss is flat, so a local search from the evidence would stay there.
-        """
-        prior, means = base["prior_precision"], list(self.posterior.mean.values())
-        squares = sum(float(m.detach().square().sum()) for m in means) / sum(m.numel() for m in means)
-        own = -log10(max(squares, 1e-30))
-        if isinstance(prior, dict):  # per layer: a common factor
-            values = cast(dict[str, float], prior).values()
-            shift = sum(log10(v) for v in values) / len(values)
-        else:
-            shift = 0.0
-        if given is not None:
-            found = [objective(10.0 ** (log10(value) - shift)) for value in given]
-            best_given = given[found.index(min(found))]
-            return len(given) > 1 and best_given in (min(given), max(given))
-        centre = shift if isinstance(prior, dict) else log10(prior)
-        low, high = floor(min(centre - 2, own - 2)), ceil(max(centre + 2, own + 4))
-        grid = [float(decade) for decade in range(low, high + 1)]
-        losses = [objective(10.0 ** (decade - shift)) for decade in grid]
-        while losses[-1] < min(losses[:-1]) - _INDIFFERENT and grid[-1] < high + 4:
-            grid.append(grid[-1] + 1)
-            losses.append(objective(10.0 ** (grid[-1] - shift)))
-        best = grid[losses.index(min(losses))]
-        minimize_scalar(
-            lambda x: objective(10.0 ** (x - shift)),
-            bounds=(best - 1, best + 1),
-            method="bounded",
-            options={"xatol": 0.05, "maxiter": max_evaluations},
-        )
-        return best in (grid[0], grid[-1])
-
-    def _set(self, name: str, x: float, base: dict[str, Any]) -> None:
-        if name == "prior_precision":
-            prior = base["prior_precision"]
-            self.posterior.prior_precision = (
-                {k: v * x for k, v in prior.items()} if isinstance(prior, dict) else x
-            )
-        elif name == "scale":
-            self.posterior.scale = base["scale"] * x
-        elif name == "noise":
-            self.posterior.noise_scale = base["noise_scale"] * x
-        else:
-            self.posterior.residual_weight = min(1.0, max(0.0, x))
-
-    def temperature(self) -> Trials:
-        """The temperature on the logits, at the prior precision of the evidence; one set of draws serves all."""
-        posterior = self.posterior
-        if not isinstance(posterior.likelihood, (Categorical, Bernoulli)):
-            raise PosthocUQError(
-                f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
-            )
-        if posterior.takes_prior and posterior.record.tuning.get("prior precision") != "given":
-            self.trials = maximise_evidence(posterior, per_layer=isinstance(posterior.prior_precision, dict))
-        posterior.temperature = 1.0
-        predictor = self._make()
-        objective = (
-            self._of_draws(predictor) if isinstance(predictor, SamplingPredictor) else self._at_temperature
-        )
-        found, edge = search_decades(objective, (-1.0, 1.5), (-3.0, 4.0), 0.005, 40)
-        posterior.temperature = found
-        posterior.record.tuning["temperature"] = "validation NLL"
-        if edge:
-            self.trials.at_edge.append(f"temperature = {found:.3g}")
-            warn_edges(self.trials)
-        return self.trials
-
-    def _at_temperature(self, temperature: float) -> float:
-        self.posterior.temperature = temperature
-        return self._evaluate()
-
-    def _of_draws(self, predictor: SamplingPredictor) -> Callable[[float], float]:
-        """The loss by temperature, from outputs that were computed once."""
-        posterior = self.posterior
-        logits: list[Tensor] = []
-        targets: list[Tensor] = []
-        with torch.no_grad():
-            for batch, labels in self._batches():
-                outputs = predictor.outputs(*batch.args, **batch.kwargs)
-                posterior.likelihood.check(outputs[0], labels)
-                logits.append(outputs.cpu())
-                targets.append(labels.cpu().flatten().long())
-        stacked, labels = torch.cat(logits, dim=1), torch.cat(targets)
-
-        def objective(temperature: float) -> float:
-            value = -float(predict(stacked / temperature, posterior).log_prob(labels).double().mean())
-            self.trials.trials.append({"temperature": temperature, "validation NLL": value})
-            return value
-
-        return objective  # `predict` leaves the temperature to whoever makes the outputs
-
-
-def _shown(values: dict[str, Any], name: str) -> str:
-    value = values["noise_scale" if name == "noise" else name]
-    return "per layer" if isinstance(value, dict) else f"{value:.3g}"
+def _geometric_mean(prior: Any) -> float:
+    values = torch.tensor(list(prior.values()) if isinstance(prior, dict) else [prior], dtype=torch.float64)
+    return float(values.log().mean().exp())

@@ -50,6 +50,27 @@ class Likelihood(ABC):
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
         """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs."""
 
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        """``KL(p(y | outputs) || prediction)`` of every sample, ``(samples,)``, in nats; of several outputs of a
+        regression, their mean.
+
+        Args:
+            outputs: of the network, divided by the posterior's temperature where they are logits.
+            prediction: what a head returns for the same samples.
+
+        Raises:
+            PosthocUQError: this likelihood has none.
+        """
+        raise PosthocUQError(
+            f"Likelihood {self.name!r} does not say how far a prediction is from the network's own; give it a method "
+            f"divergence(outputs, prediction), or choose prior_precision='evidence' or a number."
+        )
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether `divergence` is defined."""
+        return type(self).divergence is not Likelihood.divergence
+
     def attributes(self) -> dict[str, Any]:
         """Plain values that `likelihood_from_attributes` takes."""
         return {"name": self.name}
@@ -102,6 +123,9 @@ class Categorical(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -F.cross_entropy(_wide(outputs), targets.long(), reduction="none")
 
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        return _divergence_of_classes(_wide(outputs).log_softmax(1), prediction)
+
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return _wide(outputs).softmax(1) - F.one_hot(targets.long(), outputs.shape[1])
 
@@ -143,6 +167,10 @@ class Bernoulli(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = _wide(outputs).flatten()
         return -F.binary_cross_entropy_with_logits(logits, targets.to(logits).flatten(), reduction="none")
+
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        logits = _wide(outputs).reshape(-1, 1)
+        return _divergence_of_classes(torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], 1), prediction)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return _wide(outputs).sigmoid() - targets.to(outputs.device).reshape(outputs.shape)
@@ -214,6 +242,13 @@ class Gaussian(Likelihood):
         terms = -0.5 * (self.residuals(outputs, targets) ** 2 / noise + noise.log() + log(2 * pi))
         return terms.reshape(outputs.shape[0], -1).sum(1)
 
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        # KL(N(f, s) || N(m, s + v)) of every output, whose noise s is the prediction's
+        noise, total = prediction.noise_variance, prediction.variance
+        squares = (prediction.mean - _wide(outputs)).square()
+        terms = 0.5 * ((noise + squares) / total - 1 + (total / noise).log())
+        return terms.reshape(outputs.shape[0], -1).mean(1)
+
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.residuals(outputs, targets) / self.noise(outputs)
 
@@ -233,6 +268,14 @@ class Gaussian(Likelihood):
             factor = torch.zeros_like(scale.reshape(outputs.shape[0], -1))
             factor[:, index] = scale.reshape(outputs.shape[0], -1)[:, index]
             yield factor.reshape(outputs.shape)
+
+
+def _divergence_of_classes(log_probs: Tensor, prediction: Any) -> Tensor:
+    """``sum_c p_c (log p_c - log q_c)``; a class that the network rules out counts for nothing."""
+    predicted = prediction.probs.log() if prediction.log_probs is None else prediction.log_probs
+    probs = log_probs.exp()
+    terms = torch.where(probs > 0, probs * (log_probs - predicted), torch.zeros_like(probs))
+    return terms.sum(1)
 
 
 def _exact(numbers: Tensor, outputs: Tensor) -> Tensor:

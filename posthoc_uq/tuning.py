@@ -1,5 +1,5 @@
-"""Hyperparameters of a fitted posterior: by the log marginal likelihood, or by the likelihood of held-out
-data.
+"""Hyperparameters of a fitted posterior: by faithfulness to the network, by the likelihood of held-out data, or by the
+log marginal likelihood.
 
 Changing them re-factors small systems and never needs the training data again.
 """
@@ -7,33 +7,40 @@ Changing them re-factors small systems and never needs the training data again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.faithful import DIVERGENCE, FaithfulSearch
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.held_out import HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
-from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.loaders import BatchFunction, BatchReader
+from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
+from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
+from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.wrapping import wrap
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.wrapping import head_class, recorded_head, wrap
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
+CRITERIA = ("faithful", "likelihood", "evidence")
 
 
 def tune(
     posterior: Posterior,
-    val_loader: Iterable[Any] | None = None,
+    loader: Iterable[Any] | None = None,
     *,
+    criterion: str | None = None,
+    divergence: float = DIVERGENCE,
+    temperature: bool | None = None,
     per_layer: bool = False,
     noise: bool = False,
-    temperature: bool = False,
     parameters: tuple[str, ...] | None = None,
     prior_precisions: Sequence[float] | None = None,
-    head: str = "sampling",
-    n_samples: int = 10,
+    head: str | None = None,
+    n_samples: int = 30,
     max_evaluations: int = 12,
     seed: int = 0,
     batch_to_inputs: BatchFunction | None = None,
@@ -41,90 +48,256 @@ def tune(
     progress: bool = True,
     **options: Any,
 ) -> Trials:
-    """Choose the hyperparameters of `posterior`, in place.
+    """Choose the hyperparameters of `posterior`, in place, by one of three criteria.
 
-    Without `val_loader` the log marginal likelihood is maximised over the prior precision: usable as it is,
-    good at telling foreign inputs, and known to be under-confident. With it, the negative log-likelihood of
-    held-out data under a head (tune with the one that will predict) is minimised, one hyperparameter after the
-    other, with the same random numbers throughout; the best of all that was tried is kept. Held-out data of the
-    training distribution cannot judge epistemic uncertainty: with `temperature`, which would displace the weight
-    posterior altogether, the prior precision is therefore put where the evidence puts it, and only the temperature
-    is tuned on the held-out data.
+    * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, mean
+      over a few hundred inputs like those it was trained on, whose labels are not needed. It is the default of `fit`.
+    * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one, whose
+      negative log-likelihood of held-out data is at most 0.01 nats above the best. Held-out data of the training
+      distribution cannot judge uncertainty about foreign inputs, so what they hardly mind is kept. Where outputs are
+      logits every prior precision has the temperature that predicts best. `scale`, `residual_weight` and noise are
+      searched where they are asked for, one after the other.
+    * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
+      right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
-    A posterior whose variances were optimised (``method="function_space"``) has no marginal likelihood, and its prior
-    is settled: held-out data can tune its `scale`, the noise and the temperature.
+    A posterior whose variances were optimised (``method="function_space"``) has its `scale` chosen in place of the
+    prior precision, which is settled, and has no marginal likelihood.
 
     Args:
         posterior: from `fit` or `load`.
-        val_loader: held-out batches with targets, read several times.
+        loader: held-out batches with targets, read several times; for ``"faithful"`` training inputs, or others like
+            them, read once.
+        criterion: see above.
+        divergence: budget of ``"faithful"``, in nats.
+        temperature: of ``"faithful"``: whether the mean entropy is brought back to the network's. With held-out data:
+            whether a temperature on the logits is searched. By default both are done where outputs are logits.
         per_layer: one prior precision per layer (evidence only).
-        noise: for regression, tune the noise too; without it the noise stays at the training residuals'
-            variance.
-        temperature: tune a temperature on the logits (needs `val_loader`).
-        parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``,
-            ``"scale"``, ``"noise"``.
-        prior_precisions: the values to try on held-out data beside the present one (of per-layer prior precisions: as
-            their geometric mean), in place of the search; cheaper where the range is known.
-        head: through which held-out data are predicted: ``"sampling"``, ``"linearized"`` or ``"moments"``.
-        n_samples: weight draws per evaluation on held-out data, of the sampling head.
-        max_evaluations: evaluations per hyperparameter on held-out data.
+        noise: for regression, tune the noise too; without it the noise stays at the training residuals' variance.
+        parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
+            ``"noise"``, and nothing (``()``) for the temperature alone. By default the prior precision, or the scale
+            where that is settled.
+        prior_precisions: the values to try on held-out data, in place of the search (of per-layer prior precisions:
+            their geometric mean).
+        head: through which inputs are predicted: ``"sampling"``, ``"linearized"`` or ``"moments"``; by default the one
+            that the posterior's hyperparameters were found for. It is recorded, and `wrap` takes it by default.
+        n_samples: weight draws of the sampling head.
+        max_evaluations: evaluations per hyperparameter other than the prior precision.
         seed: of the draws.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
         progress: show a bar.
-        **options: of the head, as in `wrap` (``link="mc"``, say).
+        **options: of the head, as in `wrap`.
 
     Returns:
-        What was tried, and what ended at the edge of its interval (which is also a warning).
+        What was tried, what was given up for a wider posterior, and what ended at the edge of its interval (which is
+        also a warning).
 
     Raises:
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
     """
-    if val_loader is None:
-        if temperature or parameters is not None or prior_precisions is not None:
+    criterion = _criterion(criterion, loader)
+    if criterion == "evidence":
+        if loader is not None or temperature or parameters is not None or prior_precisions is not None:
             raise PosthocUQError(
-                "temperature, parameters and prior_precisions are tuned on held-out data; pass val_loader=...."
+                "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
+                "parameters and prior_precisions out, or take criterion='likelihood'."
             )
-        if head != "sampling" or options:
+        if head is not None or options:
             raise PosthocUQError(
-                "The evidence needs no head; head and its options are for held-out data, val_loader=...."
+                "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
+        posterior.record.head |= {"criterion": criterion} if posterior.record.head else {}
         return maximise_evidence(posterior, per_layer=per_layer, noise=noise)
     if per_layer:
         raise PosthocUQError(
-            "per_layer=True is chosen by the log marginal likelihood; call tune without val_loader."
+            "per_layer=True is chosen by the log marginal likelihood; call tune without a loader."
         )
-    if temperature and (prior_precisions is not None or parameters is not None):
+    if loader is None:
         raise PosthocUQError(
-            "temperature=True tunes the temperature alone; leave prior_precisions and parameters out."
+            f"criterion={criterion!r} needs data: pass a loader of "
+            + ("held-out data with targets." if criterion == "likelihood" else "training inputs.")
         )
+    check_loader(loader)
+    reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
     with restored_on_error(posterior):
-        search = HeldOutSearch(
+        name, own = _head(posterior, head, n_samples, seed, options)
+        _forget_calibration(posterior, name)
+        posterior.warned_heads.add(name)
+        predictor = wrap(model_of(posterior), posterior, name, **own)
+        kept = plain_options(options or _recorded(posterior, name))
+        posterior.record.head = {"name": name, "options": kept, "criterion": criterion}
+        if criterion == "faithful":
+            if parameters is not None or prior_precisions is not None or noise:
+                raise PosthocUQError(
+                    "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
+                    "needs none of them."
+                )
+            inputs = kept_inputs(loader, reader, seed, progress)
+            return settle_faithful(
+                posterior, inputs, predictor, divergence, seed=seed, matched=temperature is not False
+            )
+        return _by_likelihood(
             posterior,
-            val_loader,
-            _maker(posterior, head, n_samples, seed, options),
-            seed,
-            BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets),
-            progress,
+            loader,
+            predictor,
+            reader,
+            names=_chosen(posterior, parameters, noise),
+            temperature=_tempered(posterior, temperature),
+            grid=prior_precisions,
+            divergence=divergence,
+            max_evaluations=max_evaluations,
+            seed=seed,
+            progress=progress,
         )
-        if head == "moments" and posterior.record.calibration:
-            posterior.record.calibration = {}  # it belongs to other hyperparameters than those that are tried
-            warnings.warn("tune leaves the moments head's calibration out; calibrate again.", stacklevel=2)
-        if temperature:
-            return search.temperature()
-        names = _chosen(posterior, parameters, noise)
-        if prior_precisions is not None:
-            search.check_grid(names, prior_precisions)
-        return search.coordinates(names, max_evaluations, prior_precisions)
 
 
-def _maker(
-    posterior: Posterior, head: str, n_samples: int, seed: int, options: dict[str, Any]
-) -> Callable[[], Predictor]:
-    """What makes the predictor of an evaluation, with the posterior's settings of that moment."""
-    if head == "sampling":
-        options = {"n_samples": n_samples, "seed": seed, **options}
-    return lambda: wrap(model_of(posterior), posterior, head, **options)
+def settle_faithful(
+    posterior: Posterior,
+    inputs: Sequence[Batch],
+    predictor: Predictor,
+    divergence: float,
+    *,
+    seed: int = 0,
+    matched: bool = True,
+) -> Trials:
+    """Set the faithful prior (or scale) and its temperature, and note how far the predictions moved.
+
+    Args:
+        posterior: with the head of the predictor on record.
+        inputs: training inputs.
+        predictor: through which they are predicted.
+        divergence: the budget in nats.
+        seed: of the draws.
+        matched: whether each prior precision has a temperature of its own.
+    """
+    before = posterior.temperature
+    search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched)
+    reached = search.run(divergence)
+    record, own = posterior.record, "prior precision" if posterior.takes_prior else "scale"
+    record.tuning[own] = f"faithful through head={predictor.head!r}: {reached}"
+    record.tuning.pop("temperature", None)
+    if posterior.temperature != before:
+        record.tuning["temperature"] = "the one at which the mean entropy on the same inputs is the network's"
+    prior = posterior.prior_precision if posterior.takes_prior else posterior.scale
+    record.faithful = {
+        "head": predictor.head,
+        "value": dict(prior) if isinstance(prior, dict) else prior,
+        "temperature": posterior.temperature,
+        "divergence": reached.divergence,
+        "budget": float(divergence),
+    }
+    return search.trials
+
+
+def kept_inputs(loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool) -> list[Batch]:
+    """A few hundred inputs of a loader, those with the smallest hashes."""
+    kept = KeptInputs(default_budget(reader.device))
+    with isolated_random_state(seed):
+        kept.read(loader, reader, seed, progress)
+    return kept.batches(reader.device)
+
+
+def _by_likelihood(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    predictor: Predictor,
+    reader: BatchReader,
+    *,
+    names: list[str],
+    temperature: bool,
+    grid: Sequence[float] | None,
+    divergence: float,
+    max_evaluations: int,
+    seed: int,
+    progress: bool,
+) -> Trials:
+    main = "prior_precision" if posterior.takes_prior else "scale"
+    if grid is not None:
+        _check_grid(names, grid)
+    search = HeldOutSearch(
+        posterior, loader, predictor, seed=seed, reader=reader, temperature=temperature, progress=progress
+    )
+    if main in names:
+        if grid is None:
+            _return_to_faithful(posterior, loader, predictor, reader, divergence, seed)
+        search.widest(grid)
+    for name in names:
+        if name != main:
+            search.coordinate(name, max_evaluations)
+    if not names:
+        search.only_temperature()
+    return search.finish()
+
+
+def _return_to_faithful(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    predictor: Predictor,
+    reader: BatchReader,
+    divergence: float,
+    seed: int,
+) -> None:
+    """Set the faithful prior, from which a search on held-out data goes upwards: the one on record where it was found
+    through the same head, or else by the held-out inputs.
+    """
+    kept = posterior.record.faithful
+    if kept and kept["head"] == predictor.head:
+        if posterior.takes_prior:
+            posterior.prior_precision = kept["value"]
+        else:
+            posterior.scale = kept["value"]
+        return
+    settle_faithful(posterior, kept_inputs(loader, reader, seed, False), predictor, divergence, seed=seed)
+
+
+def _criterion(criterion: str | None, loader: Iterable[Any] | None) -> str:
+    if criterion is None:
+        return "evidence" if loader is None else "likelihood"
+    if criterion not in CRITERIA:
+        raise PosthocUQError(f"criterion must be one of {CRITERIA}, not {criterion!r}.")
+    return criterion
+
+
+def _head(
+    posterior: Posterior, head: str | None, n_samples: int, seed: int, options: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The head to tune through, and its options."""
+    name = head or recorded_head(posterior)[0]
+    head_class(name)
+    own = options or _recorded(posterior, name)
+    return name, ({"n_samples": n_samples, "seed": seed, **own} if name == "sampling" else own)
+
+
+def _recorded(posterior: Posterior, name: str) -> dict[str, Any]:
+    recorded, options = recorded_head(posterior)
+    return options if recorded == name else {}
+
+
+def plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """What of a head's options can be kept in a file."""
+    return {k: v for k, v in options.items() if isinstance(v, (bool, int, float, str))}
+
+
+def _forget_calibration(posterior: Posterior, head: str) -> None:
+    if head == "moments" and posterior.record.calibration:
+        posterior.record.calibration = {}  # it belongs to other hyperparameters than those that are tried
+        warnings.warn("tune leaves the moments head's calibration out; calibrate again.", stacklevel=3)
+
+
+def _tempered(posterior: Posterior, temperature: bool | None) -> bool:
+    logits = isinstance(posterior.likelihood, (Categorical, Bernoulli))
+    if temperature and not logits:
+        raise PosthocUQError(
+            f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
+        )
+    return logits if temperature is None else temperature
+
+
+def _check_grid(names: list[str], grid: Sequence[float]) -> None:
+    if "prior_precision" not in names:
+        raise PosthocUQError(f"prior_precisions are given, and parameters={names} leave them alone.")
+    if len(grid) == 0 or any(not 0 < value < float("inf") for value in grid):
+        raise PosthocUQError(f"prior_precisions must be positive and finite, not {list(grid)}.")
 
 
 def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
@@ -137,9 +310,10 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
         and (p != "prior_precision" or posterior.takes_prior)
     ]
     if parameters is None:
-        return [p for p in available if p != "noise" or noise]
+        main = "prior_precision" if posterior.takes_prior else "scale"
+        return [main, "noise"] if noise and regression else [main]
     unknown = [p for p in parameters if p not in available]
-    if unknown or not parameters:
+    if unknown or (not parameters and regression):
         raise PosthocUQError(
             f"parameters must be among {available} for this posterior; not {list(parameters)}."
         )

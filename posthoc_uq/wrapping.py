@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
@@ -33,7 +34,7 @@ HEADS = tuple(_CLASSES)
 def wrap(
     model: nn.Module,
     posterior: Posterior,
-    head: Literal["sampling"] = "sampling",
+    head: Literal["sampling"],
     *,
     n_samples: int = 30,
     seed: int | None = 0,
@@ -79,16 +80,23 @@ def wrap(
 
 
 @overload
-def wrap(model: nn.Module, posterior: Posterior, head: str, **options: Any) -> Predictor: ...
+def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor: ...
 
 
-def wrap(model: nn.Module, posterior: Posterior, head: str = "sampling", **options: Any) -> Predictor:
+def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor:
     """Give `model` the uncertainty of `posterior`.
 
     Args:
         model: the model the posterior was fitted on, or a copy with the same parameters on any device.
         posterior: from `fit` or `load`.
-        head: how to predict. ``"sampling"`` runs the model once per drawn set of weights, and its options are:
+        head: how to predict; by default the head, with its options, that the posterior's hyperparameters were found
+            for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training). Another
+            one than that is met with a warning, once. ``"linearized"`` takes the model to be linear in its weights,
+            which is what a Laplace posterior stands for: no sampling noise, one backward pass for every output used,
+            and a closed form for a posterior of the last layer. ``"moments"`` propagates mean and variance through
+            the layers in one pass, and needs ``predictor.calibrate(loader)`` for the scale of deep networks. Their
+            options are those of `LinearizedPredictor` and `MomentsPredictor`.
+            ``"sampling"`` runs the model once per drawn set of weights, and its options are:
             ``n_samples`` (30), draws of the weights;
             ``seed`` (0) of the draws, None to draw differently every time, or a ``generator`` in its place;
             ``keep`` (``"weights"``), or ``"seeds"`` to draw again at every prediction instead of keeping
@@ -97,11 +105,6 @@ def wrap(model: nn.Module, posterior: Posterior, head: str = "sampling", **optio
             ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
             drawn weights and the forward pass;
             ``batched`` (``"auto"``), True or False: whether many draws run in one pass.
-            ``"linearized"`` takes the model to be linear in its weights, which is what a Laplace posterior stands
-            for: no sampling noise, one backward pass for every output used, and a closed form for a posterior of the
-            last layer. ``"moments"`` propagates mean and variance through the layers in one pass, and needs
-            ``predictor.calibrate(loader)`` for the scale of deep networks. Their options are those of
-            `LinearizedPredictor` and `MomentsPredictor`.
         **options: of the head; one that it does not take is an error that names those it does.
 
     Returns:
@@ -112,15 +115,46 @@ def wrap(model: nn.Module, posterior: Posterior, head: str = "sampling", **optio
         PosteriorMismatchError: the model's parameters are not those the posterior was fitted on.
         PosthocUQError: the head is unknown, or an option or its value is not one that the head takes.
     """
+    check_match(model, posterior)
+    recorded, own = recorded_head(posterior)
+    if head is None:
+        head, options = recorded, {**own, **options}
     kind = head_class(head)
     allowed = options_of(kind)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise PosthocUQError(f"head={head!r} takes no option {unknown}; it takes {allowed}.")
-    check_match(model, posterior)
+        others = [name for name in HEADS if set(options) <= set(options_of(_CLASSES[name]))]
+        hint = f"; head={others[0]!r} does" if others else ""
+        raise PosthocUQError(f"head={head!r} takes no option {unknown}; it takes {allowed}{hint}.")
+    _warn_of_another_head(posterior, head)
     predictor = kind(model, posterior, **options)
     return_freed_memory()
     return predictor
+
+
+def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
+    """Name and options of the head that a posterior's hyperparameters were found for; ``"sampling"`` where nothing says
+    so, as in files of earlier versions.
+    """
+    kept = posterior.record.head
+    return (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
+
+
+def _warn_of_another_head(posterior: Posterior, head: str) -> None:
+    """Say, once for a posterior and a head, that its hyperparameters were found for another one."""
+    kept = posterior.record.head
+    found_for = kept.get("name")
+    by_predictions = kept.get("criterion") in ("faithful", "likelihood")
+    if found_for in (None, head) or not by_predictions or head in posterior.warned_heads:
+        return
+    posterior.warned_heads.add(head)
+    warnings.warn(
+        f"The posterior's prior precision was found for head={found_for!r}, and head={head!r} may need another: "
+        f"uq.tune(posterior, loader, criterion='faithful', head={head!r}) finds it from inputs like those of the "
+        f"training.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def options_of(kind: type[Predictor]) -> list[str]:

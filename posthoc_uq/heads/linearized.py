@@ -18,7 +18,7 @@ from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
 from posthoc_uq.heads.links import check_link, from_gaussian
 from posthoc_uq.heads.prediction import Prediction
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.products import Mode
 from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
 from posthoc_uq.likelihoods import Categorical
@@ -131,6 +131,10 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model, or the likelihood is one that no prediction is defined
                 for.
         """
+        return self.prediction_of(self.distribution(*args, **kwargs))
+
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
+        """See `Predictor`."""
         with _own_modes():
             batch, samples = _batch(args, kwargs)
             covariance: Tensor | None = None
@@ -147,11 +151,16 @@ class LinearizedPredictor(Predictor):
                     variance = covariance.diagonal(dim1=1, dim2=2)
                 else:
                     variance = self._variance(recording, samples)
+            return GaussianOutputs(mean, variance.reshape(mean.shape), covariance)
+
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
+        with _own_modes():
             return from_gaussian(
-                mean,
-                variance.reshape(mean.shape),
+                distribution.mean,
+                distribution.variance,
                 self._posterior,
-                covariance=covariance,
+                covariance=distribution.covariance,
                 link=self._link,
                 n_draws=self._n_draws,
             )

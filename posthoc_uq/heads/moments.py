@@ -17,7 +17,7 @@ from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibra
 from posthoc_uq.heads.links import check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -245,6 +245,10 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function of the model has no rule, or the outputs do not fit the likelihood.
         """
+        return self.prediction_of(self.distribution(*args, **kwargs))
+
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
+        """See `Predictor`; calibrated where a calibration fits."""
         mean, variance, covariance = self._moments(*args, **kwargs)
         if self._calibration is not None:
             corrected = self._calibration.apply(variance)
@@ -252,8 +256,17 @@ class MomentsPredictor(Predictor):
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
             variance = corrected
+        return GaussianOutputs(mean, variance, covariance)
+
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
         return from_gaussian(
-            mean, variance, self._posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
+            distribution.mean,
+            distribution.variance,
+            self._posterior,
+            covariance=distribution.covariance,
+            link=self._link,
+            n_draws=self._n_draws,
         )
 
     def calibrate(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posthoc_uq.heads.prediction import Prediction, cat
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
@@ -27,7 +28,21 @@ def hyperparameters_of(posterior: Posterior) -> dict[str, Any]:
     }
 
 
-class Predictor(nn.Module):
+class GaussianOutputs(NamedTuple):
+    """Outputs that are Gaussian under the posterior, before temperature and noise.
+
+    Attributes:
+        mean: ``(batch, outputs)``, or ``(batch,)`` for one.
+        variance: of the same shape.
+        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None = None
+
+
+class Predictor(nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction` or a `RegressionPrediction`.
 
@@ -56,6 +71,25 @@ class Predictor(nn.Module):
     def device(self) -> torch.device:
         """Where it predicts: the device of its own weights, or of the user's model if it has none."""
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
+
+    @abstractmethod
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
+        """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
+        every draw, ``(draws, batch, ...)``.
+        """
+
+    @abstractmethod
+    def prediction_of(self, distribution: Any) -> Prediction:
+        """The prediction that follows from a `distribution` of this head at the posterior's present temperature and
+        noise. Trying out several of these costs no further run of the model.
+        """
+
+    def refresh(self, seed: int) -> None:
+        """Take the posterior's present settings, where a head does not follow them by itself.
+
+        Args:
+            seed: of the draws of the weights, for a head that makes some.
+        """
 
     def identity(self) -> dict[str, Any]:
         """What its scores depend on beside the posterior, as plain values: the head and its options."""

@@ -136,6 +136,18 @@ class SamplingPredictor(Predictor):
             block = at_least_float32(block)
             yield block if temperature == 1.0 else block / temperature
 
+    def refresh(self, seed: int) -> None:
+        """See `Predictor`."""
+        self.redraw(seed)
+
+    def distribution(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Predictor`."""
+        return torch.cat([at_least_float32(block) for block in self.ensemble.blocks(*args, **kwargs)])
+
+    def prediction_of(self, distribution: Tensor) -> Prediction:
+        """See `Predictor`."""
+        return summarise(iter([distribution / self._posterior.temperature]), self._posterior)
+
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.

@@ -47,8 +47,7 @@ def warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
         warnings.warn(
             "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
             "what the trained one does: it has few data for its weights. Pass val_loader=..., restrict it with "
-            "layers='last', give prior_precision=... (1 / mean squared weight is a start), or predict with "
-            "head='linearized'.",
+            "layers='last', leave prior_precision at its default ('faithful'), or predict with head='linearized'.",
             UserWarning,
             stacklevel=3,
         )

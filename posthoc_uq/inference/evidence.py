@@ -31,20 +31,26 @@ class Trials:
         trials: one dictionary per evaluation: values and objective.
         at_edge: what was found at the edge of its search interval.
         model_alone: validation NLL of the model without a posterior, where held-out data were given.
+        given_up: validation NLL above the best that was tried, for a wider posterior.
     """
 
     trials: list[dict[str, Any]] = field(default_factory=lambda: list[dict[str, Any]]())
     at_edge: list[str] = field(default_factory=lambda: list[str]())
     model_alone: float | None = None
+    given_up: float | None = None
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The trial with the least validation NLL, or with the largest marginal likelihood; None where there are none,
-        or trials of several searches (one a layer, say), which have a best one each.
+        """The trial with the least validation NLL, or with the largest marginal likelihood.
+
+        None where there are none, where the goal is the widest posterior within a divergence, or where the trials
+        belong to several searches (one a layer, say), which have a best one each.
         """
         if not self.trials or any(list(trial) != list(self.trials[0]) for trial in self.trials):
             return None
         goal = list(self.trials[0])[-1]
+        if goal == "divergence":
+            return None
         chosen = min if goal == "validation NLL" else max
         return chosen(self.trials, key=lambda trial: trial[goal])
 
@@ -55,6 +61,8 @@ class Trials:
         lines = [_line(trial) for trial in self.trials]
         if self.best is not None:
             lines.append(f"best: {_line(self.best)}")
+        if self.given_up is not None:
+            lines.append(f"given up for a wider posterior: {self.given_up:.2g} nats")
         if self.model_alone is not None:
             lines.append(f"the model alone: validation NLL={self.model_alone:.5g}")
         lines += [f"at the edge of the search: {name}" for name in self.at_edge]

@@ -53,6 +53,8 @@ class Posterior:
         residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
         noise_scale: factor on the noise variance of the likelihood (regression).
         temperature: divides the logits in prediction (classification).
+        warned_heads: heads that `wrap` has said to be others than the one the hyperparameters were found for; no part
+            of the state.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Posterior:
         self.residual_weight: float = 1.0
         self.noise_scale: float = 1.0
         self.temperature: float = 1.0
+        self.warned_heads: set[str] = set()
         self._cache: dict[str, tuple[Any, Factor]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:

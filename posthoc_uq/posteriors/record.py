@@ -57,6 +57,10 @@ class Record:
         fit: plain values: method options, seed, timings in seconds.
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
+        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` (``"faithful"``,
+            ``"likelihood"``, ``"evidence"``, ``"given"``) by which the hyperparameters were found; or nothing.
+        faithful: the faithful prior precision (or scale) and the temperature that were found, with the ``divergence``,
+            its ``budget`` and the ``head`` they were found through; or nothing.
         calibration: the moments head's correction as plain values, with the settings it was made for; or nothing.
         referral: the threshold from which inputs are handed to a person, with what it was set for; or nothing.
     """
@@ -64,5 +68,7 @@ class Record:
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     deterministic: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    head: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    faithful: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())

@@ -60,6 +60,8 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "fit": dict(posterior.record.fit),
                 "deterministic": dict(posterior.record.deterministic),
                 "tuning": dict(posterior.record.tuning),
+                "head": dict(posterior.record.head),
+                "faithful": dict(posterior.record.faithful),
                 "calibration": dict(posterior.record.calibration),
                 "referral": dict(posterior.record.referral),
             },
@@ -143,6 +145,31 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
     return {name: shapes[name] for name in named}
 
 
+def _head(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's name, options and criterion, all there and of their kinds, or none at all."""
+    if not kept:
+        return {}
+    options = {str(name): value for name, value in dict(kept["options"]).items()}
+    if any(not isinstance(value, (bool, int, float, str)) for value in options.values()):
+        raise ValueError(f"options of a head must be plain values, not {options}")
+    return {"name": str(kept["name"]), "options": options, "criterion": str(kept["criterion"])}
+
+
+def _faithful(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The faithful prior as plain values, all there, positive and finite, or none at all."""
+    if not kept:
+        return {}
+    value = kept["value"]
+    values = dict(value) if isinstance(value, Mapping) else {"": value}
+    values = {str(name): float(number) for name, number in values.items()}
+    numbers = {name: float(kept[name]) for name in ("temperature", "divergence", "budget")}
+    positive = [*values.values(), numbers["temperature"], numbers["budget"]]
+    if not all(0.0 < number < float("inf") for number in positive):
+        raise ValueError(f"a faithful prior's numbers must be positive and finite, not {positive}")
+    whole = values if isinstance(value, Mapping) else values[""]
+    return {"head": str(kept["head"]), "value": whole, **numbers}
+
+
 def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
     """A calibration's plain values, all there and of their kinds, or none at all."""
     if not kept:
@@ -213,6 +240,8 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 dict(record["fit"]),
                 dict(record["deterministic"]),
                 dict(record["tuning"]),
+                _head(record.get("head", {})),
+                _faithful(record.get("faithful", {})),
                 _calibration(record.get("calibration", {})),
                 _referral(record.get("referral", {})),
             ),

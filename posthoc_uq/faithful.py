@@ -1,0 +1,216 @@
+"""The faithful prior: the widest posterior that still says, on the data that the network was trained on, what the
+network says.
+
+    tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
+    D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
+
+through the head that will predict, without labels and without held-out data. Where no prior precision can be set (a
+training's variances), the `scale` moves in its place. With a matched temperature, every tau has the temperature at
+which the mean entropy over the same inputs is the network's own: confidence is kept on average, and moved from inputs
+where the weights disagree to inputs where they agree.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite, log10
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.heads.classification import ClassPrediction
+from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.inference.evidence import Trials
+from posthoc_uq.likelihoods import Gaussian
+from posthoc_uq.loaders import Batch
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.replica import replicate
+
+DIVERGENCE = 0.01  # nats: the default budget
+TOLERANCE = 0.05  # decades of the prior precision
+TEMPERATURES = (0.3, 3.0)  # in which a matched temperature is looked for
+_ABOVE = 3  # decades above the weights' own precision at which a search begins
+_BELOW = 6  # decades below it at which a search ends
+_UP = 12  # decades above it at which a search gives up
+_HALVINGS = 12  # of the interval of temperatures
+
+
+@dataclass
+class Reached:
+    """What a search for the faithful prior ended with.
+
+    Attributes:
+        divergence: mean over the inputs, in nats, at the values that were set.
+        budget: what it was to stay within.
+        inputs: how many inputs it was measured on.
+        evaluations: how often they were predicted.
+    """
+
+    divergence: float
+    budget: float
+    inputs: int
+    evaluations: int
+
+    def __str__(self) -> str:
+        return (
+            f"divergence {self.divergence:.3g} of at most {self.budget:g} nats, on {self.inputs} training inputs "
+            f"predicted {self.evaluations} times"
+        )
+
+
+class FaithfulSearch:
+    """Finds the faithful prior of a posterior, and sets it.
+
+    Args:
+        posterior: whose prior precision, or scale, is set; its present temperature is the network's.
+        inputs: batches of training inputs, on the model's device.
+        predictor: through which they are predicted.
+        seed: of the draws of a head that draws weights.
+        matched: whether each prior precision has a temperature of its own.
+    """
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        inputs: Sequence[Batch],
+        predictor: Predictor,
+        *,
+        seed: int = 0,
+        matched: bool = True,
+    ) -> None:
+        self.posterior, self.predictor, self.trials = posterior, predictor, Trials()
+        self._inputs, self._seed = list(inputs), seed
+        self._temperature = posterior.temperature
+        self.matched = matched and not isinstance(posterior.likelihood, Gaussian)
+        self._prior = posterior.prior_precision if posterior.takes_prior else None
+        self._scale = posterior.scale
+        with torch.no_grad():
+            model = replicate(cast(Any, posterior.model), posterior.centre)
+            divisor = 1.0 if isinstance(posterior.likelihood, Gaussian) else posterior.temperature
+            self._outputs = [batch.call(model).detach() / divisor for batch in self._inputs]
+        self._samples = sum(len(outputs) for outputs in self._outputs)
+
+    def run(self, budget: float) -> Reached:
+        """Set the widest posterior within the budget; warns where there is none, and then sets the narrowest tried."""
+        found = self._widest(budget)
+        divergence, temperature = self._evaluated[found]
+        self._set(found)
+        self.posterior.temperature = temperature
+        if not divergence <= budget:
+            warnings.warn(
+                f"No {self._name} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
+                f"posterior that was tried is {divergence:.3g} nats from them, and is kept. A model that any change of "
+                f"the weights breaks is better served by layers='last', or head='linearized'.",
+                UserWarning,
+                stacklevel=4,
+            )
+        return Reached(divergence, budget, self._samples, len(self._evaluated))
+
+    @property
+    def _name(self) -> str:
+        return "scale" if self._prior is None else "prior precision"
+
+    def _widest(self, budget: float) -> float:
+        """Decades downwards from where the divergence is nothing, then bisection."""
+        self._evaluated: dict[float, tuple[float, float]] = {}
+        own = self._own_decade()
+        # never wider than a training made it
+        decade, low, high = own + _ABOVE, own - (_BELOW if self._prior is not None else 0), own + _UP
+        while self._divergence(decade) > budget:
+            if decade >= high:
+                return decade
+            decade += 1
+        inside = decade
+        while inside > low and self._divergence(inside - 1) <= budget:
+            inside -= 1
+        if inside <= low:
+            return inside
+        outside = inside - 1
+        while inside - outside > TOLERANCE:
+            middle = (inside + outside) / 2
+            if self._divergence(middle) <= budget:
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    def _own_decade(self) -> float:
+        """The decade of the weights' own precision; of a scale, where the training put it."""
+        if self._prior is None:
+            return 0.0
+        means = self.posterior.mean.values()
+        squares = sum(float(m.detach().double().square().sum()) for m in means)
+        return float(ceil(-log10(max(squares / sum(m.numel() for m in means), 1e-30))))
+
+    def _set(self, decade: float) -> None:
+        """A prior precision of ``10^decade`` (of several, their geometric mean), or the training's scale times that."""
+        posterior, prior = self.posterior, self._prior
+        if prior is None:
+            posterior.scale = self._scale * 10.0**decade
+        elif isinstance(prior, dict):
+            shift = sum(log10(value) for value in prior.values()) / len(prior)
+            posterior.prior_precision = {name: v * 10.0 ** (decade - shift) for name, v in prior.items()}
+        else:
+            posterior.prior_precision = 10.0**decade
+
+    def _divergence(self, decade: float) -> float:
+        """At a decade, with its temperature; kept for the end."""
+        if decade in self._evaluated:
+            return self._evaluated[decade][0]
+        self._set(decade)
+        self.posterior.temperature = self._temperature
+        value, temperature = float("inf"), self._temperature
+        try:
+            self.predictor.refresh(self._seed)
+            with torch.no_grad():
+                found = [self.predictor.distribution(*batch.args, **batch.kwargs) for batch in self._inputs]
+                temperature = self._match(found) if self.matched else temperature
+                self.posterior.temperature = temperature
+                value = self._mean(found, self.posterior.likelihood.divergence)
+        except NonFiniteError:  # draws of wild weights, or a precision that cannot be factorised
+            pass
+        value = value if isfinite(value) else float("inf")
+        self._evaluated[decade] = value, temperature
+        present = self.posterior.scale if self._prior is None else self.posterior.prior_precision
+        self.trials.trials.append({self._name: present, "temperature": temperature, "divergence": value})
+        return value
+
+    def _mean(self, found: Sequence[Any], score: Callable[[Tensor, Any], Tensor]) -> float:
+        """Mean over all inputs of a score of outputs and predictions."""
+        total = 0.0
+        for outputs, distribution in zip(self._outputs, found, strict=True):
+            total += float(score(outputs, self.predictor.prediction_of(distribution)).double().sum())
+        return total / self._samples
+
+    def _match(self, found: Sequence[Any]) -> float:
+        """The temperature at which the mean entropy is the network's, or the present one where there is none."""
+        wanted = self._network_entropy()
+
+        def excess(factor: float) -> float:
+            self.posterior.temperature = self._temperature * factor
+            return self._mean(found, lambda _, p: cast(ClassPrediction, p).entropy()) - wanted
+
+        low, high = (log10(bound) for bound in TEMPERATURES)
+        if not (excess(10**low) <= 0.0 <= excess(10**high)):  # NaN included
+            return self._temperature
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if excess(10**middle) > 0.0:
+                high = middle
+            else:
+                low = middle
+        return self._temperature * 10.0 ** ((low + high) / 2)
+
+    def _network_entropy(self) -> float:
+        total = 0.0
+        for outputs in self._outputs:
+            logits = outputs.reshape(len(outputs), -1).double()
+            if logits.shape[1] == 1:
+                logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
+            logs = logits.log_softmax(1)
+            total -= float(torch.where(logs.isneginf(), 0.0, logs.exp() * logs).sum())
+        return total / self._samples
