@@ -18,10 +18,13 @@ each ``--seeds`` or ``--pairs`` of its own.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import _choices
 import _harm
+import _novelty
 import torch
 from _cache import Rows
 from _common import machine, write_json
@@ -49,28 +52,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = Rows(options.output / "rows", options.keep, not options.show)
     if options.smoke:
-        options.harm, options.pairs, options.seeds = True, ["iris, mlp relu", "diabetes, mlp relu"], [0]
+        options.harm = options.choose = True
+        options.pairs, options.seeds = ["iris, mlp relu", "diabetes, mlp relu"], [0]
+    pairs = pairs_named(options.pairs, (*CLASSIFIERS, *REGRESSORS))
     if options.harm:
-        pairs = pairs_named(options.pairs, (*CLASSIFIERS, *REGRESSORS))
-        found = []
-        for row in _harm.rows_of(rows, pairs, options.seeds, options.rows):
-            found.append(row)
-            if not options.show:
-                print(told(row), flush=True)
+        found = collected(_harm.rows_of(rows, pairs, options.seeds, options.rows), options.show)
         results = _harm.summary(found, pairs)
         report(options.output, "harm", _harm.tables(results), {"pairs": results, "rows": found})
+    if options.novelty:
+        found = collected(_novelty.rows_of(rows, pairs, options.seeds, options.rows), options.show)
+        if options.pairs is None:
+            found += collected(_novelty.imagenet_rows(rows, options.rows), options.show)
+        report(options.output, "novelty", _novelty.tables(found), {"rows": found})
+    if options.choose:
+        found = collected(_choices.rows_of(rows, options.seeds, options.rows, options.pairs), options.show)
+        report(options.output, "choose", _choices.tables(found), {"rows": found})
     for line in rows.missing.values():
         print(line)
 
 
-def told(row: dict[str, object]) -> str:
+def collected(found: Iterable[dict[str, Any]], silent: bool) -> list[dict[str, Any]]:
+    """All rows, each told as soon as it is there."""
+    rows: list[dict[str, Any]] = []
+    for row in found:
+        rows.append(row)
+        if not silent:
+            print(told(row), flush=True)
+    return rows
+
+
+def told(row: dict[str, Any]) -> str:
     """A row as a line for the terminal."""
     return ", ".join(
         f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}" for key, value in row.items()
     )
 
 
-def report(folder: Path, name: str, text: str, results: dict[str, object]) -> None:
+def report(folder: Path, name: str, text: str, results: dict[str, Any]) -> None:
     """Tables on the terminal and in the folder, with the JSON file."""
     folder.mkdir(parents=True, exist_ok=True)
     print(f"\n{text}")
