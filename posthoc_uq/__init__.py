@@ -18,7 +18,7 @@ from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import refer, set_referral
+from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail, set_referral
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.function_space import function_space_kl
 from posthoc_uq.likelihoods import Likelihood
@@ -52,6 +52,8 @@ __all__ = [
     "inspect",
     "load",
     "refer",
+    "referral_reasons",
+    "referral_tail",
     "save",
     "set_referral",
     "tune",

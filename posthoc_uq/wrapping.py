@@ -90,12 +90,13 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         model: the model the posterior was fitted on, or a copy with the same parameters on any device.
         posterior: from `fit` or `load`.
         head: how to predict; by default the head, with its options, that the posterior's hyperparameters were found
-            for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training). Another
-            one than that is met with a warning, once. ``"linearized"`` takes the model to be linear in its weights,
-            which is what a Laplace posterior stands for: no sampling noise, one backward pass for every output used,
-            and a closed form for a posterior of the last layer. ``"moments"`` propagates mean and variance through
-            the layers in one pass, and needs ``predictor.calibrate(loader)`` for the scale of deep networks. Their
-            options are those of `LinearizedPredictor` and `MomentsPredictor`.
+            for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training), or the
+            one that takes the options given. Another one than that is met with a warning, once.
+            ``"linearized"`` takes the model to be linear in its weights, which is what a Laplace posterior stands for:
+            no sampling noise, one backward pass for every output used, and a closed form for a posterior of the last
+            layer. ``"moments"`` propagates mean and variance through the layers in one pass, and needs
+            ``predictor.calibrate(loader)`` for the scale of deep networks. Their options are those of
+            `LinearizedPredictor` and `MomentsPredictor`.
             ``"sampling"`` runs the model once per drawn set of weights, and its options are:
             ``n_samples`` (30), draws of the weights;
             ``seed`` (0) of the draws, None to draw differently every time, or a ``generator`` in its place;
@@ -116,16 +117,13 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         PosthocUQError: the head is unknown, or an option or its value is not one that the head takes.
     """
     check_match(model, posterior)
-    recorded, own = recorded_head(posterior)
     if head is None:
-        head, options = recorded, {**own, **options}
+        head, options = _fitting_head(posterior, options)
     kind = head_class(head)
     allowed = options_of(kind)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        others = [name for name in HEADS if set(options) <= set(options_of(_CLASSES[name]))]
-        hint = f"; head={others[0]!r} does" if others else ""
-        raise PosthocUQError(f"head={head!r} takes no option {unknown}; it takes {allowed}{hint}.")
+        raise PosthocUQError(f"head={head!r} takes no option {unknown}; it takes {allowed}.")
     _warn_of_another_head(posterior, head)
     predictor = kind(model, posterior, **options)
     return_freed_memory()
@@ -138,6 +136,15 @@ def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
     """
     kept = posterior.record.head
     return (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
+
+
+def _fitting_head(posterior: Posterior, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The recorded head with its options and those given; where it does not take the latter, the head that does."""
+    recorded, own = recorded_head(posterior)
+    takers = [name for name in HEADS if set(options) <= set(options_of(_CLASSES[name]))]
+    if recorded in takers or not takers:
+        return recorded, {**own, **options}
+    return takers[0], options
 
 
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:

@@ -113,6 +113,8 @@ def test_wrong_usage_ends_with_2(place: Path) -> None:
         (["--referral-rate", "0.1"], "need held-out data"),
         (["--no-search"], "leaves nothing to do"),
         (["--referral-score", "entropy"], "belongs to --referral-rate"),
+        (["--referral-score", "entropy,entropy"], "is not a score, nor different scores"),
+        (["--referral-score", "entropy,"], "is not a score, nor different scores"),
         (["--mean", "a,b"], "is not numbers"),
         (["--head-option", "keep"], "NAME=VALUE"),
     ):

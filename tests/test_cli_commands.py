@@ -383,6 +383,42 @@ class TestPredict:
         result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--head", "sampling")
         assert "The column flag stays empty." in result.stderr and result.stderr.count("\n") == 1
 
+    def test_flags_by_several_scores_name_the_one(self, place: Path, copy: Path) -> None:
+        head = ["--head", "linearized", "--link", "mc"]
+        names = ["entropy", "functional_variance"]
+        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.4]
+        said = run_json(
+            "tune", copy, *model_options(place), *data, *head, "--referral-score", ", ".join(names)
+        )
+        thresholds = said["threshold"]
+        assert said["score"] == names == list(thresholds)
+        out = copy.with_suffix(".csv")
+        summary = run_json("predict", copy, place / "val", *model_options(place), "-o", out)
+        rows = table(out)
+        assert list(rows[0])[-6:] == "entropy mutual_information functional_variance flag reason tail".split()
+
+        posterior = uq.load(copy, trained(place))
+        predictor = uq.wrap(trained(place), posterior, "linearized", link="mc")
+        x, _ = tensors(place / "val")
+        with torch.no_grad():
+            prediction = predictor(x)
+            reasons = uq.referral_reasons(predictor, prediction)
+            tail = uq.referral_tail(predictor, prediction)
+        lists = zip(*(flags.tolist() for flags in reasons.values()), strict=True)
+        named = ["+".join(n for n, flag in zip(reasons, flags, strict=True) if flag) for flags in lists]
+        assert [row["reason"] for row in rows] == named
+        assert column(rows, "tail") == pytest.approx(tail.numpy(), rel=1e-3, abs=1e-3)
+        assert [row["flag"] for row in rows] == ["1" if name else "0" for name in named]
+        assert 6 <= summary["flagged"] == sum(map(bool, named)) <= math.floor(0.4 * 18)
+        assert "+".join(names) in named or set(names) <= set(named)
+
+        text = run("inspect", copy).stdout
+        rule = " or ".join(f"{name} above {thresholds[name]:.6g}" for name in names)
+        assert f"{rule} (a share 0.4 of 18 inputs), head linearized" in text
+        result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--head", "moments")
+        assert "The column flag stays empty." in result.stderr
+        assert {(row["flag"], row["reason"], row["tail"]) for row in table(out)} == {("", "", "")}
+
     def test_the_draws_of_the_threshold_are_the_default(self, place: Path, copy: Path) -> None:
         data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5, "--n-samples", 7]
         run("tune", copy, *model_options(place), *data)
@@ -472,6 +508,11 @@ class TestRegression:
         half = 0.6744897501960817 * deviation  # the upper quartile of a standard normal
         assert column(rows, "upper") - column(rows, "mean") == pytest.approx(half, rel=1e-3, abs=1e-4)
         assert column(rows, "mean") - column(rows, "lower") == pytest.approx(half, rel=1e-3, abs=1e-4)
+        both = ["--referral-rate", 0.1, "--referral-score", "standard_deviation,epistemic_variance"]
+        run("tune", file, *line, "--data", f"{code}:points", "--no-search", *both, "--n-samples", 5)
+        assert run_json("predict", file, f"{code}:points", *line, "-o", out, *options)["flagged"] <= 4
+        assert list(table(out)[0])[-3:] == ["flag", "reason", "tail"]
+        assert {row["reason"] for row in table(out) if row["flag"] == "0"} == {""}
         text = run("inspect", file).stdout
         assert "gaussian" in text.lower() or "regression" in text
         assert "noise variance" in text and "dense" in text
@@ -515,6 +556,22 @@ class TestEvaluate:
         assert run_json("predict", copy, place / "val", *options, "-o", out)["flagged"] == math.floor(
             0.3 * 18
         )
+
+    def test_a_table_and_thresholds_on_two_scores(self, place: Path, copy: Path) -> None:
+        options = [*model_options(place), "--n-samples", 6, "--ood", f"noise={place / 'flat'}"]
+        scores = ["--referral-rate", 0.3, "--referral-score", "entropy,mutual_information"]
+        page = copy.with_suffix(".html")
+        result = run("evaluate", copy, place / "val", *options, *scores, "--report", page)
+        referral = uq.load(copy, trained(place)).record.referral
+        entropy, information = (own["threshold"] for own in referral["scores"].values())
+        rule = f"entropy above {entropy:.6g} or mutual_information above {information:.6g}"
+        assert f"referral: {rule}; kept in {copy}" in result.stdout
+        assert "entropy and mutual_information" in result.stdout and "by mutual_information" in result.stdout
+        assert "Referred by the thresholds" in page.read_text() and "referred by " in page.read_text()
+        said = run_json("evaluate", copy, place / "val", *options, *scores)
+        assert said["threshold"] == {"entropy": entropy, "mutual_information": information}
+        assert said["score"] == ["entropy", "mutual_information"] and said["rule"] == rule
+        assert "entropy and mutual_information" in said["foreign"]["inf, sampling"]["noise"]
 
     def test_labels_are_needed(self, place: Path, copy: Path) -> None:
         said = failure("evaluate", copy, place / "flat", *model_options(place))

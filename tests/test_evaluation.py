@@ -6,6 +6,7 @@ import base64
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import BytesIO
 
@@ -17,6 +18,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.heads.scores import uncertainty_scores
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +288,42 @@ class TestFiles:
         assert torch.equal(example.image, x[example.index]) and example.label == int(y[example.index])
 
 
+class TestJointScores:
+    def test_foreign_data_by_two_scores_by_hand(self, images, compared):
+        model, _, (x, y), foreign = images
+        _, predictor = compared
+        names = ("entropy", "mutual_information")
+        evaluation = uq.evaluate(
+            {"network": model, "INF": predictor},
+            loader_of(x, y),
+            ood_loaders={"noise": loader_of(foreign)},
+            joint=[names],
+            progress=False,
+        )
+        with torch.no_grad():
+            inside, outside = (uncertainty_scores(predictor(data)) for data in (x, foreign))
+
+        def shares(judged):
+            found = [np.interp(judged[s], np.sort(inside[s]), np.arange(230, 0, -1) / 230) for s in names]
+            beyond = [(judged[s] - inside[s].max()).clamp(min=0).numpy() for s in names]
+            return -np.log(np.min(found, axis=0)) + 1e3 * np.max(beyond, axis=0)
+
+        scores = np.concatenate([shares(inside), shares(outside)])
+        expected = roc_auc_score(np.arange(320) >= 230, scores)
+        found = evaluation.foreign["INF"]["noise"]["entropy and mutual_information"]
+        assert found["AUROC"] == pytest.approx(expected, abs=1e-6)
+        assert "entropy and mutual_information" not in evaluation.foreign["network"]["noise"]
+        assert any(row["score"] == "entropy and mutual_information" for row in evaluation.rows())
+        assert "entropy and mutual_information" in str(evaluation)
+        assert "entropy and mutual_information" not in evaluation.selective["INF"]
+
+    @pytest.mark.parametrize("joint", [["entropy"], [("entropy", "novel")], [()]])
+    def test_groups_that_are_none(self, images, joint):
+        model, _, (x, y), _ = images
+        with pytest.raises(uq.PosthocUQError, match="joint holds groups of scores"):
+            uq.evaluate(model, loader_of(x, y), joint=joint, progress=False)
+
+
 class TestReferral:
     def test_the_share_that_is_referred(self, images, compared, tmp_path):
         model, posterior, (x, _), _ = images
@@ -358,6 +396,113 @@ class TestReferral:
         with torch.no_grad():
             flags = uq.refer(predictor, predictor(torch.full_like(x[:2], float("nan"))))
         assert bool(flags.all())
+
+    def test_by_several_scores(self, images, compared, tmp_path):
+        model, posterior, (x, _), foreign = images
+        evaluation, predictor = compared
+        names = ("entropy", "mutual_information", "functional_variance")
+        thresholds = evaluation.set_referral(0.1, names)
+        with torch.no_grad():
+            prediction = predictor(x)
+            scores = uncertainty_scores(prediction)
+            reasons = uq.referral_reasons(predictor, prediction)
+            flags = uq.refer(predictor, prediction)
+            tail = uq.referral_tail(predictor, prediction)
+            strange = uq.referral_tail(predictor, predictor(30 * foreign))
+        assert tuple(thresholds) == tuple(reasons) == names and 20 < int(flags.sum()) <= 23
+        for name in names:
+            assert torch.equal(reasons[name], scores[name] > thresholds[name]) and bool(reasons[name].any())
+        assert torch.equal(flags, torch.stack(list(reasons.values())).any(0))
+        shares = torch.stack([(scores[s][:, None] <= scores[s]).double().mean(1) for s in names]).amin(0)
+        assert torch.allclose(tail, shares, atol=0.01) and tail[flags].max() < tail[~flags].min() + 0.005
+        assert bool((strange == 0).any())
+
+        uq.save(posterior, tmp_path / "p.h5")
+        loaded = uq.load(tmp_path / "p.h5", model)
+        assert loaded.record.referral == posterior.record.referral
+        kept = loaded.record.referral
+        assert {len(own["quantiles"]) for own in kept["scores"].values()} == {200} == {len(kept["shares"])}
+        again = uq.wrap(model, loaded, n_samples=12)
+        with torch.no_grad():
+            for name, flag in uq.referral_reasons(again, again(x)).items():
+                assert torch.equal(flag, reasons[name])
+            assert torch.equal(uq.referral_tail(again, again(x)), tail)
+        assert f"entropy above {thresholds['entropy']:.4g} or mutual_information above" in str(
+            loaded.report()
+        )
+
+    def test_what_several_scores_refer_is_shown(self, compared, tmp_path):
+        evaluation, predictor = compared
+        evaluation.set_referral(0.2, ("entropy", "functional_variance"))
+        by_data = evaluation.referral_reasons()
+        assert list(by_data) == ["test", "noise"] and evaluation.referral_reasons("network") == {}
+        header, rows = evaluation.tables()["Referred by the thresholds of the posterior"]
+        assert header == ["model", "data", "referred", "by entropy", "by functional_variance"]
+        for (data, reasons), row in zip(by_data.items(), rows, strict=True):
+            entropy, variance = reasons["entropy"], reasons["functional_variance"]
+            expected = [float(flags.double().mean()) for flags in (entropy | variance, entropy, variance)]
+            assert row[:2] == ["INF", data] and row[2:] == pytest.approx(expected)
+        page = evaluation.report(tmp_path / "r.html").read_text()
+        assert "Referred by the thresholds" in page and "several may refer one input" in page
+        shown = [example for examples in evaluation.galleries.values() for example in examples]
+        lines = [
+            " and ".join(name.replace("_", " ") for name in by_data[e.data] if by_data[e.data][name][e.index])
+            for e in shown
+        ]
+        assert len(set(lines)) > 1 and {e.data for e in shown} == {"test", "noise"}
+        assert re.findall(r"referred by ([a-z ]+)</div>", page) == [line for line in lines if line]
+        predictor.posterior.record.referral = {}
+        assert "Referred by" not in str(evaluation)
+
+    def test_one_of_several_scores_that_is_nan_refers(self, images, compared):
+        _, _, (x, _), _ = images
+        evaluation, predictor = compared
+        evaluation.set_referral(0.0, ["entropy", "functional_variance"])
+        with torch.no_grad():
+            prediction = predictor(x[:3])
+        assert not bool(uq.refer(predictor, prediction).any())
+        variance = prediction.logits_variance.clone()
+        variance[1] = float("nan")
+        broken = replace(prediction, logits_variance=variance)
+        assert uq.refer(predictor, broken).tolist() == [False, True, False]
+        reasons = uq.referral_reasons(predictor, broken)
+        assert reasons["functional_variance"].tolist() == [False, True, False]
+        assert not bool(reasons["entropy"].any())
+        assert uq.referral_tail(predictor, broken).isnan().tolist() == [False, True, False]
+
+    def test_several_scores_that_cannot_be(self, images, compared):
+        _, _, (x, _), _ = images
+        evaluation, predictor = compared
+        evaluation.set_referral(0.1, "entropy")
+        with torch.no_grad():
+            prediction = predictor(x)
+        for scores, message in (
+            ((), "one score or by several different ones"),
+            (("entropy", "entropy"), "several different ones"),
+            (("entropy", "novel"), "A score is one of"),
+            (("entropy", "standard_deviation"), "does not know the score"),
+        ):
+            with pytest.raises(uq.PosthocUQError, match=message):
+                uq.set_referral(predictor, prediction, 0.1, scores)
+        with pytest.raises(uq.PosthocUQError, match=r"below 1, not 2\.5"):
+            uq.set_referral(predictor, prediction, 2.5, ("entropy", "functional_variance"))
+        with pytest.raises(uq.PosthocUQError, match=r"set the referral by a tuple, \('entropy',\) for one"):
+            uq.referral_tail(predictor, prediction)
+
+    def test_values_by_several_scores(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(80, 2, generator=generator)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+        y = torch.cat([x, x], 1)[:, 1:3] + 0.1 * torch.randn(80, 2, generator=generator)
+        posterior = uq.fit(model, [(x, y)], likelihood="regression", prior_precision=2.0, progress=False)
+        predictor = uq.wrap(model, posterior, "linearized")
+        names = ("standard_deviation", "epistemic_variance")
+        prediction = predictor.predict([x], progress=False)
+        thresholds = uq.set_referral(predictor, prediction, 0.2, names)
+        flags = uq.refer(predictor, prediction)
+        assert tuple(thresholds) == names and 15 <= int(flags.sum()) <= 16
+        assert bool(uq.refer(predictor, predictor(100 + x)).all())
 
     def test_a_plain_model_keeps_no_threshold(self, compared):
         evaluation, _ = compared

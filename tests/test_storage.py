@@ -13,6 +13,7 @@ from collections.abc import Callable
 from io import BytesIO
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -780,6 +781,115 @@ def put(*keys: object, value: object) -> Callable[[dict], None]:
         state[keys[-1]] = value
 
     return change
+
+
+REFERRAL = {
+    "scores": {
+        "entropy": {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]},
+        "mutual_information": {"threshold": 0.25, "quantiles": [0.25, 0.25, 0.0]},
+    },
+    "shares": [1 / 3, 2 / 3, 1.0],
+    "rate": 0.4,
+    "inputs": 3,
+    "head": {"head": "sampling"},
+    "posterior": {"scale": 1.0},
+}
+SINGLE = {
+    "score": "entropy",
+    "rate": 0.05,
+    "threshold": 0.75,
+    "inputs": 100,
+    "head": {"head": "sampling"},
+    "posterior": {"scale": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [REFERRAL, SINGLE, SINGLE | {"rate": 1.0, "threshold": -float("inf")}, {}],
+    ids=["several scores", "one score", "all referred", "none"],
+)
+def test_a_referral_in_a_file_is_read_as_it_was(
+    kept: dict[str, Any], saved: tuple[Path, nn.Module, Posterior]
+) -> None:
+    path, model, _ = saved
+    edit_state(path, put("attributes", "record", "referral", value=kept))
+    assert load(path, model).record.referral == kept == inspect(path)["referral"]
+    save(load(path, model), path)
+    assert load(path, model).record.referral == kept
+
+
+def referral(*keys: str, value: object, base: dict[str, Any] = REFERRAL) -> Callable[[dict], None]:
+    """A file's description whose referral has one value changed, or without it where that is None."""
+
+    def change(state: dict) -> None:
+        kept = json.loads(json.dumps(base))
+        place = kept
+        for key in keys[:-1]:
+            place = place[key]
+        if value is None:
+            del place[keys[-1]]
+        else:
+            place[keys[-1]] = value
+        state["attributes"]["record"]["referral"] = kept
+
+    return change
+
+
+REFERRALS: dict[str, Callable[[dict], None]] = {
+    "rate 2.5": referral("rate", value=2.5),
+    "rate NaN": referral("rate", value=float("nan")),
+    "rate below 0": referral("rate", value=-0.1),
+    "rate a text": referral("rate", value="often"),
+    "no rate": referral("rate", value=None),
+    "threshold NaN": referral("scores", "entropy", "threshold", value=float("nan")),
+    "threshold infinite": referral("scores", "entropy", "threshold", value=float("inf")),
+    "threshold of no input": referral("scores", "entropy", "threshold", value=2.5),
+    "no threshold": referral("scores", "entropy", "threshold", value=None),
+    "quantiles unsorted": referral("scores", "entropy", "quantiles", value=[2.0, 0.1, 0.5]),
+    "quantiles ascending": referral("scores", "entropy", "quantiles", value=[0.1, 0.5, 2.0]),
+    "quantile NaN": referral("scores", "entropy", "quantiles", value=[2.0, float("nan"), 0.1]),
+    "quantile infinite": referral("scores", "entropy", "quantiles", value=[float("inf"), 0.5, 0.1]),
+    "quantiles too far apart": referral("scores", "entropy", "quantiles", value=[1.7e308, 0.5, -1.7e308]),
+    "quantile a list": referral("scores", "entropy", "quantiles", value=[2.0, [0.5], 0.1]),
+    "quantile huge": referral("scores", "entropy", "quantiles", value=[10**400, 0.5, 0.1]),
+    "too few quantiles": referral("scores", "entropy", "quantiles", value=[2.0, 0.1]),
+    "too many quantiles": referral("scores", "entropy", "quantiles", value=[2.0, 0.5, 0.5, 0.1]),
+    "quantiles a text": referral("scores", "entropy", "quantiles", value="210"),
+    "no quantiles": referral("scores", "entropy", "quantiles", value=None),
+    "shares unsorted": referral("shares", value=[2 / 3, 1 / 3, 1.0]),
+    "shares equal": referral("shares", value=[1 / 3, 1 / 3, 1.0]),
+    "shares from 0": referral("shares", value=[0.0, 0.5, 1.0]),
+    "shares beyond 1": referral("shares", value=[0.5, 1.0, 1.5]),
+    "shares below 1": referral("shares", value=[0.3, 0.5, 0.9]),
+    "share NaN": referral("shares", value=[1 / 3, float("nan"), 1.0]),
+    "too few shares": referral("shares", value=[0.5, 1.0]),
+    "no shares": referral("shares", value=None),
+    "no scores": referral("scores", value={}),
+    "scores a list": referral("scores", value=["entropy"]),
+    "score a number": referral("scores", "entropy", value=3),
+    "unknown score": referral("scores", "magic", value=REFERRAL["scores"]["entropy"]),
+    "no inputs": referral("inputs", value=0),
+    "other inputs": referral("inputs", value=5),
+    "infinite inputs": referral("inputs", value=float("inf")),
+    "head a text": referral("head", value="sampling"),
+    "single: rate": referral("rate", value=2.5, base=SINGLE),
+    "single: rate NaN": referral("rate", value=float("nan"), base=SINGLE),
+    "single: threshold NaN": referral("threshold", value=float("nan"), base=SINGLE),
+    "single: no threshold": referral("threshold", value=None, base=SINGLE),
+    "single: unknown score": referral("score", value="magic", base=SINGLE),
+}
+
+
+@pytest.mark.parametrize("case", REFERRALS)
+def test_referrals_that_cannot_be(case: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
+    path, model, _ = saved
+    edit_state(path, REFERRALS[case])
+    with pytest.raises(CorruptPosteriorError, match="cannot be loaded"):
+        load(path, model)
+    if case in ("rate 2.5", "quantiles unsorted", "unknown score", "single: threshold NaN"):
+        with pytest.raises(CorruptPosteriorError, match="cannot be loaded"):
+            inspect(path)
 
 
 DESCRIPTIONS: dict[str, Callable[[dict], None]] = {

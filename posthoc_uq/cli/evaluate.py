@@ -7,7 +7,14 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import Setting, data_options, head_options, model_options, names_option
+from posthoc_uq.cli.options import (
+    Setting,
+    data_options,
+    head_options,
+    model_options,
+    names_option,
+    referral_score_option,
+)
 
 
 @click.command("evaluate", cls=Command, short_help="Measure a posterior beside the model alone.")
@@ -30,9 +37,7 @@ from posthoc_uq.cli.options import Setting, data_options, head_options, model_op
     metavar="SHARE",
     help="Set the threshold above which this share of DATA lies, in FILE; predict flags by it.",
 )
-@click.option(
-    "--referral-score", metavar="SCORE", help="Which uncertainty; entropy, or standard_deviation of values."
-)
+@referral_score_option
 @names_option
 @head_options("the one that the file's threshold was set for, else sampling")
 @data_options
@@ -59,6 +64,6 @@ def command(file: str, data: str, as_json: bool, **given: Any) -> None:
         return
     say(summary["text"])
     if summary["threshold"] is not None:
-        say(f"\nreferral: {summary['score']} above {summary['threshold']:.6g}; kept in {file}")
+        say(f"\nreferral: {summary['rule']}; kept in {file}")
     for path in summary["written"]:
         say(f"Written to {path}.")

@@ -17,6 +17,7 @@ from posthoc_uq.cli.session import (
 )
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.evaluation import evaluate
+from posthoc_uq.posteriors.referral import rule_of
 
 
 def run(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
@@ -35,18 +36,21 @@ def run(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[
         for name, place in given["ood"]
     }
     predictor = predictor_of(source, posterior, given)
+    score = given["referral_score"]
+    several = isinstance(score, tuple)
     found = evaluate(
         {"model alone": source.model, f"{posterior.method}, {predictor.head}": predictor},
         data.loader,
         ood_loaders=foreign,
-        score=given["referral_score"],
+        score=None if several else score,
+        joint=[score] if several else (),
         class_names=output_names(source, data, given["class_names"]),
         display=None if data.files is None else source.transform.display,
         progress=progress,
     )
     threshold = None
     if given["referral_rate"] is not None:
-        threshold = found.set_referral(given["referral_rate"])
+        threshold = found.set_referral(given["referral_rate"], score)
     if given["csv_path"] is not None:
         found.to_csv(given["csv_path"])
     if given["json_file"] is not None:
@@ -58,7 +62,8 @@ def run(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[
     return {
         **found.to_dict(),
         "threshold": threshold,
-        "score": found.default_score if threshold is not None else None,
+        "score": (score or found.default_score) if threshold is not None else None,
+        "rule": rule_of(posterior.record.referral) if threshold is not None else None,
         "head": predictor.identity(),
         "written": outputs,
         "text": str(found),

@@ -84,6 +84,8 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"standard deviations times {exp(calibration['alpha']):.3g}, error left {calibration['residual']:.0%}",
             )
         )
+    from posthoc_uq.posteriors.referral import rule_of
+
     referral: Mapping[str, Any] = found["referral"]
     if referral:
         own: dict[str, Any] = dict(referral["head"])
@@ -93,7 +95,7 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             (
                 "referral",
-                f"{referral['score']} above {referral['threshold']:.6g} (a share {referral['rate']:g} of "
+                f"{rule_of(referral)} (a share {referral['rate']:g} of "
                 f"{referral['inputs']:,} inputs), {head}",
             )
         )

@@ -78,6 +78,20 @@ class Setting(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
             return name.replace("-", "_"), text
 
 
+class Scores(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
+    """The name of a score, or the names of several with commas between them, as a tuple."""
+
+    name = "scores"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        names = [name.strip() for name in value.split(",")]
+        if not all(names) or len(set(names)) < len(names):
+            self.fail(f"{value!r} is not a score, nor different scores with commas between them.", param, ctx)
+        return tuple(names) if len(names) > 1 else names[0]
+
+
 model_options = together(
     [
         click.option(
@@ -140,6 +154,13 @@ data_options = together(
             help="Processes that read images; by default by the number of cores, 0 for none.",
         ),
     ]
+)
+
+referral_score_option = click.option(
+    "--referral-score",
+    type=Scores(),
+    metavar="SCORE[,SCORE]",
+    help="Which uncertainty; entropy, or standard_deviation of values. Of several, any may refer an input.",
 )
 
 names_option = click.option(

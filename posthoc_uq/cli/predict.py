@@ -40,7 +40,8 @@ def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
     head does not know it), and flag: 1 for an image to hand to a person, by the threshold that tune or evaluate set,
     0 for others, empty without a threshold. Of values: file, mean, standard_deviation, epistemic_sd, lower, upper,
-    flag. The CSV appears under its name when it is complete.
+    flag. With thresholds on several scores also reason, the scores that refer the image, and tail, the share of
+    familiar inputs that are at least as extreme. The CSV appears under its name when it is complete.
 
     \b
     Examples:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ from posthoc_uq.cli.session import (
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import refer
+from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail
 from posthoc_uq.heads.scores import uncertainty_scores
 from posthoc_uq.loaders import Bar, BatchReader, batches
+from posthoc_uq.posteriors.referral import thresholds_of
 from posthoc_uq.randomness import isolated_random_state
 
 _SHOWN = ("entropy", "mutual_information")
-Flag = Callable[[Prediction], Tensor]
 
 
 def run(path: str, spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def run(path: str, spec: str, output: str, given: Mapping[str, Any], progress: b
     names = output_names(source, data, given["class_names"])
     start = time.perf_counter()
     rows = flagged = 0
-    flag: Flag | None = None
+    applies = False
     table: _Table | None = None
     with growing_file(output) as file:
         writer = csv.writer(file)
@@ -54,35 +54,50 @@ def run(path: str, spec: str, output: str, given: Mapping[str, Any], progress: b
             for batch in batches(data.loader, BatchReader(source.device)):
                 prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
                 if table is None:
-                    flag = _flag(predictor, prediction)
+                    applies = _applies(predictor, prediction)
                     table = _Table(prediction, posterior.record.referral, names, given)
                     writer.writerow(table.header)
                 numbers = batch.targets if data.numbered else None
-                flags = None if flag is None else flag(prediction)
+                flags = _flags(predictor, prediction) if applies else None
                 writer.writerows(table.rows(prediction, _files(data, numbers, rows, len(prediction)), flags))
                 rows += len(prediction)
-                flagged += 0 if flags is None else int(flags.sum())
+                flagged += 0 if flags is None else sum(bool(names) for names in flags.reasons)
                 bar.advance(len(prediction))
     return {
         "output": output,
         "rows": rows,
-        "flagged": None if flag is None else flagged,
+        "flagged": flagged if applies else None,
         "skipped": [trouble.name for trouble in data.skipped],
         "seconds": time.perf_counter() - start,
         "head": predictor.identity(),
     }
 
 
-def _flag(predictor: Predictor, prediction: Prediction) -> Flag | None:
-    """What tells which inputs to flag, or None, with a warning where the file has a threshold that does not apply."""
+class _Flags(NamedTuple):
+    """Of each input, the scores that refer it, and how extreme it is among familiar ones (with several scores)."""
+
+    reasons: list[list[str]]
+    tails: list[float] | None
+
+
+def _flags(predictor: Predictor, prediction: Prediction) -> _Flags:
+    by_score = referral_reasons(predictor, prediction)
+    flags = zip(*(flag.tolist() for flag in by_score.values()), strict=True)
+    reasons = [[name for name, flag in zip(by_score, row, strict=True) if flag] for row in flags]
+    several = "scores" in predictor.posterior.record.referral
+    return _Flags(reasons, referral_tail(predictor, prediction).tolist() if several else None)
+
+
+def _applies(predictor: Predictor, prediction: Prediction) -> bool:
+    """Whether there is a threshold to flag by; warns where the file has one that does not apply."""
     if not predictor.posterior.record.referral:
-        return None
+        return False
     try:
         refer(predictor, prediction)
     except PosthocUQError as error:
         warnings.warn(f"The column flag stays empty. {error}", stacklevel=2)
-        return None
-    return lambda found: refer(predictor, found)
+        return False
+    return True
 
 
 def _files(data: Data, numbers: Tensor | None, before: int, count: int) -> Sequence[str]:
@@ -114,24 +129,39 @@ class _Table:
                 )
             self._k = min(given["top_k"], classes)
             columns = [f"{what}_{i}" for i in range(1, self._k + 1) for what in ("label", "probability")]
-            other = referral.get("score")  # what the flag goes by is shown
-            self._scores = [*_SHOWN, *([other] if other is not None and other not in _SHOWN else [])]
-            self.header = ["file", *columns, *self._scores, "flag"]
+            # what the flag goes by is shown
+            self._scores = [*_SHOWN, *(score for score in thresholds_of(referral) if score not in _SHOWN)]
+            columns += self._scores
         else:
             outputs = 1 if prediction.mean.ndim == 1 else prediction.mean.shape[1]
             kinds = ("mean", "standard_deviation", "epistemic_sd", "lower", "upper")
             columns = [
                 kind if outputs == 1 else f"{kind}_{i}" for i in range(1, outputs + 1) for kind in kinds
             ]
-            self.header = ["file", *columns, "flag"]
+        self._several = "scores" in referral
+        self.header = ["file", *columns, "flag", *(["reason", "tail"] if self._several else [])]
 
-    def rows(self, prediction: Prediction, files: Sequence[str], flags: Tensor | None) -> list[list[str]]:
+    def rows(self, prediction: Prediction, files: Sequence[str], flags: _Flags | None) -> list[list[str]]:
         """The rows of one batch."""
         middle = (
             self._classes(prediction) if isinstance(prediction, ClassPrediction) else self._values(prediction)
         )
-        last = [""] * len(files) if flags is None else [str(int(flag)) for flag in flags.tolist()]
-        return [[file, *cells, flag] for file, cells, flag in zip(files, middle, last, strict=True)]
+        return [
+            [file, *cells, *end]
+            for file, cells, end in zip(files, middle, self._ends(flags, len(files)), strict=True)
+        ]
+
+    def _ends(self, flags: _Flags | None, count: int) -> list[list[str]]:
+        """The last columns: flag, and with several scores reason and tail."""
+        if flags is None:
+            return [["", "", ""] if self._several else [""]] * count
+        ends = [[str(int(bool(names)))] for names in flags.reasons]
+        if flags.tails is None:
+            return ends
+        return [
+            [*end, "+".join(names), f"{tail:.6g}"]
+            for end, names, tail in zip(ends, flags.reasons, flags.tails, strict=True)
+        ]
 
     def _classes(self, prediction: ClassPrediction) -> list[list[str]]:
         top = prediction.top_k(self._k)

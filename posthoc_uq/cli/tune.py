@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import data_options, head_options, model_options
+from posthoc_uq.cli.options import data_options, head_options, model_options, referral_score_option
 
 
 @click.command("tune", cls=Command, short_help="Choose hyperparameters and the threshold for referral.")
@@ -38,9 +38,7 @@ from posthoc_uq.cli.options import data_options, head_options, model_options
     metavar="SHARE",
     help="Set the threshold above which this share of the held-out data lies; predict flags by it.",
 )
-@click.option(
-    "--referral-score", metavar="SCORE", help="Which uncertainty; entropy, or standard_deviation of values."
-)
+@referral_score_option
 @click.option("--calibrate", is_flag=True, help="Mend the scale of the moments head by Monte Carlo.")
 @head_options("that of the file's threshold, else sampling")
 @data_options
@@ -54,7 +52,7 @@ def command(file: str, as_json: bool, **given: Any) -> None:
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt                    (by evidence)
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --no-search
-          --referral-rate 0.05 --head linearized --link mc --referral-score mutual_information
+          --referral-rate 0.05 --head linearized --link mc --referral-score entropy,mutual_information
     """
     if given["data"] is None and (
         given["referral_rate"] is not None or given["calibrate"] or given["temperature"]
@@ -79,7 +77,5 @@ def command(file: str, as_json: bool, **given: Any) -> None:
             beside = "" if alone is None else f" (the model alone {alone:.4g})"
             say(f"validation NLL: {summary['validation NLL']:.4g}{beside}")
         if summary["threshold"] is not None:
-            say(
-                f"referral: {summary['score']} above {summary['threshold']:.6g}, for {summary['rate']:g} of the data"
-            )
+            say(f"referral: {summary['rule']}, for {summary['rate']:g} of the data")
         say(f"Written to {summary['output']}.")

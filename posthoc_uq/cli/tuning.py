@@ -22,6 +22,7 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.heads.referral import set_referral
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
 
 
@@ -62,7 +63,8 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
         "validation NLL": loss,
         "model alone": alone,
         "threshold": threshold,
-        "score": referral.get("score"),
+        "score": referral.get("score", list(referral.get("scores", {})) or None),
+        "rule": rule_of(referral) or None,
         "rate": referral.get("rate"),
         "head": referral.get("head"),
     }
@@ -114,7 +116,7 @@ def _searched_through(posterior: Posterior, data: Data | None, given: Mapping[st
 
 def _threshold(
     source: Source, posterior: Posterior, data: Data, given: Mapping[str, Any], progress: bool
-) -> float | None:
+) -> float | dict[str, float] | None:
     predictor = predictor_of(source, posterior, given)
     if given["calibrate"]:
         if not isinstance(predictor, MomentsPredictor):

@@ -29,6 +29,7 @@ def evaluate(
     ood_loaders: Mapping[str, Iterable[Any]] | Iterable[Any] | None = None,
     likelihood: str | Likelihood | None = None,
     score: str | None = None,
+    joint: Sequence[Sequence[str]] = (),
     referral_rates: Sequence[float] = (0.05, 0.1, 0.2, 0.5),
     bins: int = 15,
     n_examples: int = 12,
@@ -52,6 +53,9 @@ def evaluate(
             The noise of a regression named so is that of the first predictor; without one, no density is measured.
         score: the uncertainty by which the examples are picked, one of `posthoc_uq.heads.scores.SCORES`; by default
             the entropy.
+        joint: groups of scores, ``[("entropy", "mutual_information")]``, by which foreign data are told too: by the
+            smallest tail probability among the test data, `posthoc_uq.metrics.joint_tail`. Rows that do not know all
+            scores of a group have no such number.
         referral_rates: shares of the inputs to refer, for selective prediction.
         bins: of the calibration errors.
         n_examples: images to keep of each kind, for the report.
@@ -77,11 +81,14 @@ def evaluate(
         raise PosthocUQError(f"referral_rates are shares in [0, 1), not {list(referral_rates)}.")
     if score is not None and score not in SCORES:
         raise PosthocUQError(f"score must be one of {SCORES}, not {score!r}.")
+    unknown = [name for names in joint for name in names if name not in SCORES]
+    if unknown or any(isinstance(names, str) or not names for names in joint):
+        raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {list(joint)!r}.")
     reading = (batch_to_inputs, batch_to_targets, progress)
     chosen = score or "entropy"
     galleries = {
-        "most uncertain": Gallery(n_examples, chosen),
-        "surest mistakes": Gallery(n_examples, chosen, largest=False, mistakes_only=True),
+        "most uncertain": Gallery(n_examples, chosen, FAMILIAR),
+        "surest mistakes": Gallery(n_examples, chosen, FAMILIAR, largest=False, mistakes_only=True),
     }
     predictions: dict[str, dict[str, Prediction]] = {row.name: {} for row in rows}
     found, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), *reading)
@@ -90,7 +97,7 @@ def evaluate(
     for name, prediction in found.items():
         predictions[name][FAMILIAR] = prediction
     for name, one in foreign.items():
-        galleries[f"{name}: least uncertain"] = Gallery(n_examples, chosen, largest=False)
+        galleries[f"{name}: least uncertain"] = Gallery(n_examples, chosen, name, largest=False)
         own = [galleries[f"{name}: least uncertain"]]
         for row, prediction in _pass(rows, one, name, own, *reading)[0].items():
             predictions[row][name] = prediction
@@ -103,6 +110,7 @@ def evaluate(
             row.name: row.predictor.hyperparameters() for row in rows if row.predictor is not None
         },
         score=score,
+        joint=tuple(tuple(names) for names in joint),
         referral_rates=tuple(referral_rates),
         bins=bins,
         class_names=None if class_names is None else list(class_names),

@@ -17,6 +17,7 @@ class Example:
 
     Attributes:
         image: (channels, height, width), the model's input.
+        data: the data set it is of.
         index: its place in the loader's order.
         score: the uncertainty score of the gallery.
         predicted: the most probable class.
@@ -25,6 +26,7 @@ class Example:
     """
 
     image: Tensor
+    data: str
     index: int
     score: float
     predicted: int
@@ -34,10 +36,11 @@ class Example:
 
 @dataclass
 class Gallery:
-    """The `size` inputs with the largest (or smallest) score of those that were offered."""
+    """The `size` inputs of a data set with the largest (or smallest) score of those that were offered."""
 
     size: int
     score: str
+    data: str
     largest: bool = True
     mistakes_only: bool = False
     examples: list[Example] = field(default_factory=lambda: list[Example]())
@@ -61,6 +64,7 @@ class Gallery:
                 continue
             example = Example(
                 images[index].detach().float().cpu().clone(),
+                self.data,
                 start + index,
                 float(scores[index]),
                 int(predicted[index]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from posthoc_uq.heads.scores import uncertainty_scores
 
 LARGER_IS_BETTER = ("accuracy", "top-5 accuracy", "log density", "AUROC", "AUPR", "AUC at")
 """How the names of such measures start; of the others but coverage and mean entropy, smaller is better."""
-NEUTRAL = ("coverage", "sharpness", "mean entropy")
+NEUTRAL = ("coverage", "sharpness", "mean entropy", "referred", "by ")
 
 
 def quality(prediction: Prediction, targets: Tensor, bins: int) -> dict[str, float]:
@@ -46,9 +46,17 @@ def _value_quality(prediction: RegressionPrediction, targets: Tensor) -> dict[st
     return found
 
 
-def foreignness(familiar: Prediction, foreign: Prediction) -> dict[str, dict[str, float]]:
-    """By score, how well it tells foreign inputs from familiar ones."""
+def foreignness(
+    familiar: Prediction, foreign: Prediction, joint: Sequence[Sequence[str]] = ()
+) -> dict[str, dict[str, float]]:
+    """By score, and by each joint group of scores if all are known, how well it tells foreign inputs from familiar."""
     inside, outside = uncertainty_scores(familiar), uncertainty_scores(foreign)
+    for names in joint:
+        if all(name in inside and name in outside for name in names):
+            known = {name: inside[name] for name in names}
+            title = " and ".join(names)
+            inside[title] = metrics.joint_tail(known, known)
+            outside[title] = metrics.joint_tail(known, {name: outside[name] for name in names})
     return {
         name: {
             "AUROC": metrics.ood_auroc(inside[name], outside[name]),
@@ -83,6 +91,12 @@ def selection(prediction: Prediction, targets: Tensor, rates: Sequence[float]) -
             }
         found[name] = measures
     return found
+
+
+def referred_shares(reasons: Mapping[str, Tensor]) -> dict[str, float]:
+    """The share of the inputs that any score refers, and that each does, from booleans (inputs,) by score."""
+    own = {f"by {score}": float(flags.double().mean()) for score, flags in reasons.items()}
+    return {"referred": float(torch.stack(list(reasons.values())).any(dim=0).double().mean()), **own}
 
 
 def losses_of(prediction: Prediction, targets: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ _EXPLAINED = {
     "precision of finding the foreign ones. FPR95: familiar inputs flagged when 95 % of the foreign ones are.",
     "Leaving": "AURC: area under the risk-coverage curve, lower is better; the other columns: what is left after "
     "referring that share of the inputs.",
+    "Referred": "Shares of the inputs that are handed to a person, and by which score; several may refer one input.",
 }
 
 
@@ -123,11 +124,12 @@ class _Shown(NamedTuple):
 
 
 def _gallery(evaluation: Evaluation, examples: Sequence[Example]) -> str:
-    cards = [_card(evaluation, example) for example in examples]
+    reasons = evaluation.referral_reasons()
+    cards = [_card(evaluation, example, reasons.get(example.data, {})) for example in examples]
     return f'<div class="gallery">{"".join(cards)}</div>'
 
 
-def _card(evaluation: Evaluation, example: Example) -> str:
+def _card(evaluation: Evaluation, example: Example, reasons: Mapping[str, Tensor]) -> str:
     def named(index: int) -> str:
         names = evaluation.class_names
         return escape(names[index] if names is not None and index < len(names) else f"class {index}")
@@ -139,6 +141,9 @@ def _card(evaluation: Evaluation, example: Example) -> str:
         lines.append(f'<span class="wrong">is {named(example.label)}</span>')
     score = evaluation.default_score.replace("_", " ")
     lines.append(f'<span class="dim">{escape(score)} {example.score:.3g}, input {example.index}</span>')
+    by = [name.replace("_", " ") for name, flags in reasons.items() if bool(flags[example.index])]
+    if by:
+        lines.append(f"referred by {escape(' and '.join(by))}")
     picture = f'<img{style} alt="input {example.index}" src="{shown.source}">'
     return f'<div class="card">{picture}{"<br>".join(lines)}</div>'
 

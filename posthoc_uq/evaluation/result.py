@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from posthoc_uq.evaluation.gallery import Example
 from posthoc_uq.evaluation.measures import foreignness, losses_of, quality, selection
 from posthoc_uq.heads.prediction import ClassPrediction, Prediction
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import set_referral
+from posthoc_uq.heads.referral import referral_applies, referral_reasons, set_referral
 from posthoc_uq.heads.scores import CLASS_SCORES, score_of, uncertainty_scores
 from posthoc_uq.metrics import referral_threshold
 from posthoc_uq.storage.atomic import checked_target, write
@@ -43,6 +43,7 @@ class Evaluation:
         predictors: by row, those that have a posterior.
         galleries: images worth a look, by title.
         score: the uncertainty that `threshold` and the figures take if none is named.
+        joint: groups of scores by which foreign data are told, beside each score alone.
         referral_rates: shares of referred inputs.
         bins: of calibration errors.
         class_names: by index, or None.
@@ -60,6 +61,7 @@ class Evaluation:
     class_names: Sequence[str] | None = None
     display: Callable[[Tensor], Tensor] | None = None
     hyperparameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict[str, Any]())
+    joint: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, by_set in self.predictions.items():
@@ -84,7 +86,7 @@ class Evaluation:
         """By row, foreign data set and score: AUROC, AUPR and FPR95 of telling them from the test data."""
         return {
             row: {
-                data: foreignness(by_set[FAMILIAR], prediction)
+                data: foreignness(by_set[FAMILIAR], prediction, self.joint)
                 for data, prediction in by_set.items()
                 if data != FAMILIAR
             }
@@ -128,10 +130,24 @@ class Evaluation:
         """
         return referral_threshold(score_of(self._test(name), score or self.default_score), rate)
 
-    def set_referral(self, rate: float, score: str | None = None, name: str | None = None) -> float:
+    @overload
+    def set_referral(self, rate: float, score: str | None = None, name: str | None = None) -> float: ...
+
+    @overload
+    def set_referral(
+        self, rate: float, score: Sequence[str], name: str | None = None
+    ) -> dict[str, float]: ...
+
+    def set_referral(
+        self, rate: float, score: str | Sequence[str] | None = None, name: str | None = None
+    ) -> float | dict[str, float]:
         """Keep the threshold for referring a share `rate` in the posterior of a row, for `refer` and the command line.
 
-        Args: as `threshold`. Save the posterior afterwards.
+        Args: as `threshold`; several scores, ``("entropy", "mutual_information")``, give a threshold each, by the
+            smallest of an input's tail probabilities (`posthoc_uq.set_referral`). Save the posterior afterwards.
+
+        Returns:
+            The threshold, or that of each score by name.
 
         Raises:
             PosthocUQError: as `threshold`, or the row has no posterior, or its posterior was tuned since.
@@ -144,6 +160,23 @@ class Evaluation:
                 "The posterior's hyperparameters changed after these predictions were made; evaluate again."
             )
         return set_referral(predictor, self._test(name), rate, score or self.default_score)
+
+    def referral_reasons(self, name: str | None = None) -> dict[str, dict[str, Tensor]]:
+        """By data set and score, (inputs,) of booleans: which the score refers by the thresholds in a row's posterior.
+
+        Args:
+            name: the row; by default the last.
+
+        Returns:
+            Empty where the row has no posterior, or its posterior no thresholds that hold for these predictions.
+        """
+        row = self._row(name)
+        predictor = self.predictors.get(row)
+        if predictor is None or not referral_applies(predictor):
+            return {}
+        if predictor.hyperparameters() != self.hyperparameters.get(row):
+            return {}
+        return {data: referral_reasons(predictor, p) for data, p in self.predictions[row].items()}
 
     @property
     def default_score(self) -> str:
@@ -226,34 +259,10 @@ class Evaluation:
         _put(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
-        """By title, a header and rows of cells: quality, foreign data, selective prediction."""
-        columns = list(dict.fromkeys(measure for values in self.metrics.values() for measure in values))
-        quality_rows = [
-            [name, *(values.get(column) for column in columns)] for name, values in self.metrics.items()
-        ]
-        found: dict[str, tuple[list[str], list[list[Any]]]] = {
-            f"Quality on {len(self.targets)} test inputs": (["model", *columns], quality_rows)
-        }
-        for data in self.foreign_names:
-            rows = [
-                [name, score, *values.values()]
-                for name in self.names
-                for score, values in self.foreign[name][data].items()
-            ]
-            if rows:
-                header = ["model", "score", "AUROC", "AUPR", "FPR95"]
-                found[f"Telling {data} from the test inputs"] = (header, rows)
-        measures = list(
-            dict.fromkeys(m for by in self.selective.values() for values in by.values() for m in values)
-        )
-        rows = [
-            [name, score, *(values.get(measure) for measure in measures)]
-            for name in self.names
-            for score, values in self.selective[name].items()
-        ]
-        if rows:
-            found["Leaving the least certain inputs to a person"] = (["model", "score", *measures], rows)
-        return found
+        """By title, a header and rows of cells: quality, foreign data, selective prediction, what was referred."""
+        from posthoc_uq.evaluation.listings import tables
+
+        return tables(self)
 
     def __str__(self) -> str:
         parts = [

@@ -1,56 +1,91 @@
-"""Which inputs to hand to a person: a threshold on a score, set on familiar data and kept with the posterior."""
+"""Which inputs to hand to a person: thresholds on scores, set on familiar data and kept with the posterior."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.scores import score_of
-from posthoc_uq.metrics import referral_threshold
+from posthoc_uq.metrics import (
+    Tail,
+    referral_threshold,
+    referral_thresholds,
+    tail_of,
+    tail_probability,
+)
+from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.posteriors.referral import thresholds_of
 
 
-def set_referral(predictor: Predictor, prediction: Prediction, rate: float, score: str = "entropy") -> float:
-    """Choose the threshold above which an input is referred, and keep it in the posterior's record.
+@overload
+def set_referral(predictor: Predictor, prediction: Prediction, rate: float, score: str = ...) -> float: ...
 
-    It is saved with the posterior, together with the head and the hyperparameters that it belongs to.
+
+@overload
+def set_referral(
+    predictor: Predictor, prediction: Prediction, rate: float, score: Sequence[str]
+) -> dict[str, float]: ...
+
+
+def set_referral(
+    predictor: Predictor, prediction: Prediction, rate: float, score: str | Sequence[str] = "entropy"
+) -> float | dict[str, float]:
+    """Choose the thresholds above which an input is referred, and keep them in the posterior's record.
+
+    By several scores an input counts by the smallest of its tail probabilities, the share of familiar inputs whose
+    score is at least as large; `posthoc_uq.metrics.referral_thresholds` has the rule. Their quantiles are kept too,
+    for `referral_tail`. All of it is saved with the posterior, together with the head and the hyperparameters that it
+    belongs to.
 
     Args:
         predictor: made the prediction, with the posterior's present hyperparameters.
         prediction: of inputs like those in production (held-out data); foreign ones would raise the threshold.
         rate: the share of such inputs to refer, in [0, 1).
-        score: one of `posthoc_uq.heads.scores.SCORES`.
+        score: one of `posthoc_uq.heads.scores.SCORES`, or several.
 
     Returns:
-        The threshold: at most a share `rate` of the prediction's scores lies above it.
+        The threshold, or by several scores that of each by name: at most a share `rate` of the prediction's inputs
+        has a score above its threshold.
 
     Raises:
-        PosthocUQError: a rate or a score that does not exist or that this head does not know.
-        NonFiniteError: a score is NaN.
+        PosthocUQError: a rate or a score that does not exist or that this head does not know, or a score twice.
+        NonFiniteError: a score is NaN, or one of several is infinite.
     """
-    scores = score_of(prediction, score)
-    if bool(scores.isnan().any()):
-        raise NonFiniteError(
-            f"{int(scores.isnan().sum())} of {len(scores)} inputs have the {score} NaN; a threshold needs predictions "
-            f"that are numbers."
-        )
-    threshold = referral_threshold(scores, rate)
+    if isinstance(score, str):
+        threshold = referral_threshold(_numbers(prediction, score), rate)
+        rule: dict[str, Any] = {"score": score, "rate": float(rate), "threshold": threshold}
+        found: float | dict[str, float] = threshold
+    else:
+        if len(set(score)) < max(1, len(score)):
+            raise PosthocUQError(f"Referral goes by one score or by several different ones, not {score!r}.")
+        known = {name: _numbers(prediction, name) for name in score}
+        found = referral_thresholds(known, rate)
+        tails = {name: tail_of(scores, QUANTILES) for name, scores in known.items()}
+        rule = {
+            "scores": {
+                name: {"threshold": found[name], "quantiles": tail.values.tolist()}
+                for name, tail in tails.items()
+            },
+            "shares": next(iter(tails.values())).shares.tolist(),
+            "rate": float(rate),
+        }
     predictor.posterior.record.referral = {
-        "score": score,
-        "rate": float(rate),
-        "threshold": threshold,
+        **rule,
         "inputs": len(prediction),
         "head": dict(predictor.identity()),
         "posterior": predictor.hyperparameters(),
     }
-    return threshold
+    return found
 
 
 def refer(predictor: Predictor, prediction: Prediction) -> Tensor:
-    """Which inputs to hand to a person, ``(batch,)`` of booleans; an input whose score is NaN is always one of them.
+    """Which inputs to hand to a person, ``(batch,)`` of booleans; an input with a score that is NaN is always one.
 
     Args:
         predictor: made the prediction, with the head for which the threshold was set.
@@ -59,21 +94,85 @@ def refer(predictor: Predictor, prediction: Prediction) -> Tensor:
     Raises:
         PosthocUQError: no threshold was set, or for another head, or before the posterior was tuned again.
     """
+    return torch.stack(list(referral_reasons(predictor, prediction).values())).any(dim=0)
+
+
+def referral_reasons(predictor: Predictor, prediction: Prediction) -> dict[str, Tensor]:
+    """By score, which inputs it refers, ``(batch,)`` of booleans: where it is above its threshold, or NaN.
+
+    Args, Raises: as `refer`, which refers an input that any of them does.
+    """
+    _check_applies(predictor)
+    kept = predictor.posterior.record.referral
+    return {
+        name: ~(score_of(prediction, name) <= threshold) for name, threshold in thresholds_of(kept).items()
+    }
+
+
+def referral_tail(predictor: Predictor, prediction: Prediction) -> Tensor:
+    """How extreme inputs are among the familiar ones, so that a person may begin with the most extreme.
+
+    For each input the smallest share, over the scores, of familiar inputs whose score is at least as large: 0 beyond
+    the largest familiar one. It is interpolated linearly between the kept quantiles.
+
+    Args: as `refer`.
+
+    Returns:
+        (batch,), float64 in [0, 1], on the CPU; NaN where a score is.
+
+    Raises:
+        PosthocUQError: as `refer`; or the threshold was set on one score by its name, which keeps no quantiles.
+    """
+    _check_applies(predictor)
+    kept = predictor.posterior.record.referral
+    if "scores" not in kept:
+        raise PosthocUQError(
+            f"Quantiles are kept with several scores; set the referral by a tuple, ({kept['score']!r},) for one."
+        )
+    shares = torch.tensor(kept["shares"], dtype=torch.float64)
+    tails = {
+        name: Tail(torch.tensor(own["quantiles"], dtype=torch.float64), shares)
+        for name, own in kept["scores"].items()
+    }
+    found = [tail_probability(tail, score_of(prediction, name)) for name, tail in tails.items()]
+    return torch.stack(found).amin(dim=0)
+
+
+def referral_applies(predictor: Predictor) -> bool:
+    """Whether the posterior has thresholds that were set for this head and these hyperparameters."""
+    return _trouble(predictor) is None
+
+
+def _check_applies(predictor: Predictor) -> None:
+    trouble = _trouble(predictor)
+    if trouble is not None:
+        raise PosthocUQError(trouble)
+
+
+def _trouble(predictor: Predictor) -> str | None:
+    """Why no threshold applies, in words, or None."""
     kept = predictor.posterior.record.referral
     if not kept:
-        raise PosthocUQError(
-            "No referral threshold was set; call evaluate(...).set_referral(rate) on held-out data."
-        )
+        return "No referral threshold was set; call evaluate(...).set_referral(rate) on held-out data."
     if kept["head"] != predictor.identity():
-        raise PosthocUQError(
+        return (
             f"The referral threshold was set for {_shown(kept['head'])}, and this predictor is "
             f"{_shown(predictor.identity())}; set it again for this one."
         )
     if kept["posterior"] != predictor.hyperparameters():
-        raise PosthocUQError(
-            "The posterior's hyperparameters changed after the referral threshold was set; set it again."
+        return "The posterior's hyperparameters changed after the referral threshold was set; set it again."
+    return None
+
+
+def _numbers(prediction: Prediction, score: str) -> Tensor:
+    """A score of a prediction, none of them NaN."""
+    scores = score_of(prediction, score)
+    if bool(scores.isnan().any()):
+        raise NonFiniteError(
+            f"{int(scores.isnan().sum())} of {len(scores)} inputs have the {score} NaN; a threshold needs predictions "
+            f"that are numbers."
         )
-    return ~(score_of(prediction, kept["score"]) <= kept["threshold"])
+    return scores
 
 
 def _shown(identity: dict[str, Any]) -> str:

@@ -40,6 +40,13 @@ from posthoc_uq.metrics.selective import (
     selective_accuracy_area,
     selective_auc,
 )
+from posthoc_uq.metrics.tails import (
+    Tail,
+    joint_tail,
+    referral_thresholds,
+    tail_of,
+    tail_probability,
+)
 
 __all__ = [
     "BINNINGS",
@@ -47,6 +54,7 @@ __all__ = [
     "CalibrationBins",
     "CoverageCurve",
     "RiskCoverage",
+    "Tail",
     "accuracy",
     "brier_score",
     "calibration_bins",
@@ -57,17 +65,21 @@ __all__ = [
     "gaussian_log_density",
     "interval_coverage",
     "interval_sharpness",
+    "joint_tail",
     "mae",
     "negative_log_likelihood",
     "ood_aupr",
     "ood_auroc",
     "ood_fpr",
     "referral_threshold",
+    "referral_thresholds",
     "retained",
     "risk_coverage",
     "rmse",
     "selective_accuracy",
     "selective_accuracy_area",
     "selective_auc",
+    "tail_of",
+    "tail_probability",
     "top_k_accuracy",
 ]

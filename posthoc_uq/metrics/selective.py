@@ -142,7 +142,7 @@ def referral_threshold(scores: Tensor, rate: float) -> float:
     scores = row("scores", scores)
     if not 0 <= rate <= 1:
         raise PosthocUQError(f"referral_threshold needs a rate between 0 and 1, not {rate}.")
-    referred = _referred(rate, len(scores))
+    referred = referred_count(rate, len(scores))
     return -math.inf if referred == len(scores) else scores.sort(descending=True).values[referred].item()
 
 
@@ -157,10 +157,11 @@ def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
         raise PosthocUQError(
             f"rates must be numbers from 0 to below 1 (at 1 nothing is retained), not {values}."
         )
-    return [max(1, inputs - _referred(rate, inputs)) for rate in values]
+    return [max(1, inputs - referred_count(rate, inputs)) for rate in values]
 
 
-def _referred(rate: float, inputs: int) -> int:
+def referred_count(rate: float, inputs: int) -> int:
+    """How many inputs a rate refers at most."""
     # a rate that came through float32 lies up to 6e-8 below what was meant: 0.7 of 10 are 7
     return math.floor(rate * inputs + min(1e-7 * inputs, 0.1))
 

@@ -62,7 +62,8 @@ class Record:
         faithful: the faithful prior precision (or scale) and the temperature that were found, with the ``divergence``,
             its ``budget`` and the ``head`` they were found through; or nothing.
         calibration: the moments head's correction as plain values, with the settings it was made for; or nothing.
-        referral: the threshold from which inputs are handed to a person, with what it was set for; or nothing.
+        referral: the thresholds from which inputs are handed to a person, with what they were set for
+            (`posthoc_uq.posteriors.referral`); or nothing.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any, cast
 
+from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tables import cell_text, text_table
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _referred(referral: Mapping[str, Any]) -> dict[str, str]:
     if not referral:
         return {}
     return {
-        "referral": f"{referral['score']} above {referral['threshold']:.4g}, {referral['rate']:.3g} of "
+        "referral": f"{rule_of(referral, 4)}, {referral['rate']:.3g} of "
         f"{referral['inputs']} familiar inputs, head {referral['head']['head']!r}"
     }
 

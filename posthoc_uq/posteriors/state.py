@@ -23,6 +23,7 @@ from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.referral import checked_referral
 
 BLOCK_KINDS: dict[str, type[Block]] = {
     kind.kind: kind
@@ -179,15 +180,6 @@ def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
     return {**numbers, "n_mc": int(kept["n_mc"]), **settings}
 
 
-def _referral(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """A referral threshold's plain values, all there and of their kinds, or none at all."""
-    if not kept:
-        return {}
-    numbers: dict[str, Any] = {name: float(kept[name]) for name in ("rate", "threshold")}
-    settings = {name: dict(kept[name]) for name in ("head", "posterior")}
-    return {"score": str(kept["score"]), "inputs": int(kept["inputs"]), **numbers, **settings}
-
-
 def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, shape in expected_centre(state, layers).items():
@@ -243,7 +235,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 _head(record.get("head", {})),
                 _faithful(record.get("faithful", {})),
                 _calibration(record.get("calibration", {})),
-                _referral(record.get("referral", {})),
+                checked_referral(record.get("referral", {})),
             ),
             centre=_checked_centre(state, layers),
         )

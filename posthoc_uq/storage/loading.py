@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.referral import checked_referral, thresholds_of
 from posthoc_uq.posteriors.state import expected_centre, expected_shapes, posterior_from_state, state_layers
 from posthoc_uq.replica import model_device, unwrap
 from posthoc_uq.storage import schema, userblock
@@ -83,6 +85,7 @@ def load(
         block["tensors"] = {own: _placed(tensor, place) for own, tensor in block["tensors"].items()}
     with _translated(path):
         posterior = posterior_from_state(state, mean)
+        _check_scores(posterior.record.referral)
         posterior.model = model
         posterior.fingerprint = state["fingerprint"]
         return posterior
@@ -113,6 +116,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         _check_structure(state, expected, expected_centre(state, layers), structure)
         attributes: dict[str, Any] = dict(state["attributes"])
         record: dict[str, Any] = attributes.pop("record")
+        referral = checked_referral(record.get("referral", {}))
+        _check_scores(referral)
         return {
             "format_version": userblock.version_of(data),
             "library_version": state["library_version"],
@@ -120,12 +125,21 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: record[key] for key in ("fit", "tuning", "deterministic")},
-            **{key: record.get(key, {}) for key in ("calibration", "referral")},
+            "calibration": record.get("calibration", {}),
+            "referral": referral,
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
         }
+
+
+def _check_scores(referral: Mapping[str, Any]) -> None:
+    unknown = [name for name in thresholds_of(referral) if name not in SCORES]
+    if unknown:
+        raise CorruptPosteriorError(
+            f"its referral goes by the score {unknown[0]!r}, which this version does not know"
+        )
 
 
 def _summary(name: str, block: Mapping[str, Any], structure: Structure) -> dict[str, Any]:

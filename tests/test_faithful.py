@@ -1,0 +1,306 @@
+"""The faithful prior, against the divergence computed from its definition."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import posthoc_uq as uq
+from posthoc_uq.faithful import TOLERANCE
+from posthoc_uq.heads.predictor import hyperparameters_of
+from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
+from posthoc_uq.loaders import Batch
+from posthoc_uq.randomness import sample_keys
+
+
+def _classifier(inputs: int = 120, classes: int = 3, seed: int = 0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        x = torch.randn(inputs, 4)
+        y = (x[:, 0] + 0.7 * torch.randn(inputs) > 0).long() + (classes - 2) * (x[:, 1] > 0.5).long()
+        model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, classes))
+        optimiser = torch.optim.Adam(model.parameters(), 0.02)
+        for _ in range(100):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+    return model, x, y
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return _classifier()
+
+
+def _moments(model, posterior, x):
+    """Mean and covariance of the logits of a dense posterior, from autograd's Jacobians and a dense inverse."""
+    parameters = {n: p.detach().double() for n, p in model.named_parameters()}
+
+    def outputs(values):
+        return torch.func.functional_call(model, values, x.double())
+
+    jacobians = torch.func.jacrev(outputs)(parameters)
+    columns = []
+    for layer in posterior.layers.values():
+        weight, bias = jacobians[layer.weight], jacobians[layer.bias]
+        columns.append(torch.cat([weight, bias.unsqueeze(-1)], dim=-1).flatten(2))
+    jacobian = torch.cat(columns, dim=2)
+    fisher = posterior.blocks["joint"].tensors()["fisher"].double()
+    precision = posterior.scale * fisher + posterior.prior_precision * torch.eye(len(fisher)).double()
+    covariance = jacobian @ torch.linalg.inv(precision) @ jacobian.transpose(1, 2)
+    return outputs(parameters), covariance
+
+
+def _divergence(model, posterior, x, temperature: float = 1.0, draws: int = 4_000) -> float:
+    """``mean KL(p_net || p_post)`` by plain Monte Carlo over Gaussian logits, and the excess of entropy."""
+    mean, covariance = _moments(model, posterior, x)
+    root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(mean.shape[1]).double())
+    normals = torch.randn(draws, mean.shape[1], 1, generator=torch.Generator().manual_seed(0)).double()
+    logits = mean + (root @ normals.unsqueeze(1)).squeeze(-1)
+    probs = (logits / temperature).softmax(-1).mean(0)
+    own = mean.softmax(1)
+    divergence = (own * (own.log() - probs.log())).sum(1).mean()
+    entropies = -(probs * probs.log()).sum(1).mean(), -(own * own.log()).sum(1).mean()
+    return float(divergence), float(entropies[0] - entropies[1])
+
+
+@pytest.mark.parametrize("budget", [0.003, 0.03])
+def test_the_widest_within_the_budget_by_its_definition(classifier, budget):
+    model, x, y = classifier
+    posterior = uq.fit(
+        model, [(x, y)], method="full", prior_precision=1.0, dtype=torch.float64, progress=False
+    )
+    options = {"link": "mc", "n_draws": 1000, "head": "linearized"}
+    trials = uq.tune(
+        posterior, [x], criterion="faithful", divergence=budget, temperature=False, progress=False, **options
+    )
+    found = posterior.prior_precision
+    double = copy.deepcopy(model).double()
+    assert _divergence(double, posterior, x)[0] == pytest.approx(budget, rel=0.15)
+    assert _divergence(double, posterior, x)[0] < budget * 1.03  # Monte Carlo's own error
+    posterior.prior_precision = found / 10 ** (2 * TOLERANCE)
+    assert _divergence(double, posterior, x)[0] > budget * 0.97
+    assert all(t["divergence"] <= budget for t in trials.trials if t["prior precision"] >= found)
+
+
+def test_the_matched_temperature_has_the_networks_entropy(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(
+        model, [(x, y)], method="full", prior_precision=1.0, dtype=torch.float64, progress=False
+    )
+    options = {"link": "mc", "n_draws": 1000, "head": "linearized"}
+    uq.tune(posterior, [x], criterion="faithful", divergence=0.01, progress=False, **options)
+    assert 0.3 < posterior.temperature < 1.0
+    double = copy.deepcopy(model).double()
+    divergence, excess = _divergence(double, posterior, x, posterior.temperature)
+    assert abs(excess) < 2e-3
+    assert divergence == pytest.approx(0.01, rel=0.2)
+
+
+def test_divergences_of_the_likelihoods():
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
+    prediction = uq.ClassPrediction(other.softmax(1), other, torch.zeros_like(other))
+    p, q = torch.distributions.Categorical(logits=logits), torch.distributions.Categorical(logits=other)
+    expected = torch.distributions.kl_divergence(p, q)
+    torch.testing.assert_close(Categorical().divergence(logits, prediction), expected)
+
+    both = torch.stack([torch.zeros(5).double(), other[:, 0]], dim=1)
+    prediction = uq.ClassPrediction(both.softmax(1), other[:, :1], torch.zeros(5, 1).double())
+    p, q = (torch.distributions.Bernoulli(logits=v[:, 0]) for v in (logits, other))
+    torch.testing.assert_close(
+        Bernoulli().divergence(logits[:, :1], prediction), torch.distributions.kl_divergence(p, q)
+    )
+
+    variance, noise = other.square(), torch.tensor([0.5, 1.0, 2.0, 3.0]).double()
+    prediction = uq.RegressionPrediction(other, variance, noise)
+    p = torch.distributions.Normal(logits, noise.sqrt())
+    q = torch.distributions.Normal(other, (noise + variance).sqrt())
+    torch.testing.assert_close(
+        Gaussian(noise).divergence(logits, prediction), torch.distributions.kl_divergence(p, q).mean(1)
+    )
+
+
+def test_a_class_that_the_network_rules_out_counts_for_nothing():
+    logits = torch.tensor([[0.0, float("-inf")]])
+    prediction = uq.ClassPrediction(torch.tensor([[1.0, 0.0]]), torch.zeros(1, 2), torch.zeros(1, 2))
+    assert float(Categorical().divergence(logits, prediction)) == 0.0
+
+
+def test_the_default_keeps_the_networks_predictions(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], progress=False)
+    predictor = uq.wrap(model, posterior)
+    assert predictor.head == "linearized"
+    own = model(x).softmax(1)
+    probs = predictor(x).probs
+    assert (probs.argmax(1) == own.argmax(1)).float().mean() >= 0.97  # a tie may fall to the other side
+    assert float((own * (own.log() - probs.log())).sum(1).mean()) <= 0.0101
+    assert float(predictor.functional_variance(x).mean()) > 1e-3  # and is no point estimate
+    kept = posterior.record.faithful
+    assert 0 < kept["divergence"] <= kept["budget"] == 0.01
+    assert "faithful through head='linearized'" in str(posterior.report())
+
+
+@pytest.mark.parametrize("method", ["diag", "kfac", "efb", "inf", "full"])
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+def test_every_method_and_head_stays_within_the_budget(method, head):
+    model, x, y = _classifier(60)
+    posterior = uq.fit(model, [(x, y)], method=method, head=head, progress=False)
+    own = model(x).softmax(1).detach()
+    probs = uq.wrap(model, posterior)(x).probs.detach()
+    divergence = float((own * (own.log() - probs.log())).sum(1).mean())
+    assert divergence == pytest.approx(posterior.record.faithful["divergence"], abs=1e-5)
+    assert 0.004 < divergence <= 0.01
+
+
+def test_batch_size_and_order_do_not_matter(classifier):
+    model, x, y = classifier
+    one = uq.fit(model, [(x, y)], progress=False)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
+    parts = [(x[i], y[i]) for i in order.split(7)]
+    two = uq.fit(model, parts, progress=False)
+    assert two.prior_precision == pytest.approx(one.prior_precision, rel=1e-3)
+    assert two.temperature == pytest.approx(one.temperature, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_regression(shape):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(80, 3)
+        y = x[:, :1].expand(-1, *shape or (1,)).reshape(80, *shape) + 0.3 * torch.randn(80, *shape)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, *shape or (1,)))
+        model = model if shape else nn.Sequential(*model, nn.Flatten(0))
+        optimiser = torch.optim.Adam(model.parameters(), 0.02)
+        for _ in range(150):
+            optimiser.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimiser.step()
+    posterior = uq.fit(model, [(x, y)], likelihood="regression", progress=False)
+    prediction = uq.wrap(model, posterior)(x)
+    noise = posterior.noise_variance.float().expand(len(x), -1).reshape(prediction.mean.shape)
+    p = torch.distributions.Normal(model(x).detach(), noise.sqrt())
+    q = torch.distributions.Normal(prediction.mean, prediction.standard_deviation)
+    divergence = float(torch.distributions.kl_divergence(p, q).mean())
+    assert 0.006 < divergence <= 0.01 + 1e-5
+    assert posterior.temperature == 1.0
+
+
+def test_per_layer_priors_move_together(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], prior_precision=1.0, progress=False)
+    names = list(posterior.layers)
+    posterior.prior_precision = {names[0]: 1.0, names[1]: 100.0}
+    uq.tune(posterior, [x], criterion="faithful", head="linearized", progress=False)
+    prior = posterior.prior_precision
+    assert prior[names[1]] / prior[names[0]] == pytest.approx(100.0)
+    assert posterior.record.faithful["value"] == prior
+
+
+def test_what_cannot_be_reached_is_said_aloud():
+    """A model that amplifies any change of its weights."""
+
+    class Brittle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return 1e12 * (self.linear(x) - self.linear(x).detach()) + x[:, :2]
+
+    model, x = Brittle(), torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="narrowest posterior"):
+        posterior = uq.fit(model, [x], method="diag", head="sampling", progress=False)
+    assert posterior.record.faithful["divergence"] > 0.01
+
+
+def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(classifier, tmp_path):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], head="moments", progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    assert loaded.record.head == {"name": "moments", "options": {}, "criterion": "faithful"}
+    assert loaded.record.faithful == posterior.record.faithful
+    assert hyperparameters_of(loaded) == hyperparameters_of(posterior)
+    assert torch.equal(uq.wrap(model, loaded)(x).probs, uq.wrap(model, posterior)(x).probs)
+    with pytest.warns(UserWarning, match=r"found for head='moments'.*criterion='faithful', head='sampling'"):
+        uq.wrap(model, loaded, "sampling")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.wrap(model, loaded, "sampling")  # once is enough
+        uq.wrap(model, loaded)
+    uq.tune(loaded, [x], criterion="faithful", head="sampling", antithetic=True, progress=False)
+    predictor = uq.wrap(model, loaded)
+    assert predictor.head == "sampling" and predictor.identity()["antithetic"]
+
+
+def test_options_choose_the_head_that_takes_them(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], prior_precision=10.0, progress=False)
+    assert uq.wrap(model, posterior).head == "linearized"
+    assert uq.wrap(model, posterior, n_samples=3).head == "sampling"
+    assert uq.wrap(model, posterior, cov="full").head == "moments"
+
+
+def test_a_likelihood_of_the_users_without_a_divergence_takes_the_evidence(classifier):
+    class Own(Categorical):
+        name = "own"
+        divergence = uq.Likelihood.divergence
+
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], likelihood=Own(), head="sampling", progress=False)
+    assert posterior.record.head["criterion"] == "evidence"
+    with pytest.raises(uq.PosthocUQError, match="divergence"):
+        uq.tune(posterior, [x], criterion="faithful", progress=False)
+
+
+@pytest.mark.parametrize("divergence", [0.0, -1.0, float("nan"), float("inf"), True])
+def test_a_budget_that_is_none(classifier, divergence):
+    model, x, y = classifier
+    with pytest.raises(uq.PosthocUQError, match="budget in nats"):
+        uq.fit(model, [(x, y)], divergence=divergence, progress=False)
+
+
+class TestKeptInputs:
+    """The inputs with the smallest hashes, whatever the batches."""
+
+    def setup_method(self):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(50, 3, generator=generator)
+        self.keys = sample_keys([self.x], 50, 0)
+
+    def kept(self, sizes, wanted=8, budget=2**20):
+        kept, start = KeptInputs(budget, wanted), 0
+        for size in sizes:
+            part = slice(start, start + size)
+            kept.see(Batch((self.x[part],), None, {"scale": 2.0}), self.keys[part])
+            start += size
+        return kept.batches(torch.device("cpu"))
+
+    @pytest.mark.parametrize("sizes", [[50], [7] * 7 + [1], [1] * 50])
+    def test_by_hash(self, sizes):
+        (batch,) = self.kept(sizes)
+        order = sorted(range(50), key=lambda i: int(self.keys[i]))[:8]
+        assert torch.equal(batch.args[0], self.x[order])
+        assert batch.kwargs == {"scale": 2.0}
+
+    def test_copies_are_kept_once(self):
+        self.x = self.x[:1].expand(50, 3).contiguous()
+        self.keys = sample_keys([self.x], 50, 0)
+        (batch,) = self.kept([50])
+        assert len(batch.args[0]) == 1
+
+    def test_within_the_memory_budget(self):
+        (batch,) = self.kept([25, 25], budget=5 * 12)
+        assert len(batch.args[0]) == 5
+
+    def test_inputs_of_several_shapes(self):
+        kept = KeptInputs(2**20, 50)
+        kept.see(Batch((self.x[:4],)), self.keys[:4])
+        wide = torch.cat([self.x[4:6], self.x[4:6]], dim=1)
+        kept.see(Batch((wide,)), sample_keys([wide], 2, 0))
+        assert sorted(len(batch.args[0]) for batch in kept.batches(torch.device("cpu"))) == [2, 4]
