@@ -143,6 +143,7 @@ def measured(pair: Pair, seed: int, setting: Setting) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if setting.tune is not None:
+            posterior.temperature = 1.0
             uq.tune(
                 posterior,
                 loader(split.train),

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 SEEDS = (0, 1, 2)
-NETWORKS = Path(__file__).resolve().parent / "output" / "defaults" / "networks"
+OUTPUT = Path(__file__).resolve().parent / "output" / "defaults"
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,21 @@ REGRESSORS = (
 """Networks of values, with the same division."""
 
 
-def trained(pair: Pair, seed: int, folder: Path = NETWORKS) -> nn.Module:
-    """The network of a pair and a seed: from `folder`, or trained and kept there.
+class Shelf:
+    """Where trained networks are kept."""
+
+    folder = OUTPUT / "networks"
+
+
+def trained(pair: Pair, seed: int) -> nn.Module:
+    """The network of a pair and a seed: from the shelf, or trained and put there.
 
     Raises:
         ImportError: it needs a package that is not installed.
     """
     split = pair.split(seed)
     inputs = math.prod(split.train.inputs.shape[1:])
-    path = folder / f"{pair.name.replace(' ', '-').replace(',', '')}-seed{seed}.pt"
+    path = Shelf.folder / f"{pair.name.replace(' ', '-').replace(',', '')}-seed{seed}.pt"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = built(pair.kind, inputs, split.classes)
@@ -138,7 +144,7 @@ def trained(pair: Pair, seed: int, folder: Path = NETWORKS) -> nn.Module:
             model.load_state_dict(torch.load(path, weights_only=True))
             return model.eval()
         train(model, split.train, pair)
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), path)
     return model
 

@@ -8,7 +8,7 @@ is only reported. Every measurement is a file of its own there, so an interrupte
     python benchmarks/defaults.py --novelty    AUROC of foreign inputs by every score, beside distances
     python benchmarks/defaults.py --choose     the table that the defaults were chosen by
     python benchmarks/defaults.py --harm --pairs lenet "wine, mlp"     these alone
-    python benchmarks/defaults.py --smoke      one small network, for the tests
+    python benchmarks/defaults.py --smoke      two small networks, for the tests
 
 laplace-torch, `pytorch-ood` and `transformers` come from the environment that ``peers.py --install`` makes; its
 interpreter runs everything, any other leaves their rows out and says so. Several processes may share the work: give
@@ -28,9 +28,10 @@ import _novelty
 import torch
 from _cache import Rows
 from _common import machine, write_json
-from _zoo import CLASSIFIERS, REGRESSORS, SEEDS, pairs_named
+from _zoo import CLASSIFIERS, OUTPUT, REGRESSORS, SEEDS, Shelf, pairs_named
 
-OUTPUT = Path(__file__).resolve().parent / "output" / "defaults"
+SMOKE = ("iris, mlp relu", "diabetes, mlp relu")
+SMOKE_SETTINGS = ("default", "budget 0.1", "rescale, residual weight 1", "KFAC")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,13 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", action="store_true", help="take rows of earlier versions of the library")
     parser.add_argument("--show", action="store_true", help="measure nothing; tables of what is there")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for rows, tables and JSON")
-    parser.add_argument("--smoke", action="store_true", help="one small network, for the tests")
+    parser.add_argument("--smoke", action="store_true", help="two small networks, for the tests")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = Rows(options.output / "rows", options.keep, not options.show)
+    Shelf.folder = options.output / "networks"
+    settings = options.rows
     if options.smoke:
         options.harm = options.choose = True
-        options.pairs, options.seeds = ["iris, mlp relu", "diabetes, mlp relu"], [0]
+        options.pairs, options.seeds, settings = SMOKE, [0], SMOKE_SETTINGS
     pairs = pairs_named(options.pairs, (*CLASSIFIERS, *REGRESSORS))
     if options.harm:
         found = collected(_harm.rows_of(rows, pairs, options.seeds, options.rows), options.show)
@@ -65,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found += collected(_novelty.imagenet_rows(rows, options.rows), options.show)
         report(options.output, "novelty", _novelty.tables(found), {"rows": found})
     if options.choose:
-        found = collected(_choices.rows_of(rows, options.seeds, options.rows, options.pairs), options.show)
+        found = collected(_choices.rows_of(rows, options.seeds, settings, options.pairs), options.show)
         report(options.output, "choose", _choices.tables(found), {"rows": found})
     for line in rows.missing.values():
         print(line)
