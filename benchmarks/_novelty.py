@@ -48,7 +48,7 @@ Scores = dict[str, Tensor]
 def tail(scores: Tensor, familiar: Tensor) -> Tensor:
     """The share of familiar inputs whose score is at least as large, for every score."""
     ordered = familiar.sort().values
-    return (1 + len(ordered) - torch.searchsorted(ordered, scores)) / (len(ordered) + 1)
+    return (1 + len(ordered) - torch.searchsorted(ordered, scores.contiguous())) / (len(ordered) + 1)
 
 
 def own_scores(model: nn.Module, predictor: uq.Predictor, inputs: Tensor, forms: Sequence[str]) -> Scores:
