@@ -23,6 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "efb": {"method": "efb"},
     "inf": {"method": "inf"},
     "inf, exact basis": {"method": "inf", "basis": "exact"},
+    "inf, labels auto": {"method": "inf", "fisher": "auto"},
     "inf, sketch": {"method": "inf", "basis": "sketch"},
     "inf, last layer": {"method": "inf", "layers": "last"},
     "full": {"method": "full"},
@@ -47,8 +48,8 @@ def methods_for(model: nn.Module, batches: Batches) -> list[str]:
 
 
 def fitted(model: nn.Module, batches: Batches, options: Options) -> Posterior:
-    """A fit without the evidence."""
-    return uq.fit(model, batches, prior_precision=1.0, progress=False, **options)
+    """A fit without the evidence, and with one drawn label a sample unless the options say otherwise."""
+    return uq.fit(model, batches, prior_precision=1.0, progress=False, **{"fisher": "mc"} | dict(options))
 
 
 def tuned(posterior: Posterior) -> None:

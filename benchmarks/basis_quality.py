@@ -143,7 +143,7 @@ def measure(
 ) -> dict[str, Any]:
     """One line of the table."""
     batches: Batches = list(zip(data.train[0].split(100), data.train[1].split(100), strict=True))
-    posterior = uq.fit(model, batches, prior_precision=prior, progress=False, **options)
+    posterior = uq.fit(model, batches, fisher="mc", prior_precision=prior, progress=False, **options)
     drawn = uq.fit(model, few, fisher="empirical", prior_precision=1.0, progress=False, **options)
     predictor = uq.wrap(model, posterior, n_samples=draws, seed=0)
 

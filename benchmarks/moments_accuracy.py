@@ -116,6 +116,7 @@ def relative(case: Case, rel: float, layers: str | list[str] = "all") -> uq.Post
         [case.held_in[:2]],
         method="diag",
         layers=layers,
+        fisher="mc",
         prior_precision=1.0,
         progress=False,
     )

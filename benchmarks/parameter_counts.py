@@ -110,7 +110,7 @@ def check_counts() -> dict[str, tuple[int, int]]:
     shapes = matrix_shapes(model)
     found: dict[str, tuple[int, int]] = {}
     for method in KINDS:
-        posterior = uq.fit(model, [images], method=method, prior_precision=1.0, progress=False)
+        posterior = uq.fit(model, [images], method=method, fisher="mc", prior_precision=1.0, progress=False)
         fitted = sum(block.numbers() for block in posterior.blocks.values())
         found[method] = (fitted, stored_count(shapes, method))
         assert fitted == found[method][1], f"{method}: {fitted} numbers fitted, {found[method][1]} counted"
@@ -176,7 +176,7 @@ def fitted_rows(name: str, images: int, batch: int, files: bool) -> list[dict[st
             settle_batchnorm(model, pictures)
         start = time.perf_counter()
         posterior = uq.fit(
-            model, pictures.split(batch), method="inf", rank=RANK, prior_precision=1.0, progress=False
+            model, pictures.split(batch), fisher="mc", rank=RANK, prior_precision=1.0, progress=False
         )
         seconds = time.perf_counter() - start
         count = sum(block.numbers() for block in posterior.blocks.values())

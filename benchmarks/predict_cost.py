@@ -81,7 +81,7 @@ def prepared(name: str, batch: int) -> tuple[nn.Module, Tensor, uq.Posterior]:
         images = torch.rand(max(batch, BATCH), *NETWORKS[name].shape)
     settle_batchnorm(model, images)
     posterior = uq.fit(
-        model, [images[:BATCH]], method="inf", layers="all", prior_precision=1e4, progress=False
+        model, [images[:BATCH]], method="inf", layers="all", fisher="mc", prior_precision=1e4, progress=False
     )
     return model, images[:batch], posterior
 

@@ -65,7 +65,7 @@ def prepared(folder: Path, name: str, size: int) -> tuple[nn.Module, list[str]]:
         images = torch.rand(8, 3, size, size)
     settle_batchnorm(model, images)
     torch.save(model.state_dict(), folder / "weights.pt")
-    posterior = uq.fit(model, [images], prior_precision=1e4, progress=False)
+    posterior = uq.fit(model, [images], fisher="mc", prior_precision=1e4, progress=False)
     uq.save(posterior, folder / "posterior.h5")
     options = [
         "--model",

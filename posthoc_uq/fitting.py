@@ -22,11 +22,12 @@ from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.function_space import fit_function_space, from_curvature
 from posthoc_uq.inference.identity import batch_hash, identity
 from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, resolve_fisher
 from posthoc_uq.inference.laplace import FAMILIES, laplace
 from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.options import FunctionSpaceOptions, method_options
 from posthoc_uq.inference.run import Run, check_common
-from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable
 from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
@@ -45,7 +46,7 @@ def fit(
     method: str = "inf",
     likelihood: str | Likelihood = "classification",
     layers: Selection = "all",
-    fisher: Fisher = "mc",
+    fisher: FisherChoice = "auto",
     n_samples: int = 1,
     prior_precision: float | str | None = None,
     divergence: float = DIVERGENCE,
@@ -116,9 +117,10 @@ def fit(
             ``"function_space"``.
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
         layers: ``"all"``, ``"last"``, names or prefixes of names, or a predicate ``(name, module) -> bool``.
-        fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, or
-            ``"empirical"`` targets.
-        n_samples: labels drawn per sample with ``fisher="mc"``.
+        fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them,
+            ``"empirical"`` targets, or ``"auto"`` (the default): exact where outputs and samples are few, else
+            drawn, up to three a sample (`posthoc_uq.inference.labels.resolve_fisher`); the report says what was used.
+        n_samples: labels drawn per sample with ``fisher="mc"``; more than 1 with ``"auto"`` draws as many.
         prior_precision: tau; ``"faithful"`` (the default) for the widest posterior that still says what the network
             says (see `divergence`); or ``"evidence"`` for the maximum of the log marginal likelihood. Of a training:
             the precision of the last layer's weights in the prior over functions, by default 1; its variances are then
@@ -161,7 +163,7 @@ def fit(
     _check_faithful(divergence, head)
     if trains and residual_weight != 1.0:
         raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
-    if training is not None and not training.needs_curvature and (fisher, n_samples) != ("mc", 1):
+    if training is not None and not training.needs_curvature and (fisher, n_samples) != ("auto", 1):
         raise PosthocUQError(
             "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
             "out, or begin with a curvature's variances: initial='inf'."
@@ -174,21 +176,24 @@ def fit(
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
     finds_noise = isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
     check_reusable(loader, _reads(method, training) + finds_noise)
-    settings = SweepSettings(reader, law, fisher, n_samples, seed, statistics_dtype(model, dtype), progress)
     if val_loader is not None and is_divided(val_loader):
         raise PosthocUQError(
             "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
         )
-    data = loader
+    data, statistics = loader, statistics_dtype(model, dtype)
 
-    def begin() -> tuple[Iterable[Any], Batch, Prepared]:
+    def begin() -> tuple[Iterable[Any], Batch, Prepared, int | None]:
         with isolated_random_state(seed):
             first, whole = _peek(data)
             batch = reader.read(first)
+            samples = own_samples_of(whole, reader, batch) if fisher == "auto" else None
             autocast = torch.is_autocast_enabled(device.type)
-            return whole, batch, prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
+            prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
+            return whole, batch, prepared, samples
 
-    loader, batch, prepared = together(begin, "the dry run")
+    loader, batch, prepared, samples = together(begin, "the dry run")
+    kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples))
+    settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)
     faithful = law.has_divergence and (trains or prior_precision in (None, "faithful"))
     kept = KeptInputs(budget)
@@ -211,6 +216,8 @@ def fit(
         posterior = laplace(method, run, model)
     run.observe()
     del prepared, run.prepared
+    if fisher == "auto" and "fisher" in posterior.record.fit:
+        posterior.record.fit["fisher chosen"] = "auto"
     if isinstance(law, Gaussian):
         posterior.record.tuning.setdefault("noise variance", noise_source)
     posterior.record.head = {"name": head or ("sampling" if trains else "linearized"), "options": {}}
@@ -281,9 +288,9 @@ def _checked_every(every: int) -> int:
 
 
 def _check(fisher: str, n_samples: int, prior_precision: float | str | None, trains: bool) -> None:
-    if fisher not in get_args(Fisher):
-        raise PosthocUQError(f"fisher must be one of {get_args(Fisher)}, not {fisher!r}.")
-    if n_samples < 1 or (n_samples > 1 and fisher != "mc"):
+    if fisher not in get_args(FisherChoice):
+        raise PosthocUQError(f"fisher must be one of {get_args(FisherChoice)}, not {fisher!r}.")
+    if n_samples < 1 or (n_samples > 1 and fisher not in ("auto", "mc")):
         raise PosthocUQError(
             f"n_samples is the number of labels drawn with fisher='mc', at least 1; not {n_samples} with "
             f"{fisher!r}."

@@ -48,7 +48,9 @@ class Likelihood(ABC):
 
     @abstractmethod
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs."""
+        """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs; as few as there
+        are, since each is a backward pass.
+        """
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         """``KL(p(y | outputs) || prediction)`` of every sample, ``(samples,)``, in nats; of several outputs of a
@@ -137,11 +139,18 @@ class Categorical(Likelihood):
         )
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        probs = _wide(outputs).softmax(1)
-        for label in range(outputs.shape[1]):
-            factor = probs.clone()
-            factor[:, label] -= 1.0
-            yield factor * probs[:, label : label + 1].sqrt()
+        # diag(p) - p p^T has a rank less than classes. Its Cholesky factor (Tanabe & Sagae 1992) has a column for each
+        # choice between a class and all after it, where none before it was taken.
+        logits = _wide(outputs)
+        whole = left = logits.logsumexp(1, keepdim=True)
+        for label in range(outputs.shape[1] - 1):
+            after = logits[:, label + 1 :]
+            rest = after.logsumexp(1, keepdim=True)
+            # The root of P(none before) P(this | none before) P(after | none before).
+            weight = (0.5 * (logits[:, label : label + 1] + rest - left - whole)).exp()
+            earlier = logits.new_zeros(logits.shape[0], label)
+            yield torch.cat([earlier, weight, -weight * (after - rest).exp()], 1)
+            left = rest
 
 
 class Bernoulli(Likelihood):

@@ -213,7 +213,7 @@ def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         yield current
 
 
-def _length(sized: Any) -> int:
+def known_length(sized: Any) -> int:
     """How many items there are, or 0 where nobody says."""
     try:
         return length_hint(sized)
@@ -234,8 +234,8 @@ class Bar:
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
         hidden = not visible or rank() > 0
         sampler = sampler_of(loader)
-        total = _length(sampler) if sampler is not None and not hidden else 0
-        self._batches = 0 if hidden or total else _length(loader)
+        total = known_length(sampler) if sampler is not None and not hidden else 0
+        self._batches = 0 if hidden or total else known_length(loader)
         self._bar = tqdm(total=total or None, desc=description, unit=" samples", disable=hidden, leave=False)
 
     def __enter__(self) -> Bar:

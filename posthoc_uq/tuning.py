@@ -170,6 +170,9 @@ def settle_faithful(
         seed: of the draws.
         matched: whether each prior precision has a temperature of its own.
     """
+    kept = posterior.record.faithful
+    if kept and posterior.temperature == kept["temperature"]:  # matched before: the network's own is another
+        posterior.temperature = kept["network_temperature"]
     before = posterior.temperature
     search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched)
     reached = search.run(divergence)
@@ -183,6 +186,7 @@ def settle_faithful(
         "head": predictor.head,
         "value": dict(prior) if isinstance(prior, dict) else prior,
         "temperature": posterior.temperature,
+        "network_temperature": before,
         "divergence": reached.divergence,
         "budget": float(divergence),
     }

@@ -16,13 +16,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.labels import of_all, own_samples_of
+from posthoc_uq.loaders import BatchReader
 
 SAMPLES, BATCH = 34, 5
 CASES: dict[str, dict[str, Any]] = {
     "inf": {"rank": 15},
-    "inf, sketch": {"rank": 4, "basis": "sketch", "basis_fraction": 0.7},
+    "inf, sketch": {"rank": 4, "basis": "sketch", "basis_fraction": 0.7, "fisher": "mc"},
     "efb": {"method": "efb", "fisher": "exact"},
-    "kfac": {"method": "kfac"},
+    "kfac": {"method": "kfac", "fisher": "mc"},
     "diag": {"method": "diag", "n_samples": 3},
     "full": {"method": "full", "layers": "last"},
     "regression": {"method": "diag", "likelihood": "regression"},
@@ -78,6 +80,12 @@ class Broken:
             yield batch
 
 
+def counted(loader: Any) -> int | None:
+    """Samples of all processes, before they are read."""
+    reader = BatchReader(torch.device("cpu"))
+    return of_all(own_samples_of(loader, reader, reader.read(next(iter(loader)))))
+
+
 def message(loader: Any, case: str, **options: Any) -> str:
     """What a fit that fails says."""
     try:
@@ -114,6 +122,8 @@ def main() -> None:
         said[case] = [posterior.scale, float(posterior.prior_precision)]
         uq.save(fit(uneven(case), case, prior_precision=1.0), folder / f"{case}, uneven.h5")
     uq.save(fit(sampled("inf", shuffle=True), "inf", prior_precision=1.0), folder / "shuffled.h5")
+    said["samples"] = [counted(sampled("inf")), counted(uneven("inf"))]
+    said["samples"] += [of_all(None if dist.get_rank() else 5)]
     everything = DataLoader(data(False), batch_size=BATCH)
     said["same data"] = message(everything, "inf")
     said["broken"] = message(Broken(sampled("inf"), 1, 1), "inf")

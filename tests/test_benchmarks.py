@@ -292,3 +292,15 @@ def test_modules_of_recipes_do_not_mix() -> None:
     uci, pictures = recipe("uci", "data"), recipe("fashion_mnist", "data")
     assert hasattr(uci, "lazy_load") and hasattr(pictures, "mnist_digits")
     assert recipe("fashion_mnist", "network").cnn()[0].out_channels == 32
+
+
+def test_labels_cost_and_buy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "labels.json"
+    _script("fisher_labels").main(["--smoke", "--json", str(path)])
+    assert "evidence NLL" in capsys.readouterr().out
+    drawn, exact = json.loads(path.read_text())["rows"]
+    assert exact["fit"] > 0 and drawn["fit"] > 0
+    assert exact["evidence NLL"] < drawn["evidence NLL"] - 0.1
+    for row in (drawn, exact):
+        assert row["faithful NLL"] < row["plain NLL"] + 0.1
+        assert row["faithful accuracy"] > row["plain accuracy"] - 0.02

@@ -84,6 +84,7 @@ class TestFit:
         assert found.evidence.log_likelihood == pytest.approx(expected.evidence.log_likelihood)
         fitted = found.record.fit
         assert fitted["model"] == f"{place / 'nets.py'}:net" and fitted["images"] == "3 x own size"
+        assert fitted["fisher"] == "exact" and fitted["fisher chosen"] == "auto"
 
     def test_options_reach_the_library(self, place: Path) -> None:
         options: dict[str, Any] = {"method": "kfac", "layers": ["4"], "fisher": "exact", "seed": 3}

@@ -73,6 +73,7 @@ def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:
     for case in CASES:
         assert all(own[case] == said[0][case] for own in said)
     for rank, own in enumerate(said):
+        assert own["samples"] == [SAMPLES, SAMPLES, None]
         assert "Several processes were given the same data" in own["same data"]
         assert "all processes must hold the same model" in own["other layers"]
         assert "has another seed than rank 0" in own["other seed"]

@@ -225,9 +225,9 @@ class TestWhatItTakes:
         model = nn.Linear(2, 1)
         posterior = uq.fit(model, [(x, y)], likelihood="binary", prior_precision=1.0, progress=False)
         evaluation = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False)
-        assert evaluation.names == ["sampling"]
-        assert "AUC at 0.5" in evaluation.selective["sampling"]["entropy"]
-        assert "top-5 accuracy" not in evaluation.metrics["sampling"]
+        assert evaluation.names == ["linearized"]
+        assert "AUC at 0.5" in evaluation.selective["linearized"]["entropy"]
+        assert "top-5 accuracy" not in evaluation.metrics["linearized"]
 
 
 class TestFiles:

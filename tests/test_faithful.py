@@ -54,7 +54,7 @@ def _moments(model, posterior, x):
     return outputs(parameters), covariance
 
 
-def _divergence(model, posterior, x, temperature: float = 1.0, draws: int = 4_000) -> float:
+def _divergence(model, posterior, x, temperature: float = 1.0, draws: int = 20_000) -> float:
     """``mean KL(p_net || p_post)`` by plain Monte Carlo over Gaussian logits, and the excess of entropy."""
     mean, covariance = _moments(model, posterior, x)
     root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(mean.shape[1]).double())
@@ -73,7 +73,7 @@ def test_the_widest_within_the_budget_by_its_definition(classifier, budget):
     posterior = uq.fit(
         model, [(x, y)], method="full", prior_precision=1.0, dtype=torch.float64, progress=False
     )
-    options = {"link": "mc", "n_draws": 1000, "head": "linearized"}
+    options = {"link": "mc", "n_draws": 4000, "head": "linearized"}
     trials = uq.tune(
         posterior, [x], criterion="faithful", divergence=budget, temperature=False, progress=False, **options
     )
@@ -91,13 +91,28 @@ def test_the_matched_temperature_has_the_networks_entropy(classifier):
     posterior = uq.fit(
         model, [(x, y)], method="full", prior_precision=1.0, dtype=torch.float64, progress=False
     )
-    options = {"link": "mc", "n_draws": 1000, "head": "linearized"}
+    options = {"link": "mc", "n_draws": 4000, "head": "linearized"}
     uq.tune(posterior, [x], criterion="faithful", divergence=0.01, progress=False, **options)
     assert 0.3 < posterior.temperature < 1.0
     double = copy.deepcopy(model).double()
     divergence, excess = _divergence(double, posterior, x, posterior.temperature)
     assert abs(excess) < 2e-3
     assert divergence == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_second_search_compares_with_the_network_and_not_with_the_first(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], progress=False)
+    prior, temperature = posterior.prior_precision, posterior.temperature
+    assert temperature != 1.0
+    uq.tune(posterior, [x], criterion="faithful", progress=False)
+    assert posterior.prior_precision == pytest.approx(prior, rel=0.05)
+    assert posterior.temperature == pytest.approx(temperature, rel=0.05)
+    uq.tune(posterior, [x], criterion="faithful", temperature=False, progress=False)
+    assert posterior.temperature == 1.0
+    posterior.temperature = 2.0  # the user's own, which the network is compared at
+    uq.tune(posterior, [x], criterion="faithful", progress=False)
+    assert posterior.record.faithful["network_temperature"] == 2.0
 
 
 def test_divergences_of_the_likelihoods():
@@ -202,15 +217,17 @@ def test_per_layer_priors_move_together(classifier):
 
 
 def test_what_cannot_be_reached_is_said_aloud():
-    """A model that amplifies any change of its weights."""
+    """A model that any change of its weights breaks, without a gradient that tells."""
 
     class Brittle(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(4, 2)
+            self.register_buffer("trained", self.linear.weight.detach().clone())
 
         def forward(self, x):
-            return 1e12 * (self.linear(x) - self.linear(x).detach()) + x[:, :2]
+            change = (self.linear.weight - self.trained).detach()
+            return self.linear(x) + 10 * torch.sin(1e20 * x @ change.T)
 
     model, x = Brittle(), torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     with pytest.warns(UserWarning, match="narrowest posterior"):

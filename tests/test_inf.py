@@ -280,4 +280,4 @@ def test_copies_of_inputs_are_said_to_share_labels(trained):
     model, x, _ = trained
     copies = x[:4].repeat(50, 1)
     with pytest.warns(UserWarning, match="copies of others"):
-        uq.fit(model, [copies], prior_precision=1.0, progress=False)
+        uq.fit(model, [copies], fisher="mc", prior_precision=1.0, progress=False)

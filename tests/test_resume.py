@@ -114,7 +114,7 @@ def test_a_checkpoint_is_of_one_fit_alone(tmp_path: Path) -> None:
     for changed, options, word in [
         (model(), {"method": "kfac"}, "method was 'diag', and is 'kfac'"),
         (model(), {"method": "diag", "seed": 1}, "seed"),
-        (model(), {"method": "diag", "fisher": "exact"}, "fisher"),
+        (model(), {"method": "diag", "fisher": "mc"}, "fisher"),
         (model(), {"method": "diag", "layers": "last"}, "layers"),
         (model(), {"method": "diag", "dtype": torch.float64}, "dtype"),
         (other, {"method": "diag"}, "model"),

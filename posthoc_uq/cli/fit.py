@@ -40,13 +40,17 @@ _fit_options = together(
         ),
         click.option(
             "--fisher",
-            type=click.Choice(["mc", "exact", "empirical"]),
-            default="mc",
+            type=click.Choice(["auto", "mc", "exact", "empirical"]),
+            default="auto",
             show_default=True,
-            help="Labels drawn from the model, expected under it, or the data's own.",
+            help="Labels drawn from the model, expected under it, or the data's own; auto: by outputs and samples.",
         ),
         click.option(
-            "--mc-labels", type=click.IntRange(1), default=1, show_default=True, help="Drawn per sample."
+            "--mc-labels",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Drawn per sample; more than 1 draws them with auto too.",
         ),
         click.option(
             "--basis", type=click.Choice(["auto", "exact", "sketch"]), help="With inf: how bases are found."

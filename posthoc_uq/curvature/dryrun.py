@@ -44,10 +44,12 @@ class Prepared:
     Attributes:
         capture: ready to run.
         deterministic: parameters without a posterior, each with the reason.
+        outputs: of the model for one sample.
     """
 
     capture: Capture
     deterministic: dict[str, str]
+    outputs: int
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -93,7 +95,7 @@ def prepare(
         )
     if not capture.tracked:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
-    return Prepared(capture, reference.deterministic(capture, failures))
+    return Prepared(capture, reference.deterministic(capture, failures), reference.pull[0].numel())
 
 
 def count_samples(batch: Batch) -> int:

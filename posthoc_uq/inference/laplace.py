@@ -193,6 +193,7 @@ def laplace(method: str, run: Run, model: nn.Module) -> Posterior:
         "layers caught by call interception": len(tracked) - served,
         **{f"seconds, {what}": value for what, value in run.seconds.items()},
     }
+    fit |= {"labels drawn per sample": run.settings.n_samples} if run.settings.fisher == "mc" else {}
     if method == "inf":
         fit |= {"rank": run.options.rank, "basis": run.options.basis, "correction": run.options.correction}
         fit |= {"basis fraction": run.options.basis_fraction} if run.options.basis_fraction < 1 else {}

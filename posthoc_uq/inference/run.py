@@ -121,7 +121,7 @@ class Run:
             )
         if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
             warnings.warn(
-                "Most inputs are copies of others. A label drawn with fisher='mc' belongs to its input, so that copies "
+                "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
                 "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'.",
                 UserWarning,
                 stacklevel=2,

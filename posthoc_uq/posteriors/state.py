@@ -163,8 +163,13 @@ def _faithful(kept: Mapping[str, Any]) -> dict[str, Any]:
     value = kept["value"]
     values = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {str(name): float(number) for name, number in values.items()}
-    numbers = {name: float(kept[name]) for name in ("temperature", "divergence", "budget")}
-    positive = [*values.values(), numbers["temperature"], numbers["budget"]]
+    numbers = {
+        name: float(kept[name]) for name in ("temperature", "network_temperature", "divergence", "budget")
+    }
+    positive = [
+        *values.values(),
+        *(numbers[name] for name in ("temperature", "network_temperature", "budget")),
+    ]
     if not all(0.0 < number < float("inf") for number in positive):
         raise ValueError(f"a faithful prior's numbers must be positive and finite, not {positive}")
     whole = values if isinstance(value, Mapping) else values[""]

@@ -1,0 +1,82 @@
+"""Which labels the Fisher's expectation takes where a fit is asked to choose: ``fisher="auto"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil
+from typing import Any, Literal, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.distributed import gather, own_samples, sampler_of
+from posthoc_uq.likelihoods import Fisher
+from posthoc_uq.loaders import Batch, BatchReader, known_length
+
+FisherChoice = Literal["auto", "mc", "exact", "empirical"]
+
+# The measurements behind these numbers are in docs/methods.md, "What the labels cost and buy".
+EXACT_OUTPUTS = 10
+"""Outputs up to which the expectation is exact: as many drawn labels cost as much and are worse."""
+
+LABELS_IN_ALL = 50_000
+"""Drawn labels of a whole data set from which on more of them buy less than 0.01 nats."""
+
+MOST_LABELS = 3
+"""Drawn labels a sample at most: for half as long a fit again they buy nearly half of what the exact ones do."""
+
+
+def resolve_fisher(
+    fisher: FisherChoice, n_samples: int, outputs: int, samples: int | None
+) -> tuple[Fisher, int]:
+    """What to take the expectation over: the kind of labels, and how many are drawn of each sample.
+
+    ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
+    samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
+    over the data, from 1 to `MOST_LABELS`. With more than one asked for, it draws these.
+
+    Args:
+        fisher: as asked for.
+        n_samples: as asked for.
+        outputs: of the model for one sample.
+        samples: in all processes, or None where the loader does not say; they then count as few.
+    """
+    if fisher != "auto":
+        return fisher, n_samples
+    if n_samples > 1:
+        return "mc", n_samples
+    few = samples is None or samples < LABELS_IN_ALL
+    if outputs <= 2 or (few and outputs <= EXACT_OUTPUTS):
+        return "exact", 1
+    return "mc", MOST_LABELS if samples is None else min(
+        MOST_LABELS, max(1, ceil(LABELS_IN_ALL / max(1, samples)))
+    )
+
+
+def of_all(samples: int | None) -> int | None:
+    """The sum of a number of samples over the processes; None where one of them does not know its own."""
+    found = cast("list[int | None]", gather(samples))
+    known = [count for count in found if count is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> int | None:
+    """How many samples a process's loader holds, before it is read; None where it does not say.
+
+    A sampler says it, a list of batches is counted, and other loaders with a length are taken to have batches as large
+    as the first.
+    """
+    own = own_samples(loader)
+    if own is not None:
+        return own
+    if isinstance(loader, (list, tuple)):
+        shapes = replace(reader, device=torch.device("meta"))  # nothing is copied
+        return sum(count_samples(shapes.read(batch)) for batch in cast("list[Any]", loader))
+    in_batches = isinstance(loader, DataLoader) and loader.batch_sampler is None
+    items = 0 if in_batches else known_length(sampler_of(loader))
+    if items:
+        return items
+    batches = known_length(loader)
+    return batches * count_samples(first) if batches else None
