@@ -25,7 +25,7 @@ class ClassTensors(NamedTuple):
         logits_mean: (batch, classes), or (batch, 1) for one logit.
         logits_variance: of the same shape.
         entropy: (batch,), in nats.
-        mutual_information: (batch,), in nats; NaN from a head or link that does not know it.
+        mutual_information: (batch,), in nats; NaN with ``link="probit"`` or ``"bridge"``, which do not know it.
     """
 
     probs: Tensor

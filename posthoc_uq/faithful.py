@@ -30,7 +30,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
 
-DIVERGENCE = 0.01  # nats: the default budget
+DIVERGENCE = 0.003  # nats: the default budget, the largest that harmed none of the networks that chose it
 TOLERANCE = 0.05  # decades of the prior precision
 TEMPERATURES = (0.3, 3.0)  # in which a matched temperature is looked for
 _ABOVE = 3  # decades above the weights' own precision at which a search begins
@@ -80,7 +80,7 @@ class FaithfulSearch:
         predictor: Predictor,
         *,
         seed: int = 0,
-        matched: bool = True,
+        matched: bool = False,
     ) -> None:
         self.posterior, self.predictor, self.trials = posterior, predictor, Trials()
         self._inputs, self._seed = list(inputs), seed

@@ -21,7 +21,7 @@ from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.function_space import fit_function_space, from_curvature
 from posthoc_uq.inference.identity import batch_hash, identity
-from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, resolve_fisher
 from posthoc_uq.inference.laplace import FAMILIES, laplace
 from posthoc_uq.inference.noise import find_noise
@@ -196,7 +196,7 @@ def fit(
     settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)
     faithful = law.has_divergence and (trains or prior_precision in (None, "faithful"))
-    kept = KeptInputs(budget)
+    kept = KeptInputs(budget, wanted_for(run.layers.values()))
     run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
         own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}

@@ -15,7 +15,7 @@ from posthoc_uq.faithful import DIVERGENCE, FaithfulSearch
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.held_out import HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
-from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
@@ -69,8 +69,9 @@ def tune(
             them, read once.
         criterion: see above.
         divergence: budget of ``"faithful"``, in nats.
-        temperature: of ``"faithful"``: whether the mean entropy is brought back to the network's. With held-out data:
-            whether a temperature on the logits is searched. By default both are done where outputs are logits.
+        temperature: with held-out data: whether a temperature on the logits is searched, by default where outputs are
+            logits. Of ``"faithful"``: whether the mean entropy on the training inputs is brought back to the network's,
+            by default not: it keeps a network's overconfidence on what it memorised.
         per_layer: one prior precision per layer (evidence only).
         noise: for regression, tune the noise too; without it the noise stays at the training residuals' variance.
         parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
@@ -132,9 +133,9 @@ def tune(
                     "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
                     "needs none of them."
                 )
-            inputs = kept_inputs(loader, reader, seed, progress)
+            inputs = kept_inputs(posterior, loader, reader, seed, progress)
             return settle_faithful(
-                posterior, inputs, predictor, divergence, seed=seed, matched=temperature is not False
+                posterior, inputs, predictor, divergence, seed=seed, matched=bool(temperature)
             )
         return _by_likelihood(
             posterior,
@@ -158,7 +159,7 @@ def settle_faithful(
     divergence: float,
     *,
     seed: int = 0,
-    matched: bool = True,
+    matched: bool = False,
 ) -> Trials:
     """Set the faithful prior (or scale) and its temperature, and note how far the predictions moved.
 
@@ -193,9 +194,11 @@ def settle_faithful(
     return search.trials
 
 
-def kept_inputs(loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool) -> list[Batch]:
+def kept_inputs(
+    posterior: Posterior, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool
+) -> list[Batch]:
     """A few hundred inputs of a loader, those with the smallest hashes."""
-    kept = KeptInputs(default_budget(reader.device))
+    kept = KeptInputs(default_budget(reader.device), wanted_for(posterior.layers.values()))
     with isolated_random_state(seed):
         kept.read(loader, reader, seed, progress)
     return kept.batches(reader.device)
@@ -251,7 +254,9 @@ def _return_to_faithful(
         else:
             posterior.scale = kept["value"]
         return
-    settle_faithful(posterior, kept_inputs(loader, reader, seed, False), predictor, divergence, seed=seed)
+    settle_faithful(
+        posterior, kept_inputs(posterior, loader, reader, seed, False), predictor, divergence, seed=seed
+    )
 
 
 def _criterion(criterion: str | None, loader: Iterable[Any] | None) -> str:

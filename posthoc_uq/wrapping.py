@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Keep
 from posthoc_uq.heads.linearized import Engine, LinearizedPredictor
+from posthoc_uq.heads.links import DRAWS
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
@@ -58,8 +59,8 @@ def wrap(
     max_pool: str = "clark",
     pool_rho: float = 0.0,
     unknown: str = "error",
-    link: str = "probit",
-    n_draws: int = 100,
+    link: str = "mc",
+    n_draws: int = DRAWS,
     output_map: Callable[[Tensor], Tensor] | None = None,
 ) -> MomentsPredictor: ...
 
@@ -70,8 +71,8 @@ def wrap(
     posterior: Posterior,
     head: Literal["linearized"],
     *,
-    link: str = "probit",
-    n_draws: int = 100,
+    link: str = "mc",
+    n_draws: int = DRAWS,
     outputs: str | int = "auto",
     engine: Engine = "auto",
     n_probes: int = 32,

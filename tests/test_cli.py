@@ -322,7 +322,7 @@ def test_inspect_names_the_settings_of_the_referrals_head(place: Path, tmp_path:
     assert "18 inputs), head sampling (n_samples 6, antithetic no, dtype own)" in text
     run("tune", place / "m.h5", *_model(place), *options, "--head", "moments")
     text = run("inspect", file).stdout
-    assert "head moments (link probit, " in text and "relu unscented, " in text and "calibrated no)" in text
+    assert "head moments (link mc, " in text and "relu unscented, " in text and "calibrated no)" in text
 
 
 def test_inspect_refuses_what_is_no_posterior(place: Path, tmp_path: Path) -> None:

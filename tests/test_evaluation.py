@@ -511,7 +511,9 @@ class TestReferral:
 
     def test_a_score_the_head_does_not_know(self, images):
         model, posterior, (x, y), _ = images
-        evaluation = uq.evaluate(uq.wrap(model, posterior, "linearized"), loader_of(x, y), progress=False)
+        evaluation = uq.evaluate(
+            uq.wrap(model, posterior, "linearized", link="probit"), loader_of(x, y), progress=False
+        )
         with pytest.raises(uq.PosthocUQError, match=r"does not know the score 'mutual_information'"):
             evaluation.threshold(0.1, "mutual_information")
         with pytest.raises(uq.PosthocUQError, match="A score is one of"):

@@ -45,7 +45,7 @@ def fitted(net: nn.Module, **options: Any) -> uq.Posterior:
 HEADS: dict[str, dict[str, Any]] = {
     "sampling": {"head": "sampling", "n_samples": 4},
     "moments": {"head": "moments"},
-    "moments, draws of logits": {"head": "moments", "link": "mc"},
+    "moments, probit": {"head": "moments", "link": "probit"},
 }
 
 
@@ -104,7 +104,7 @@ def test_the_linearised_head_is_refused() -> None:
 
 def test_a_prediction_without_draws_has_no_mutual_information() -> None:
     net = cnn()
-    found = tensors_of(uq.wrap(net, fitted(net), head="moments")(torch.randn(2, 3, 32, 32)))
+    found = tensors_of(uq.wrap(net, fitted(net), head="moments", link="probit")(torch.randn(2, 3, 32, 32)))
     assert isinstance(found, ClassTensors) and bool(found.mutual_information.isnan().all())
     assert isinstance(found.entropy, Tensor)
 

@@ -92,7 +92,9 @@ def test_the_matched_temperature_has_the_networks_entropy(classifier):
         model, [(x, y)], method="full", prior_precision=1.0, dtype=torch.float64, progress=False
     )
     options = {"link": "mc", "n_draws": 4000, "head": "linearized"}
-    uq.tune(posterior, [x], criterion="faithful", divergence=0.01, progress=False, **options)
+    uq.tune(
+        posterior, [x], criterion="faithful", divergence=0.01, temperature=True, progress=False, **options
+    )
     assert 0.3 < posterior.temperature < 1.0
     double = copy.deepcopy(model).double()
     divergence, excess = _divergence(double, posterior, x, posterior.temperature)
@@ -103,13 +105,13 @@ def test_the_matched_temperature_has_the_networks_entropy(classifier):
 def test_a_second_search_compares_with_the_network_and_not_with_the_first(classifier):
     model, x, y = classifier
     posterior = uq.fit(model, [(x, y)], progress=False)
-    prior, temperature = posterior.prior_precision, posterior.temperature
-    assert temperature != 1.0
+    first = posterior.prior_precision
+    for _ in range(2):
+        uq.tune(posterior, [x], criterion="faithful", temperature=True, progress=False)
+        assert posterior.temperature < 0.95
     uq.tune(posterior, [x], criterion="faithful", progress=False)
-    assert posterior.prior_precision == pytest.approx(prior, rel=0.05)
-    assert posterior.temperature == pytest.approx(temperature, rel=0.05)
-    uq.tune(posterior, [x], criterion="faithful", temperature=False, progress=False)
     assert posterior.temperature == 1.0
+    assert posterior.prior_precision == pytest.approx(first, rel=0.05)
     posterior.temperature = 2.0  # the user's own, which the network is compared at
     uq.tune(posterior, [x], criterion="faithful", progress=False)
     assert posterior.record.faithful["network_temperature"] == 2.0
@@ -153,10 +155,10 @@ def test_the_default_keeps_the_networks_predictions(classifier):
     own = model(x).softmax(1)
     probs = predictor(x).probs
     assert (probs.argmax(1) == own.argmax(1)).float().mean() >= 0.97  # a tie may fall to the other side
-    assert float((own * (own.log() - probs.log())).sum(1).mean()) <= 0.0101
-    assert float(predictor.functional_variance(x).mean()) > 1e-3  # and is no point estimate
+    assert float((own * (own.log() - probs.log())).sum(1).mean().detach()) <= 0.0031
+    assert float(predictor.functional_variance(x).mean()) > 1e-4  # and is no point estimate
     kept = posterior.record.faithful
-    assert 0 < kept["divergence"] <= kept["budget"] == 0.01
+    assert 0 < kept["divergence"] <= kept["budget"] == 0.003
     assert "faithful through head='linearized'" in str(posterior.report())
 
 
@@ -169,7 +171,7 @@ def test_every_method_and_head_stays_within_the_budget(method, head):
     probs = uq.wrap(model, posterior)(x).probs.detach()
     divergence = float((own * (own.log() - probs.log())).sum(1).mean())
     assert divergence == pytest.approx(posterior.record.faithful["divergence"], abs=1e-5)
-    assert 0.004 < divergence <= 0.01
+    assert 0.001 < divergence <= 0.003
 
 
 def test_batch_size_and_order_do_not_matter(classifier):
@@ -201,7 +203,7 @@ def test_regression(shape):
     p = torch.distributions.Normal(model(x).detach(), noise.sqrt())
     q = torch.distributions.Normal(prediction.mean, prediction.standard_deviation)
     divergence = float(torch.distributions.kl_divergence(p, q).mean())
-    assert 0.006 < divergence <= 0.01 + 1e-5
+    assert 0.0015 < divergence <= 0.003 + 1e-5
     assert posterior.temperature == 1.0
 
 
@@ -232,7 +234,7 @@ def test_what_cannot_be_reached_is_said_aloud():
     model, x = Brittle(), torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     with pytest.warns(UserWarning, match="narrowest posterior"):
         posterior = uq.fit(model, [x], method="diag", head="sampling", progress=False)
-    assert posterior.record.faithful["divergence"] > 0.01
+    assert posterior.record.faithful["divergence"] > 0.003
 
 
 def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(classifier, tmp_path):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.heads.function_draws import function_draws
+from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Bernoulli, Categorical
@@ -220,6 +221,20 @@ def test_the_closed_form_of_the_last_layer(name: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)
+def test_products_with_the_covariance_of_a_last_layer(options: dict[str, Any]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+        x = torch.randn(6, 4, dtype=torch.float64)
+    posterior = fitted(model, x, layers="last", **options)
+    weights = WeightCovariance(posterior, torch.float64, x.device, 2**20)
+    rows = nn.functional.pad(model[:2](x).detach(), (0, 1), value=1.0)
+    eye = torch.eye(7, dtype=torch.float64).repeat(6, 1, 1)
+    expected = blocks_of(dense_covariance(model, posterior, x), 6)
+    torch.testing.assert_close(weights.own_product("2", rows)(eye), expected)
+
+
+@pytest.mark.parametrize("options", FAMILIES, ids=family_name)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
 def test_small_budgets_change_nothing(name: str, options: dict[str, Any]) -> None:
     """Batches cut in two, outputs one by one, Jacobians row by row."""
@@ -344,7 +359,7 @@ def test_the_laplace_posterior_of_the_table() -> None:
     assert isinstance(fisher, DenseBlock)
     precision = 3 * fisher.fisher + torch.eye(12, dtype=torch.float64)
     assert float(torch.linalg.inv(precision).trace()) == pytest.approx(10.628330, abs=1e-6)
-    predictor = LinearizedPredictor(model, posterior)
+    predictor = LinearizedPredictor(model, posterior, link="probit")
     covariance = predictor.functional_covariance(x)
     near(
         parts(covariance),
@@ -466,6 +481,68 @@ def test_classes_of_which_nothing_is_known() -> None:
     top = model(x).topk(4).indices
     expected = full.gather(1, top).mean(1, keepdim=True).expand(-1, 30).scatter(1, top, full.gather(1, top))
     torch.testing.assert_close(found, expected)
+
+
+def divergence(probs: Tensor, log_probs: Tensor) -> Tensor:
+    return (torch.special.xlogy(probs, probs) - probs * log_probs).sum(1)
+
+
+def drawn_probs(mean: Tensor, covariance: Tensor) -> Tensor:
+    """By many draws of the logits."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+    normals = torch.randn(20_000, mean.shape[1], generator=torch.Generator().manual_seed(5)).double()
+    return (mean + torch.einsum("bij,sj->sbi", root, normals)).softmax(-1).mean(0)
+
+
+@pytest.mark.parametrize("layers", ["all", ["0"]])
+def test_probabilities_from_the_top_classes(layers: Any) -> None:
+    """Draws follow the covariance of the centred logits at the top, and the centred variances of the others."""
+    model, posterior, x = many_classes(layers=layers)
+    posterior.prior_precision = 0.2
+    mean, number = model(x).detach(), 5
+    predictor = LinearizedPredictor(model, posterior, outputs=number)
+    found = predictor(x)
+    torch.testing.assert_close(found.logits_variance, predictor.functional_variance(x))
+    centring = torch.eye(30, dtype=torch.float64) - 1 / 30
+
+    def centred(own: Posterior) -> Tensor:
+        whole = LinearizedPredictor(model, own, outputs="all").functional_covariance(x)
+        return centring @ whole @ centring
+
+    covariance, top = centred(posterior), mean.topk(number).indices
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    if layers == "all":
+        variance = centred(fitted_last(posterior)).diagonal(dim1=1, dim2=2)
+    else:
+        variance = variance.gather(1, top).mean(1, keepdim=True).expand(-1, 30)
+    expected = torch.diag_embed(variance)
+    for sample, rows in enumerate(top):
+        expected[sample, rows.unsqueeze(1), rows] = covariance[sample, rows.unsqueeze(1), rows]
+    assert found.log_probs is not None
+    assert float(divergence(drawn_probs(mean, expected), found.log_probs).max()) < 0.01
+    one = torch.cat([predictor(x[i : i + 1]).probs for i in range(len(x))])
+    torch.testing.assert_close(one, found.probs)
+
+
+def test_many_classes_by_forward_derivatives() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 60)).double()
+        x = torch.randn(10, 3, dtype=torch.float64)
+    posterior = fitted(model, x, method="kfac")
+    predictor = LinearizedPredictor(model, posterior, engine="jvp", n_probes=40)
+    found = predictor(x[:3])
+    expected = drawn_probs(model(x[:3]).detach(), predictor_covariance(predictor, x[:3]))
+    assert found.log_probs is not None
+    assert float(divergence(expected, found.log_probs).max()) < 0.01
+
+
+def predictor_covariance(predictor: LinearizedPredictor, x: Tensor) -> Tensor:
+    """Of all outputs, from the kept draws."""
+    batch = Batch((x,))
+    deviations = predictor._draw(batch, len(x))[1]  # pyright: ignore[reportPrivateUsage]
+    return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 
 def test_classes_under_a_full_posterior() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 import pytest
@@ -13,8 +13,10 @@ from scipy.stats import norm
 from torch import Tensor
 
 import posthoc_uq as uq
+from posthoc_uq.heads.draws import log_logistic_normal, normals
 from posthoc_uq.heads.links import LINKS, check_link, from_gaussian
 from posthoc_uq.heads.prediction import cat
+from posthoc_uq.heads.spread import of_covariance
 
 
 def posterior(likelihood: str, temperature: float = 1.0, **options: Any) -> uq.Posterior:
@@ -51,7 +53,7 @@ def test_probit_bridge_and_draws_of_three_classes() -> None:
 def test_one_logit_against_quadrature() -> None:
     own = posterior("binary")
     for mean, variance, expected in ((1.0, 2.0, 0.678829), (-2.0, 0.5, 0.138414)):
-        found = from_gaussian(numbers(mean), numbers(variance), own)
+        found = from_gaussian(numbers(mean), numbers(variance), own, link="probit")
         assert found.probs[0, 1].item() == pytest.approx(expected, abs=1e-6)  # type: ignore[union-attr]
         exact, _ = quad(lambda z, m=mean, v=variance: norm.pdf(z, m, sqrt(v)) * expit(z), -30, 30)
         drawn = from_gaussian(numbers(mean), numbers(variance), own, link="mc", n_draws=50_000)
@@ -63,11 +65,12 @@ def test_two_classes_use_the_variance_of_their_difference() -> None:
     covariance = torch.tensor([[[2.280005, 0.667668], [0.667668, 2.149537]]], dtype=torch.float64)
     own = posterior("classification")
     variance = covariance.diagonal(dim1=1, dim2=2)
-    with_covariance = from_gaussian(mean, variance, own, covariance=covariance)
+    with_covariance = from_gaussian(mean, variance, own, covariance=covariance, link="probit")
     assert with_covariance.probs[0, 0].item() == pytest.approx(0.249491, abs=2e-6)  # type: ignore[union-attr]
-    assert from_gaussian(mean, variance, own).probs[0, 0].item() == pytest.approx(0.232112, abs=2e-6)  # type: ignore[union-attr]
+    alone = from_gaussian(mean, variance, own, link="probit")
+    assert alone.probs[0, 0].item() == pytest.approx(0.232112, abs=2e-6)  # type: ignore[union-attr]
     # One logit with the difference's moments is the same prediction.
-    difference = from_gaussian(numbers(1.639129), numbers(3.094205), posterior("binary"))
+    difference = from_gaussian(numbers(1.639129), numbers(3.094205), posterior("binary"), link="probit")
     assert difference.probs[0, 0].item() == pytest.approx(0.249491, abs=2e-6)  # type: ignore[union-attr]
 
 
@@ -127,3 +130,206 @@ def test_unknown_links_are_refused() -> None:
         check_link("logit", 10)
     with pytest.raises(uq.PosthocUQError, match="at least one draw"):
         check_link("mc", 0)
+
+
+# The battery: covariances of C classes, for confident and undecided means.
+SIZES = (2, 3, 10, 50, 100, 1000)
+KINDS = ("independent", "common", "correlated", "singular", "decaying", "pair")
+
+
+def battery(kind: str, classes: int, confident: bool) -> tuple[Tensor, Tensor]:
+    """Mean ``(1, classes)`` and a root of the covariance ``(classes, k)``; variances of centred logits are about 1."""
+    generator = torch.Generator().manual_seed(classes)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    mean, scales = normal(1, classes), torch.rand(classes, generator=generator, dtype=torch.float64) + 0.5
+    if confident:
+        mean[:, 0] += log(classes) + 5
+    own = torch.diag(scales.sqrt())
+    if kind == "independent":
+        return mean, own
+    if kind == "common":
+        return mean, torch.cat([own, torch.full((classes, 1), 10.0, dtype=torch.float64)], 1)
+    if kind == "correlated":
+        few = max(1, classes // 5)
+        return mean, torch.cat([normal(classes, few) * sqrt(0.9 / few), own * sqrt(0.1)], 1)
+    if kind == "singular":
+        return mean, torch.cat([normal(classes, 3) / sqrt(3), own * 1e-3], 1)
+    if kind == "decaying":
+        values = 1 / torch.arange(1, classes + 1, dtype=torch.float64)
+        basis = torch.linalg.qr(normal(classes, classes)).Q
+        return mean, basis * (values * classes / values.sum()).sqrt()
+    own[1, 0], own[1, 1] = 0.99 * own[0, 0], sqrt(1 - 0.99**2) * own[0, 0]  # the two likeliest move together
+    mean[:, 1] = mean[:, 0] - 1
+    return mean, own
+
+
+def many_draws(mean: Tensor, root: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Probabilities and expected entropy of ``N(mean, root root^T)``, by plain draws of the logits, ``(classes,)``."""
+    generator = torch.Generator().manual_seed(1)
+    probs, entropy, left = torch.zeros_like(mean[0]), torch.zeros((), dtype=torch.float64), number
+    while left > 0:
+        few = min(left, 2_000_000 // len(root))
+        normals = torch.randn(few, root.shape[1], generator=generator)
+        drawn = (mean + (normals @ root.float().T).double()).softmax(-1)
+        probs += drawn.sum(0)
+        entropy -= torch.special.xlogy(drawn, drawn).sum()
+        left -= few
+    return probs / number, entropy / number
+
+
+def divergence(probs: Tensor, log_probs: Tensor) -> float:
+    """KL in nats. Its negative derivative by the labels' shares is what the mean NLL differs by."""
+    return float((torch.special.xlogy(probs, probs) - probs * log_probs.double()).sum())
+
+
+@pytest.mark.parametrize("confident", [True, False])
+@pytest.mark.parametrize("classes", SIZES)
+def test_default_draws_agree_with_many(classes: int, confident: bool) -> None:
+    """To .01 nats, for standard deviations of .3 to 3 of the centred logits."""
+    own = posterior("classification")
+    number = 200_000 if classes <= 10 else 40_000 if classes <= 100 else 10_000
+    for kind in KINDS[:1] + KINDS[3:4] if classes == 2 else KINDS:
+        mean, unit = battery(kind, classes, confident)
+        for variance in (0.1, 10.0) if classes < 1000 else (10.0,):
+            root = unit * sqrt(variance)
+            covariance = (root @ root.T).unsqueeze(0)
+            found = from_gaussian(
+                mean.float(), covariance.diagonal(dim1=1, dim2=2).float(), own, covariance=covariance.float()
+            )
+            assert isinstance(found, uq.ClassPrediction)
+            probs, entropy = many_draws(mean, root, number)
+            assert found.log_probs is not None
+            assert divergence(probs, found.log_probs[0]) < 0.01, (kind, variance)
+            assert found.expected_entropy().item() == pytest.approx(float(entropy), abs=0.1), (kind, variance)
+
+
+def test_probit_does_not_count_a_common_variance() -> None:
+    own = posterior("classification")
+    mean, variance = numbers(1, 0, -1), torch.tensor([[0.7, 0.7, 0.7]], dtype=torch.float64)
+    plain = from_gaussian(mean, variance, own, link="probit")
+    for common in (0.0, 1e4):
+        covariance = torch.diag_embed(variance) + common
+        found = from_gaussian(mean, variance + common, own, covariance=covariance, link="probit")
+        torch.testing.assert_close(found.probs, plain.probs, rtol=1e-6, atol=0)  # type: ignore[union-attr]
+    assert from_gaussian(mean, variance + 1e4, own, link="probit").probs.max() < 0.4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("options", [{"method": "kfac"}, {"method": "inf", "rank": 8}, {"method": "diag"}])
+@pytest.mark.parametrize("classes", [4, 70])
+def test_heads_agree_on_a_last_layer(options: dict[str, Any], classes: int) -> None:
+    """A last layer's logits are exactly Gaussian: drawn weights and draws of the logits are the same prediction."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, classes))
+        x, y = torch.randn(40, 5), torch.randint(0, classes, (40,))
+    own = uq.fit(net, [(x, y)], layers="last", fisher="exact", prior_precision=1.0, progress=False, **options)
+    assert isinstance(own, uq.Posterior)
+    x = x[:6]
+    weights = own.sample(8000, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = torch.einsum("ri,soi->sro", net[:2](x), weights["2.weight"]) + weights["2.bias"].unsqueeze(1)
+    drawn = uq.ClassPrediction.from_logits(logits)
+    torch.testing.assert_close(
+        uq.wrap(net, own, "sampling", n_samples=50)(x).probs, drawn.probs, atol=0.1, rtol=0
+    )  # type: ignore[union-attr]
+    heads: dict[str, dict[str, Any]] = {
+        "closed form": {"head": "linearized"},
+        "backward passes": {"head": "linearized", "engine": "exact", "outputs": "all"},
+        "moments": {"head": "moments", "cov": "full"},
+    }
+    if classes > 50:
+        del heads["backward passes"]
+    for name, head in heads.items():
+        found = uq.wrap(net, own, **head)(x)
+        assert isinstance(found, uq.ClassPrediction)
+        assert found.log_probs is not None
+        for sample in range(len(x)):
+            assert divergence(drawn.probs[sample].double(), found.log_probs[sample]) < 0.01, name
+        labels = y[:6]
+        assert float((drawn.log_prob(labels) - found.log_prob(labels)).mean()) == pytest.approx(0, abs=0.01)
+        torch.testing.assert_close(found.mutual_information(), drawn.mutual_information(), atol=0.05, rtol=0)
+        torch.testing.assert_close(found.variation_ratio(), drawn.variation_ratio(), atol=0.08, rtol=0)
+        deviations, expected = found.top_k(3).standard_deviations, drawn.top_k(3).standard_deviations
+        assert deviations is not None and expected is not None
+        torch.testing.assert_close(deviations, expected, atol=0.02, rtol=0.2)
+
+
+def test_directions_and_rest_are_a_covariance() -> None:
+    """Where the covariance has few directions beside an independent part they are found, and variances are kept."""
+    generator = torch.Generator().manual_seed(3)
+    mean = torch.randn(3, 40, generator=generator, dtype=torch.float64)
+    few = torch.randn(3, 40, 4, generator=generator, dtype=torch.float64)
+    covariance = few @ few.transpose(1, 2) + 7.0  # 7 is common to all
+    centring = torch.eye(40, dtype=torch.float64) - 1 / 40
+    centred = centring @ covariance @ centring
+    found = of_covariance(mean, covariance)
+    torch.testing.assert_close(found.root @ found.root.transpose(1, 2), centred)
+    assert float(found.rest.abs().max()) < 1e-9
+    # eigenvalues of any covariance bound what is left of it
+    whole = torch.randn(3, 40, 40, generator=generator, dtype=torch.float64)
+    whole = whole @ whole.transpose(1, 2) / 40
+    found = of_covariance(mean, whole)
+    centred = centring @ whole @ centring
+    left = centred - found.root @ found.root.transpose(1, 2)
+    assert float(torch.linalg.eigvalsh(left).min()) > -1e-9
+    torch.testing.assert_close(found.rest * 39 / 40, left.diagonal(dim1=1, dim2=2))
+    # up to ten classes they are exact: the same distribution of differences
+    small = whole[:, :6, :6]
+    found = of_covariance(mean[:, :6], small)
+    again = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
+    centring = torch.eye(6, dtype=torch.float64) - 1 / 6
+    torch.testing.assert_close(centring @ again @ centring, centring @ small @ centring)
+
+
+def test_inputs_that_are_not_finite_disturb_no_other() -> None:
+    own = posterior("classification")
+    for classes in (4, 30):
+        mean = torch.randn(3, classes, generator=torch.Generator().manual_seed(0))
+        covariance = torch.eye(classes).repeat(3, 1, 1)
+        clean = from_gaussian(mean, torch.ones(3, classes), own, covariance=covariance)
+        for broken in (mean, covariance):
+            broken[1, 0] = float("nan")
+            found = from_gaussian(mean, torch.ones(3, classes), own, covariance=covariance)
+            assert isinstance(found, uq.ClassPrediction) and isinstance(clean, uq.ClassPrediction)
+            torch.testing.assert_close(found.probs[::2], clean.probs[::2])
+            assert bool(found.entropy()[1].isnan())
+        masked = mean[::2].clone()
+        masked[:, 2] = float("-inf")
+        found = from_gaussian(masked, torch.ones(2, classes), own, covariance=covariance[::2])
+        assert bool((found.probs[:, 2] == 0).all()) and bool(torch.isfinite(found.entropy()).all())  # type: ignore[union-attr]
+
+
+def test_points_are_kept_and_serve_any_mode() -> None:
+    state = torch.get_rng_state()
+    normals.cache_clear()
+    with torch.inference_mode():
+        first = normals(256, 12)
+    assert torch.equal(torch.get_rng_state(), state) and not first.is_inference()
+    assert normals(256, 12) is first
+    torch.testing.assert_close(first.mean(0), torch.zeros(12).double(), atol=0.01, rtol=0)
+    torch.testing.assert_close(first.T @ first / 256, torch.eye(12).double(), atol=0.2, rtol=0)
+    wide = normals(2, 21_300)  # more than the sequence has dimensions
+    assert wide.shape == (2, 21_300) and bool(torch.isfinite(wide).all())
+
+
+def test_the_mean_of_a_sigmoid() -> None:
+    for variance in (0.0, 0.01, 0.3, 1.0, 5.0, 30.0, 300.0):
+        deviation = sqrt(variance)
+        for mean in (-0.9 * variance - 8, -variance / 2, -1.0, 0.0, 2.0, 10.0):
+            low, high = mean - 12 * deviation, mean + variance + 12 * deviation
+            tilted = mean + variance  # where the integrand has its mass when both tails meet
+            exact = float(expit(mean))
+            if variance > 0:
+                exact, _ = quad(
+                    lambda z, m=mean, d=deviation: norm.pdf(z, m, d) * expit(z),
+                    low,
+                    high,
+                    points=sorted({0.0, mean, tilted} & {p for p in (0.0, mean, tilted) if low < p < high}),
+                    epsabs=0,
+                    limit=400,
+                )
+            found = log_logistic_normal(numbers(mean), numbers(variance)).item()
+            assert found == pytest.approx(log(exact), abs=0.008), (mean, variance)

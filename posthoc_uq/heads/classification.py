@@ -35,8 +35,8 @@ class TopK(NamedTuple):
     Attributes:
         probabilities: of the classes.
         labels: their indices, int64.
-        standard_deviations: of the classes' probabilities over the weights; None from a head that does not know
-            them.
+        standard_deviations: of the classes' probabilities over the weights; None from a head or link that does not
+            know them.
     """
 
     probabilities: Tensor
@@ -53,13 +53,13 @@ class ClassPrediction:
         logits_mean: (batch, classes), mean of the logits over the weights; (batch, 1) for a binary model,
             which has a single logit.
         logits_variance: same shape, the functional variance of the logits.
-        sample_entropy: (batch,), mean over the weights of the entropy in nats, or None from a head that has
-            no access to it.
+        sample_entropy: (batch,), mean over the weights of the entropy in nats, or None from a head or link that
+            makes no draws.
         log_probs: (batch, classes), log of `probs` where a head knows it better than float32 probabilities
             can say (they underflow below 1e-45); None means log(probs).
-        probs_variance: (batch, classes), unbiased variance over the weights of the probabilities softmax(logits),
-            or None from a head that does not look at single weight samples.
-        votes: (batch, classes), integer: how many weight samples put each class first; None likewise.
+        probs_variance: (batch, classes), unbiased variance over draws of the probabilities softmax(logits): draws of
+            the weights, or of the logits where a head knows their distribution (``link="mc"``); None without draws.
+        votes: (batch, classes), integer: how many draws put each class first; None likewise.
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or votes that are no integers.
@@ -153,8 +153,8 @@ class ClassPrediction:
         """
         if self.sample_entropy is None:
             raise PosthocUQError(
-                "This prediction holds no expected entropy, because its head does not look at single weight "
-                'samples; use link="mc" or head="sampling" for expected entropy and mutual information.'
+                'This prediction holds no expected entropy, because it was made without draws; use link="mc" (the '
+                'default) or head="sampling" for expected entropy and mutual information.'
             )
         return self.sample_entropy
 
@@ -170,17 +170,17 @@ class ClassPrediction:
         return (self.entropy() - self.expected_entropy()).clamp(min=0)
 
     def variation_ratio(self) -> Tensor:
-        """(batch,), in [0, 1 - 1 / classes]: the share of weight samples that vote against the majority.
+        """(batch,), in [0, 1 - 1 / classes]: the share of draws that vote against the majority.
 
-        `1 - max_c votes_c / sum_c votes_c` (Freeman, "Elementary Applied Statistics", 1965), where every sample
+        `1 - max_c votes_c / sum_c votes_c` (Freeman, "Elementary Applied Statistics", 1965), where every draw
         votes for its most probable class. NaN where the probabilities are.
 
         Raises:
-            PosthocUQError: the head that made this prediction does not look at single weight samples.
+            PosthocUQError: this prediction was made without draws.
         """
         if self.votes is None:
             raise PosthocUQError(
-                "This prediction holds no votes, because its head does not look at single weight samples; use "
+                'This prediction holds no votes, because it was made without draws; use link="mc" (the default) or '
                 'head="sampling" for the variation ratio.'
             )
         votes = self.votes.to(self.probs.dtype)

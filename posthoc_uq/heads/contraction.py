@@ -321,6 +321,39 @@ class LayerCovariance:
 
         return self._checked(work, activations.shape[0], "variance")
 
+    def own_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        """Multiplication by the covariance of the layer's own outputs: of ``(samples, m, k)``, to the same shape, for
+        activations ``(samples, n)`` of a layer of one group. No ``(m, m)`` matrix is formed.
+        """
+        if self._bases is not None:
+            input_basis, output_basis = (basis[0] for basis in self._bases)
+            turned = ((activations @ input_basis).square() @ self._plain[0].T).unsqueeze(-1)
+            return lambda x: output_basis @ (turned * (output_basis.T @ x))
+        plain, product = self._products(slice(None), False)
+        diagonal = (activations.square() @ plain[0].T).unsqueeze(-1)
+        if self._low_rank is None:
+            return lambda x: diagonal * x
+        directions = self._directions(activations[:, None, None], product)[:, 0, 0]  # (samples, a, m)
+        basis = self._kept[1][0].to(directions)
+
+        def multiply(x: Tensor) -> Tensor:
+            columns = x.transpose(1, 2).unsqueeze(2)  # (samples, k, 1, m)
+            core = torch.matmul(columns * directions.unsqueeze(1), basis).transpose(
+                2, 3
+            )  # (samples, k, g, a)
+            back = torch.matmul(basis, self._solved(core).to(core))  # (samples, k, m, a)
+            taken = (back * directions.transpose(1, 2).unsqueeze(1)).sum(-1)
+            return diagonal * x - taken.transpose(1, 2)
+
+        return multiply
+
+    def _solved(self, cores: Tensor) -> Tensor:
+        """``D B^-1 D`` of cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
+        assert self._low_rank is not None
+        root, roots = self._low_rank.root[0], as_double(self._low_rank.roots).to(self._low_rank.root)[0]
+        columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
+        return (torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots).to(cores.device)
+
     def own_covariance(self, activations: Tensor, joint: bool) -> Tensor:
         """Covariance of the layer's own outputs ``(samples, m, m)``, or with `joint` ``(samples * m, samples * m)``,
         for activations ``(samples, n)`` of a layer of one group; in float64.

@@ -139,6 +139,15 @@ class WeightCovariance:
             return torch.einsum("oipj,si,tj->sotp", own, rows, rows).reshape(size, size)
         return torch.einsum("oipj,si,sj->sop", own, rows, rows)
 
+    def own_product(self, layer: str, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        """Multiplication of ``(samples, m, k)`` by the covariance of a layer's own outputs, for activations
+        ``(samples, n)``.
+        """
+        if layer in self.layers:
+            return self.layers[layer].own_product(activations)
+        covariance = self.own_covariance(layer, activations, False).to(activations)
+        return lambda x: covariance @ x
+
     def _dense_rows(self, layer: str) -> Tensor:
         """Covariance of one layer's weights in a block of several, ``(m, n, m, n)``."""
         if layer not in self._own:
@@ -189,12 +198,17 @@ class WeightCovariance:
 
 
 def one_output(outputs: Tensor, indices: Tensor | None) -> Gradient:
-    """Gradients of single outputs: of the i-th of all, or of every sample's own ``indices[:, i]``."""
+    """Gradients of single outputs: of the i-th of all, or of every sample's own ``indices[:, i]``; of the number after
+    the last of these, the mean of all outputs.
+    """
     samples, size = outputs.shape[0], outputs[0].numel()
+    count = size if indices is None else indices.shape[1]
 
     def gradient(number: int) -> Tensor:
         found = torch.zeros(samples, size, dtype=outputs.dtype, device=outputs.device)
-        if indices is None:
+        if number == count:
+            found.fill_(1 / size)
+        elif indices is None:
             found[:, number] = 1
         else:
             found.scatter_(1, indices[:, number : number + 1], 1)

@@ -16,10 +16,11 @@ from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
-from posthoc_uq.heads.links import check_link, from_gaussian
+from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.products import Mode
+from posthoc_uq.heads.spread import Spread, of_product
 from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.loaders import Batch
@@ -32,7 +33,8 @@ Engine = Literal["auto", "exact", "jvp", "last_layer"]
 
 ALL_OUTPUTS = 20  # up to which `outputs="auto"` takes all of them
 TOP = 10  # classes that "topk" takes
-_COVARIANCE_CLASSES = 50  # up to which the links that can use a covariance get one
+_COVARIANCE_CLASSES = 50  # up to which the link gets a covariance of all
+_AT_ONCE = 2**16  # logits whose covariance is put into its directions at once
 _STORED = 4  # memory budgets that output gradients may take before the batch is cut
 _PREPARING = threading.RLock()
 
@@ -65,8 +67,10 @@ class LinearizedPredictor(Predictor):
     Args:
         model: the model the posterior was fitted on.
         posterior: of any method.
-        link: from Gaussian logits to probabilities; see `from_gaussian`. ``"mc"`` and ``"bridge"`` use the covariance
-            of all classes where all are used and there are at most 50, the variances elsewhere.
+        link: from Gaussian logits to probabilities; see `from_gaussian`. It gets the covariance of all classes where
+            all are used and there are at most 50. With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
+            last layer by its leading directions, or that of the top classes, with the others as independent;
+            ``"bridge"``, and ``outputs="all"`` of several layers, the variances alone.
         n_draws: of the logits, for ``"mc"``.
         outputs: ``"all"``, ``"topk"`` (10 classes), ``"topk:K"``, K, or ``"auto"``: all up to 20 outputs and all of a
             regression, otherwise ``"topk"``.
@@ -85,8 +89,8 @@ class LinearizedPredictor(Predictor):
         model: nn.Module,
         posterior: Posterior,
         *,
-        link: str = "probit",
-        n_draws: int = 100,
+        link: str = "mc",
+        n_draws: int = DRAWS,
         outputs: str | int = "auto",
         engine: str = "auto",
         n_probes: int = 32,
@@ -136,21 +140,7 @@ class LinearizedPredictor(Predictor):
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
         """See `Predictor`."""
         with _own_modes():
-            batch, samples = _batch(args, kwargs)
-            covariance: Tensor | None = None
-            if self._engine == "jvp":
-                mean, deviations = self._draw(batch, samples)
-                if self._wants_covariance(mean):
-                    covariance = torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
-                variance = deviations.square().mean(0)
-            else:
-                recording = self._run(batch, samples)
-                mean = recording.outputs.detach()
-                if self._wants_covariance(mean):
-                    covariance = self._covariance(recording, batch, samples, None, joint=False)
-                    variance = covariance.diagonal(dim1=1, dim2=2)
-                else:
-                    variance = self._variance(recording, samples)
+            mean, variance, covariance = self._gaussian(*_batch(args, kwargs))
             return GaussianOutputs(mean, variance.reshape(mean.shape), covariance)
 
     def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
@@ -247,12 +237,66 @@ class LinearizedPredictor(Predictor):
                     found = self._variances(recording, signs, probes, samples) / probes
                 return found.sum(1).to(outputs.device, self._dtype)
 
+    def _gaussian(self, batch: Batch, samples: int) -> tuple[Tensor, Tensor, Tensor | Spread | None]:
+        """Mean, variance and, for the link, what is known of the covariance of the outputs."""
+        if self._engine == "jvp":
+            mean, deviations = self._draw(batch, samples)
+            variance = deviations.square().mean(0)
+            if self._wants_covariance(mean):
+                return mean, variance, torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
+            if not self._wants_spread(mean):
+                return mean, variance, None
+            root = deviations.permute(1, 2, 0) / len(deviations) ** 0.5
+            return mean, variance, of_product(mean, variance, lambda x: root @ (root.transpose(1, 2) @ x))
+        recording = self._run(batch, samples)
+        mean = recording.outputs.detach()
+        if self._wants_covariance(mean):
+            covariance = self._covariance(recording, batch, samples, None, joint=False)
+            return mean, covariance.diagonal(dim1=1, dim2=2), covariance
+        if not self._wants_spread(mean):
+            return mean, self._variance(recording, samples), None
+        with torch.autocast(mean.device.type, enabled=False):
+            closed, weights = self._closed_form(recording), self._covariances(mean.device)
+            if closed is not None:
+                variance = self._variance(recording, samples)
+                return mean, variance, _own_spread(weights, *closed, mean, variance)
+        indices = self._indices(mean)
+        if indices is None:
+            return mean, self._variance(recording, samples), None
+        # with the mean of all logits, for the covariance of the centred ones
+        return mean, *self._top_spread(mean, indices, recording, batch, samples)
+
+    def _top_spread(
+        self, mean: Tensor, indices: Tensor, recording: Recording, batch: Batch, samples: int
+    ) -> tuple[Tensor, Spread]:
+        """Variances of all logits, and their covariance: of the centred logits at `indices` as it is, of the others as
+        if they were independent.
+        """
+        last = self._last_layer(recording)
+        top = self._covariance(recording, batch, samples, indices, joint=False, centre=True)
+        number = indices.shape[1]
+        variance, centred = _others(self._covariances(mean.device), last, mean, top)
+        own = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
+        variance = variance.to(own).scatter(1, indices, own)
+        differences = top[:, :number] - top[:, number:]
+        block = differences[:, :, :number] - differences[:, :, number:]
+        centred = centred.to(own).scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
+
+        def multiply(x: Tensor) -> Tensor:
+            rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
+            return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
+
+        return variance, of_product(mean.to(self._dtype), centred, multiply)
+
     def _wants_covariance(self, mean: Tensor) -> bool:
-        """Whether the link can use one: of two classes any can, by the variance of their difference."""
-        if not isinstance(self._posterior.likelihood, Categorical) or self._number_used(mean) is not None:
+        """Whether the link gets all of it."""
+        if not isinstance(self._posterior.likelihood, Categorical) or mean[0].numel() > _COVARIANCE_CLASSES:
             return False
-        classes = mean[0].numel()
-        return classes == 2 or (self._link != "probit" and classes <= _COVARIANCE_CLASSES)
+        return self._number_used(mean) is None
+
+    def _wants_spread(self, mean: Tensor) -> bool:
+        """Whether the link can do with what is known of the covariance of many classes."""
+        return isinstance(self._posterior.likelihood, Categorical) and self._link != "bridge"
 
     def _number_used(self, outputs: Tensor) -> int | None:
         """How many of a sample's outputs are used, or None for all."""
@@ -307,12 +351,20 @@ class LinearizedPredictor(Predictor):
         return torch.cat(found, dim=1)
 
     def _covariance(
-        self, recording: Recording, batch: Batch, samples: int, indices: Tensor | None, joint: bool
+        self,
+        recording: Recording,
+        batch: Batch,
+        samples: int,
+        indices: Tensor | None,
+        joint: bool,
+        centre: bool = False,
     ) -> Tensor:
-        """Of all outputs, or of those at `indices`; a batch whose output gradients are too many is cut in two."""
+        """Of all outputs, or of those at `indices`, with `centre` and of the mean of all outputs after them; a batch
+        whose output gradients are too many is cut in two.
+        """
         outputs = recording.outputs.detach()
         weights = self._covariances(outputs.device)
-        number = outputs[0].numel() if indices is None else indices.shape[1]
+        number = (outputs[0].numel() if indices is None else indices.shape[1]) + centre
         with torch.autocast(outputs.device.type, enabled=False):
             closed = self._closed_form(recording)
             if closed is not None and indices is None:
@@ -324,7 +376,7 @@ class LinearizedPredictor(Predictor):
             for start, stop in ((0, samples // 2), (samples // 2, samples)):
                 half, size = batch.narrow(start, stop - start, samples), stop - start
                 own = None if indices is None else indices[start:stop]
-                parts.append(self._covariance(self._run(half, size), half, size, own, joint))
+                parts.append(self._covariance(self._run(half, size), half, size, own, joint, centre))
             return torch.cat(parts)
         mode: Mode = "joint" if joint else "covariance"
         with torch.autocast(outputs.device.type, enabled=False):
@@ -406,6 +458,40 @@ class LinearizedPredictor(Predictor):
                 if self._ready is None:
                     self._ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
         return self._ready
+
+
+def _own_spread(
+    weights: WeightCovariance, layer: str, rows: Tensor, mean: Tensor, variance: Tensor
+) -> Spread:
+    """Of the outputs of the last layer alone, a few samples at a time: products with a covariance of many classes are
+    large.
+    """
+    step = max(1, _AT_ONCE // max(1, mean[0].numel()))
+    parts = [
+        of_product(m.to(v.dtype), v, weights.own_product(layer, a))
+        for a, m, v in zip(rows.split(step), mean.split(step), variance.split(step), strict=True)
+    ]
+    return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
+
+
+def _others(
+    weights: WeightCovariance, last: tuple[str, Tensor] | None, mean: Tensor, top: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Variances of the logits that were not pulled back, and of the same logits centred, each ``(samples, outputs)``:
+    by the last layer's weights, or the mean over those that were.
+
+    Args:
+        top: covariance of the logits that were, and of the mean of all after them.
+    """
+    size = mean[0].numel()
+    if last is not None:
+        variance = weights.own_variance(*last).clamp(min=0)
+        ones = torch.ones(*variance.shape, 1, dtype=last[1].dtype, device=last[1].device)
+        sums = weights.own_product(*last)(ones)[:, :, 0].to(variance) / size
+        return variance, (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
+    own = top.diagonal(dim1=1, dim2=2)
+    centred = own[:, :-1] - 2 * top[:, :-1, -1] + own[:, -1:]
+    return tuple(v.clamp(min=0).mean(1, keepdim=True).expand(-1, size) for v in (own[:, :-1], centred))  # type: ignore[return-value]
 
 
 @contextmanager

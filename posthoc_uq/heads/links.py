@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
 from math import log, log1p, pi
 from typing import Literal
 
@@ -12,15 +12,17 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.classification import ClassPrediction
+from posthoc_uq.heads.draws import from_draws
 from posthoc_uq.heads.prediction import Prediction, no_prediction, noise_of
 from posthoc_uq.heads.regression import RegressionPrediction
 from posthoc_uq.heads.samples import at_least_float32
+from posthoc_uq.heads.spread import Spread, independent, of_covariance
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.numerics import as_double
 
 Link = Literal["probit", "mc", "bridge"]
 LINKS: tuple[str, ...] = ("probit", "mc", "bridge")
+DRAWS = 256  # of the logits by default
 
 
 def check_link(link: str, n_draws: int) -> None:
@@ -40,24 +42,31 @@ def from_gaussian(
     variance: Tensor,
     posterior: Posterior,
     *,
-    covariance: Tensor | None = None,
-    link: str = "probit",
-    n_draws: int = 100,
+    covariance: Tensor | Spread | None = None,
+    link: str = "mc",
+    n_draws: int = DRAWS,
 ) -> Prediction:
     """The prediction of Gaussian outputs ``N(mean, variance)``.
 
     The posterior's temperature divides logits; its noise is added to the outputs of a regression. Links of a
-    classification: ``"probit"`` is ``softmax(m / sqrt(1 + pi v / 8))`` (MacKay 1992; Spiegelhalter, Lauritzen
-    1990); ``"mc"`` averages the softmax over `n_draws` draws of the logits, the same for every input, and alone
-    gives an expected entropy; ``"bridge"`` is the mean of a Dirichlet by Laplace's approximation in the softmax
-    basis (Hobbhahn, Kristiadi, Hennig 2022).
+    classification:
+
+    * ``"mc"`` averages the softmax over `n_draws` quasi-random draws of the logits, the same for every input, and alone
+      gives expected entropy, votes and the variance of the probabilities; see `from_draws`.
+    * ``"probit"`` is ``softmax(m / sqrt(1 + pi v / 8))`` (MacKay 1992; Spiegelhalter, Lauritzen 1990). Where the
+      covariance is known, ``v`` is the variance of the centred logits, ``v_c = C / (C - 1) Var(f_c - mean_d f_d)``,
+      which for independent logits of one variance is that variance. Without a covariance it is the logits' own
+      variance: a part of it that all logits share, which softmax ignores, then makes the prediction too cautious.
+    * ``"bridge"`` is the mean of a Dirichlet by Laplace's approximation in the softmax basis (Hobbhahn, Kristiadi,
+      Hennig 2022).
 
     Args:
         mean: outputs ``(batch, outputs)``, or ``(batch,)`` for one.
         variance: of the same shape, in squared units.
         posterior: gives likelihood, temperature and noise.
-        covariance: ``(batch, outputs, outputs)`` where the head knows it; ``"mc"`` and ``"bridge"`` use it, and
-            ``"probit"`` with two classes, whose logit difference has variance ``v_0 + v_1 - 2 c_01``.
+        covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
+            outputs count as independent. With two classes ``"probit"`` uses the variance of the logits' difference,
+            ``v_0 + v_1 - 2 c_01``. ``"bridge"`` takes no `Spread`.
         link: one of `LINKS`.
         n_draws: of the logits, for ``"mc"``.
 
@@ -70,7 +79,10 @@ def from_gaussian(
         return RegressionPrediction(mean, variance, noise_of(posterior, mean.device))
     if temperature != 1.0:
         mean, variance = mean / temperature, variance / temperature**2
-        covariance = None if covariance is None else covariance / temperature**2
+        if isinstance(covariance, Spread):
+            covariance = covariance.over(temperature)
+        elif covariance is not None:
+            covariance = covariance / temperature**2
     if isinstance(likelihood, Bernoulli):
         return _binary(mean.reshape(-1, 1), variance.reshape(-1, 1), link, n_draws)
     if isinstance(likelihood, Categorical):
@@ -80,8 +92,10 @@ def from_gaussian(
 
 def _binary(mean: Tensor, variance: Tensor, link: str, n_draws: int) -> ClassPrediction:
     if link == "mc":
-        drawn = ClassPrediction.from_logits(_draws(mean, variance, None, n_draws), binary=True)
-        return ClassPrediction(drawn.probs, mean, variance, drawn.sample_entropy, drawn.log_probs)
+        # One logit is the difference of two independent ones of half its variance.
+        pair = torch.cat([-mean, mean], dim=1) / 2
+        drawn = from_draws(pair, variance.expand_as(pair), independent(variance.expand_as(pair) / 2), n_draws)
+        return replace(drawn, logits_mean=mean, logits_variance=variance)
     if link == "bridge":
         # One logit is the difference of two whose sum is zero, z / 2 and -z / 2.
         pair = torch.cat([-mean, mean], dim=1) / 2
@@ -94,45 +108,35 @@ def _binary(mean: Tensor, variance: Tensor, link: str, n_draws: int) -> ClassPre
 
 
 def _classes(
-    mean: Tensor, variance: Tensor, covariance: Tensor | None, link: str, n_draws: int
+    mean: Tensor, variance: Tensor, covariance: Tensor | Spread | None, link: str, n_draws: int
 ) -> ClassPrediction:
     if link == "mc":
-        drawn = ClassPrediction.from_logits(_draws(mean, variance, covariance, n_draws))
-        return ClassPrediction(drawn.probs, mean, variance, drawn.sample_entropy, drawn.log_probs)
+        if covariance is None:
+            covariance = independent(variance)
+        elif isinstance(covariance, Tensor):
+            covariance = of_covariance(mean, covariance)
+        return from_draws(mean, variance, covariance, n_draws)
     if link == "bridge":
-        log_probs = _bridge(mean, torch.diag_embed(variance) if covariance is None else covariance).log()
-    elif mean.shape[1] == 2 and covariance is not None:
+        known = isinstance(covariance, Tensor)
+        log_probs = _bridge(mean, covariance if known else torch.diag_embed(variance)).log()
+    elif mean.shape[1] == 2 and isinstance(covariance, Tensor):
         spread = (variance.sum(1, keepdim=True) - 2 * covariance[:, 0, 1:2]).clamp(min=0)
         scaled = (mean[:, 1:] - mean[:, :1]) / (1 + pi * spread / 8).sqrt()
         log_probs = torch.cat([F.logsigmoid(-scaled), F.logsigmoid(scaled)], dim=1)
     else:
-        log_probs = (mean / (1 + pi * variance / 8).sqrt()).log_softmax(1)
+        centred = variance if covariance is None else _centred_variance(covariance)
+        log_probs = (mean / (1 + pi * centred / 8).sqrt()).log_softmax(1)
     return ClassPrediction(log_probs.exp(), mean, variance, None, log_probs)
 
 
-def _draws(mean: Tensor, variance: Tensor, covariance: Tensor | None, n_draws: int) -> Tensor:
-    """Logits ``(n_draws, batch, classes)``, in antithetic pairs.
-
-    Every input gets the same normals, so that a prediction depends neither on the batch it came in nor on a seed.
-    """
-    normals = _normals(n_draws, mean.shape[1]).to(mean)
-    if covariance is None:
-        return mean + variance.sqrt() * normals.unsqueeze(1)
-    return mean + torch.einsum("bij,sj->sbi", _root(covariance).to(mean), normals)
-
-
-@lru_cache(maxsize=8)
-def _normals(n_draws: int, outputs: int) -> Tensor:
-    """Standard normals ``(n_draws, outputs)`` in antithetic pairs, kept: a tracer must find them as constants."""
-    generator = torch.Generator().manual_seed(0)
-    half = torch.randn((n_draws + 1) // 2, outputs, generator=generator, dtype=torch.float64)
-    return torch.cat([half, -half])[:n_draws]
-
-
-def _root(covariance: Tensor) -> Tensor:
-    """A square root ``(batch, classes, classes)``; a covariance of fewer directions than classes has one too."""
-    values, vectors = torch.linalg.eigh(as_double(covariance))
-    return vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+def _centred_variance(covariance: Tensor | Spread) -> Tensor:
+    """``C / (C - 1) Var(f_c - mean_d f_d)``, ``(batch, classes)``."""
+    if isinstance(covariance, Spread):
+        return covariance.variance()
+    classes = covariance.shape[1]
+    sums = covariance.mean(2)
+    found = covariance.diagonal(dim1=1, dim2=2) - 2 * sums + sums.mean(1, keepdim=True)
+    return found.clamp(min=0) * (classes / (classes - 1))
 
 
 def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
-from posthoc_uq.heads.links import check_link, from_gaussian
+from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
@@ -65,7 +65,9 @@ class MomentsPredictor(Predictor):
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` (32 draws of its inputs),
             ``"delta"`` (a linearisation by 32 random probes).
-        link: from logits to probabilities: ``"probit"``, ``"mc"`` or ``"bridge"``; see `posthoc_uq.heads.links`.
+        link: from logits to probabilities: ``"mc"``, ``"probit"`` or ``"bridge"``; see `from_gaussian`. With
+            ``cov="diag"`` there are variances alone: logits count as independent, and a variance that they share as
+            each one's own, which makes predictions too cautious.
         n_draws: of the logits, for ``link="mc"``.
         output_map: a final map of the outputs, ``(batch, outputs)`` to ``(batch, mapped)``, taken by a many-dimensional
             unscented transform (``2 outputs + 1`` points).
@@ -87,8 +89,8 @@ class MomentsPredictor(Predictor):
         max_pool: str = "clark",
         pool_rho: float = 0.0,
         unknown: str = "error",
-        link: str = "probit",
-        n_draws: int = 100,
+        link: str = "mc",
+        n_draws: int = DRAWS,
         output_map: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(model, posterior)

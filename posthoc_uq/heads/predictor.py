@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.heads.prediction import Prediction, cat
+from posthoc_uq.heads.spread import Spread
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
@@ -34,12 +35,13 @@ class GaussianOutputs(NamedTuple):
     Attributes:
         mean: ``(batch, outputs)``, or ``(batch,)`` for one.
         variance: of the same shape.
-        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it.
+        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it, or of many classes a
+            `Spread`.
     """
 
     mean: Tensor
     variance: Tensor
-    covariance: Tensor | None = None
+    covariance: Tensor | Spread | None = None
 
 
 class Predictor(nn.Module, ABC):

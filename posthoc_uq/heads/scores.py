@@ -48,6 +48,6 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
     if name not in SCORES:
         raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.")
     raise PosthocUQError(
-        f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information needs "
-        f"head='sampling' or link='mc', the variation ratio head='sampling'."
+        f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information "
+        f"and the variation ratio need head='sampling' or link='mc'."
     )

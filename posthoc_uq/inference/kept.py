@@ -12,11 +12,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import gather
+from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.randomness import sample_keys
 
 KEPT = 256  # inputs, where the memory budget allows that many
+_LARGE = (
+    2_000_000  # weights with a posterior from which on a quarter of that is kept: each is predicted ten times
+)
 _AT_ONCE = 64  # inputs of one batch that they are handed out in
+
+
+def wanted_for(layers: Iterable[Layer]) -> int:
+    """How many inputs to keep for a posterior over these layers."""
+    return KEPT if sum(layer.parameters for layer in layers) <= _LARGE else KEPT // 4
 
 
 class KeptInputs:

@@ -1,0 +1,121 @@
+"""Class probabilities from quasi-random draws of Gaussian logits, the same for every input and call."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import log, sqrt
+
+import torch
+from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+from posthoc_uq.heads.classification import ClassPrediction
+from posthoc_uq.heads.samples import smallest_counts
+from posthoc_uq.heads.spread import Spread
+
+_AT_ONCE = 2**18  # numbers of draws that are worked on at once: they stay in the cache
+_UNDERFLOW = -1e4  # a logit this far below the largest counts for nothing
+# Of the approximation in `log_logistic_normal`, fitted to quadrature for variances up to 400.
+_LOGISTIC, _PROBIT, _TURN, _POWER = 0.03632, 3.5463, 0.1193, 3.175
+
+
+def from_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> ClassPrediction:
+    """The prediction of Gaussian logits, by draws of them.
+
+    The logits are ``f = mean + root z + sqrt(rest) e``. Each draw's probability of class ``c`` is integrated over its
+    own ``e_c``, with ``g_c = mean_c + (root z)_c`` (Rao-Blackwell):
+
+    ``E[softmax(f)_c | z, e_d for d != c] = E[sigmoid(N(g_c - log sum_(d != c) exp f_d, rest_c))]``
+
+    Expected entropy, votes and the variance of the probabilities are those of the draws themselves. Draws are points
+    of a scrambled Sobol sequence (Owen 1998), the directions of `root` first.
+
+    Args:
+        mean: logits ``(batch, classes)``.
+        variance: of them, which the prediction shows; of the same shape.
+        spread: what draws are made from.
+        n_draws: points of the sequence.
+    """
+    directions = spread.root.shape[2]
+    points = normals(n_draws, directions + mean.shape[1]).to(mean)
+    if torch.compiler.is_compiling():
+        return _from_points(mean, variance, spread, points)
+    rows = max(1, _AT_ONCE // (n_draws * mean.shape[1]))
+    tensors = (mean, variance, spread.root, spread.rest)
+    parts = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    return ClassPrediction.cat([_from_points(m, v, Spread(root, rest), points) for m, v, root, rest in parts])
+
+
+@lru_cache(maxsize=8)
+def normals(n_draws: int, width: int) -> Tensor:
+    """Standard normals ``(n_draws, width)``, kept: a tracer must find them as constants. Where there are more than the
+    sequence has dimensions, the last ones are pseudo-random.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False):  # what is kept must serve autograd too
+        engine = SobolEngine(min(width, SobolEngine.MAXDIM), scramble=True, seed=0)
+        uniform = engine.draw(n_draws, dtype=torch.float64)
+        edge = 0.5 / 2**30  # the engine's points are multiples of 2^-30, zero among them
+        found = torch.special.ndtri(uniform.clamp(edge, 1 - edge))
+        more = width - found.shape[1]
+        return torch.cat([found, torch.randn(n_draws, more, generator=generator, dtype=torch.float64)], 1)
+
+
+def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:
+    directions = spread.root.shape[2]
+    common = mean
+    if directions > 0:
+        common = mean + torch.einsum("bcr,sr->sbc", spread.root, points[:, :directions])
+    logits = common + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
+    # Relative to the largest, which is left out: it is 1, and a difference of it and the total would cancel.
+    largest, winner = logits.max(-1, keepdim=True)
+    shifted = (logits - largest).scatter(-1, winner, float("-inf"))
+    scaled = shifted.exp()
+    runners = scaled.sum(-1, keepdim=True)
+    total = 1 + runners
+    others = (total - scaled).scatter(-1, winner, runners.clamp(min=torch.finfo(mean.dtype).tiny)).log()
+    log_probs = log_logistic_normal(common - largest - others, spread.rest)
+    log_probs = (torch.logsumexp(log_probs, 0) - log(len(points))).log_softmax(-1)
+    # 0 * -inf would be NaN
+    spent = (scaled * shifted.clamp(min=_UNDERFLOW)).sum(-1, keepdim=True)
+    probs = (scaled / total).scatter(-1, winner, 1 / total)
+    return ClassPrediction(
+        probs=log_probs.exp(),
+        logits_mean=mean,
+        logits_variance=variance,
+        sample_entropy=(total.log() - spent / total).mean(0).squeeze(-1),
+        log_probs=log_probs,
+        # `Tensor.var` over the first dimension takes several times as long
+        probs_variance=(probs - probs.mean(0)).square().sum(0) / max(1, len(points) - 1),
+        votes=_counts(winner.squeeze(-1), mean.shape[1]),
+    )
+
+
+def _counts(winners: Tensor, classes: int) -> Tensor:
+    """How often each class is named in ``(draws, batch)``: ``(batch, classes)``."""
+    draws, inputs = winners.shape
+    rows = torch.arange(inputs, device=winners.device).expand(draws, inputs)
+    # by `index_put`, whose sums have a deterministic form on every device
+    counts = torch.zeros(inputs, classes, dtype=torch.int64, device=winners.device)
+    counts = counts.index_put((rows, winners), torch.ones_like(winners), accumulate=True)
+    return smallest_counts(counts, draws)
+
+
+def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
+    """``log E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, to .008 for any mean and variance, exact at variance 0.
+
+    ``E[sigmoid(x)] = exp(m + v / 2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least
+    ``-v / 2``. For these it is a mixture of the two limits, a logistic curve and a normal one, whose weight and widths
+    depend on the variance (the widths as in MacKay 1992, the constants fitted to quadrature).
+
+    Args:
+        mean: of any shape.
+        variance: not negative, of a shape that fits.
+    """
+    steep = (variance / (variance + _TURN)) ** _POWER
+    logistic = (1 + _LOGISTIC * variance).rsqrt()
+    probit = (variance + _PROBIT).rsqrt() / sqrt(2)
+    moved = mean + variance / 2
+    inner = moved.abs() - variance / 2
+    found = (1 - steep) * torch.sigmoid(logistic * inner) + steep / 2 * torch.erfc(-probit * inner)
+    return moved.clamp(max=0) + found.clamp(min=torch.finfo(mean.dtype).tiny).log()
