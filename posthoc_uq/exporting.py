@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.prediction import Prediction, predict
@@ -97,33 +97,43 @@ def exportable(predictor: Predictor) -> nn.Module:
     Its positional arguments are the model's, its output is `ClassTensors` or `ValueTensors`. It shares the predictor's
     tensors. The moments head becomes one pass with means and variances, the sampling head `n_samples` passes, with all
     drawn weights in the file. To run a saved program elsewhere, import `posthoc_uq` first, which knows the tuple's
-    name; an ONNX file needs nothing. The linearised head needs backward passes and cannot be exported.
-
-    Raises:
-        PosthocUQError: the predictor is of another head.
+    name; an ONNX file needs nothing. The linearised head needs backward passes, which no program holds: weights are
+    drawn from its posterior in its place, with a warning.
     """
+    return _exportable(predictor, stacklevel=4)
+
+
+def _exportable(predictor: Predictor, stacklevel: int) -> nn.Module:
     if isinstance(predictor, MomentsPredictor):
         return _Moments(predictor).eval()
-    if isinstance(predictor, SamplingPredictor):
-        return _Sampling(predictor).eval()
-    raise PosthocUQError(
-        "Only the heads 'moments' and 'sampling' can be exported: the linearised head needs backward passes at every "
-        "prediction."
+    if not isinstance(predictor, SamplingPredictor):
+        predictor = _drawn(predictor, stacklevel)
+    return _Sampling(predictor).eval()
+
+
+def _drawn(predictor: Predictor, stacklevel: int) -> SamplingPredictor:
+    """Drawn weights of the same model and posterior, and a warning that says so."""
+    drawn = SamplingPredictor(predictor.model, predictor.posterior)
+    warnings.warn(
+        f"head={predictor.head!r} cannot be exported, because it needs backward passes: the program has "
+        f"{drawn.n_samples} draws of the weights in its place, whose predictions differ somewhat; wrap with "
+        f"head='moments' or head='sampling' to choose.",
+        UserWarning,
+        stacklevel=stacklevel,
     )
+    return drawn
 
 
 def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) -> torch.export.ExportedProgram:
     """`torch.export.export` of a predictor, for ``torch.export.save(program, "m.pt2")``.
 
     Args:
-        predictor: of the head "moments" or "sampling".
+        predictor: of the head "moments" or "sampling"; of the linearised one drawn weights are exported, with a
+            warning.
         inputs: an example of the model's positional arguments, of at least two samples.
         dynamic_batch: let the exported program take any number of samples.
-
-    Raises:
-        PosthocUQError: the head cannot be exported.
     """
-    module = exportable(predictor)
+    module = _exportable(predictor, stacklevel=4)
     shapes: Any = None
     if dynamic_batch:
         batch = torch.export.Dim("batch", min=1, max=2**16)

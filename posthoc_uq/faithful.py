@@ -23,6 +23,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.heads.classification import ClassPrediction
+from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.likelihoods import Gaussian
@@ -83,7 +84,7 @@ class FaithfulSearch:
         matched: bool = False,
     ) -> None:
         self.posterior, self.predictor, self.trials = posterior, predictor, Trials()
-        self._inputs, self._seed = list(inputs), seed
+        self._cache, self._seed = FeatureCache(predictor, lambda: ((batch, None) for batch in inputs)), seed
         self._temperature = posterior.temperature
         self.matched = matched and not isinstance(posterior.likelihood, Gaussian)
         self._prior = posterior.prior_precision if posterior.takes_prior else None
@@ -91,7 +92,8 @@ class FaithfulSearch:
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
             divisor = 1.0 if isinstance(posterior.likelihood, Gaussian) else posterior.temperature
-            self._outputs = [batch.call(model).detach() / divisor for batch in self._inputs]
+            found = self._cache.outputs(lambda batch: batch.call(model))
+            self._outputs = [outputs.detach() / divisor for outputs, _ in found]
         self._samples = sum(len(outputs) for outputs in self._outputs)
 
     def run(self, budget: float) -> Reached:
@@ -167,7 +169,7 @@ class FaithfulSearch:
         try:
             self.predictor.refresh(self._seed)
             with torch.no_grad():
-                found = [self.predictor.distribution(*batch.args, **batch.kwargs) for batch in self._inputs]
+                found = [distribution for distribution, _ in self._cache.distributions()]
                 temperature = self._match(found) if self.matched else temperature
                 self.posterior.temperature = temperature
                 value = self._mean(found, self.posterior.likelihood.divergence)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.prediction import Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
@@ -36,13 +37,14 @@ def restored_on_error(posterior: Posterior) -> Generator[None]:
     """Give the hyperparameters, and the record of how they were found, back if the search fails."""
     before = {name: getattr(posterior, name) for name in _HYPERPARAMETERS}
     record = posterior.record
-    tuning, calibration, head = dict(record.tuning), dict(record.calibration), dict(record.head)
+    kept = {name: dict(getattr(record, name)) for name in ("tuning", "calibration", "head", "faithful")}
     try:
         yield
     except BaseException:
         for name, value in before.items():
             setattr(posterior, name, value)
-        record.tuning, record.calibration, record.head = tuning, calibration, head
+        for name, value in kept.items():
+            setattr(record, name, value)
         raise
 
 
@@ -94,6 +96,7 @@ class HeldOutSearch:
         self._bar = tqdm(disable=not progress, desc="tuning", unit=" evaluations", leave=False)
         self._loader, self._reader = loader, reader
         self._predictor, self._seed = predictor, seed
+        self._cache = FeatureCache(predictor, self._batches)
         self._tempered = temperature
         self._best_loss, self._best = float("inf"), self._values()
 
@@ -112,10 +115,7 @@ class HeldOutSearch:
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():
-            predicted = (
-                (self._predictor.distribution(*batch.args, **batch.kwargs), targets)
-                for batch, targets in self._batches()
-            )
+            predicted = self._cache.distributions()
             if not self._tempered:
                 return self._mean(predicted)
             found = list(predicted)
@@ -284,8 +284,12 @@ class HeldOutSearch:
         warn_edges(self.trials)
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
         with torch.no_grad():
-            for batch, targets in self._batches():
-                outputs = batch.call(twin)
+            alone = (  # a mean that was trained is another network
+                ((batch.call(twin), targets) for batch, targets in self._batches())
+                if self.posterior.centre
+                else self._cache.outputs(lambda batch: batch.call(twin))
+            )
+            for outputs, targets in alone:
                 total -= float(self._plain_likelihood().log_prob(outputs, targets).sum())
                 count += outputs.shape[0]
         self.trials.model_alone = total / count

@@ -274,7 +274,7 @@ def _head(
     name = head or recorded_head(posterior)[0]
     head_class(name)
     own = options or _recorded(posterior, name)
-    return name, ({"n_samples": n_samples, "seed": seed, **own} if name == "sampling" else own)
+    return name, ({**own, "n_samples": n_samples, "seed": seed} if name == "sampling" else own)
 
 
 def _recorded(posterior: Posterior, name: str) -> dict[str, Any]:

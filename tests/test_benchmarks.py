@@ -157,6 +157,18 @@ def test_predict_cost_gives_multiples_of_a_forward_pass(
         assert row["per draw"] == pytest.approx(row["multiple"] / 4)
 
 
+def test_a_last_layer_costs_one_pass_over_the_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cost.json"
+    _script("last_layer_cost").main(["--smoke", "--json", str(path)])
+    assert "multiple" in capsys.readouterr().out
+    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+    assert all(row["multiple"] > 0 for row in rows.values())
+    assert rows["tune, sampling"]["passes"] < 2  # of 64 images; some samples more prove the cut
+    assert rows["fit, diag"]["passes"] < rows["fit, efb"]["passes"]  # one sweep, two sweeps
+
+
 def test_predictions_are_timed_and_handed_over_to_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

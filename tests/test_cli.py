@@ -23,6 +23,7 @@ from PIL import Image
 import posthoc_uq as uq
 from posthoc_uq.cli.console import Command, plain, sentence
 from posthoc_uq.cli.entry import commands
+from posthoc_uq.faithful import DIVERGENCE
 
 COMMANDS = ("fit", "tune", "predict", "evaluate", "inspect", "demo")
 PACKAGE = Path(uq.__file__).parent
@@ -55,6 +56,11 @@ def test_every_command_has_help_with_examples(name: str) -> None:
     text = run(name, "--help").stdout
     assert "Examples:" in text and f"posthoc-uq {name}" in text
     assert all(option in text for option in ("--json", "--quiet", "--debug"))
+
+
+def test_the_budget_in_the_help_is_the_librarys() -> None:
+    for name in ("fit", "tune"):
+        assert f"[{DIVERGENCE:g}]" in " ".join(run(name, "--help").stdout.split())
 
 
 def test_the_group_lists_the_commands_in_order() -> None:
@@ -317,7 +323,7 @@ def test_inspect_shows_a_file_without_its_model(place: Path) -> None:
 def test_inspect_names_the_settings_of_the_referrals_head(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.h5"
     options = ["--data", place / "val", "--no-search", "--referral-rate", 0.2, "-o", file, "--workers", 0]
-    run("tune", place / "m.h5", *_model(place), *options, "--n-samples", 6)
+    run("tune", place / "m.h5", *_model(place), *options, "--head", "sampling", "--n-samples", 6)
     text = run("inspect", file).stdout
     assert "18 inputs), head sampling (n_samples 6, antithetic no, dtype own)" in text
     run("tune", place / "m.h5", *_model(place), *options, "--head", "moments")

@@ -145,7 +145,8 @@ class TestFit:
     def test_held_out_data_tune_it(self, place: Path) -> None:
         fit(place, "tuned.h5", "--val-data", place / "val")
         found = uq.load(place / "tuned.h5", trained(place))
-        assert found.record.tuning["prior precision"] == "validation NLL"
+        assert "validation NLL of at most 0.01 above the best" in found.record.tuning["prior precision"]
+        assert found.record.head == {"name": "linearized", "options": {}, "criterion": "likelihood"}
         said = failure(
             *[
                 "fit",
@@ -213,6 +214,7 @@ class TestTune:
 
     def test_by_held_out_data(self, place: Path, copy: Path) -> None:
         options = ["--search-draws", 4, "--max-evaluations", 3, "--parameter", "prior_precision", "--seed", 1]
+        options += ["--head", "sampling", "--n-samples", 6]
         output = copy.with_name("other.h5")
         said = run_json(
             "tune", copy, *model_options(place), "--data", place / "val", *options, "--output", output
@@ -224,11 +226,16 @@ class TestTune:
             n_samples=4,
             max_evaluations=3,
             parameters=("prior_precision",),
+            head="sampling",
             seed=1,
             progress=False,
         )
         assert uq.load(output, trained(place)).prior_precision == pytest.approx(expected.prior_precision)
-        assert said["validation NLL"] == pytest.approx(min(t["validation NLL"] for t in trials.trials))
+        least = min(t["validation NLL"] for t in trials.trials)
+        assert said["given up"] == pytest.approx(trials.given_up, abs=1e-9)
+        assert said["validation NLL"] == pytest.approx(least + said["given up"])
+        head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}
+        assert uq.load(output, trained(place)).record.head == head == said["searched through"]
         with torch.no_grad():
             x, y = tensors(place / "val")
             alone = nn.functional.cross_entropy(trained(place)(x), y)
@@ -236,10 +243,46 @@ class TestTune:
         assert copy.read_bytes() == (place / "m.h5").read_bytes()
 
     def test_a_temperature(self, place: Path, copy: Path) -> None:
-        said = run_json("tune", copy, *model_options(place), "--data", place / "val", "--temperature")
+        said = run_json("tune", copy, *model_options(place), "--data", place / "val", "--parameter", "none")
         found = uq.load(copy, trained(place))
         assert found.temperature == said["hyperparameters"]["temperature"] != 1.0
-        assert found.record.tuning["temperature"] == "validation NLL"
+        assert found.record.tuning["temperature"] == "validation NLL" and found.prior_precision == 5.0
+        run("tune", copy, *model_options(place), "--data", place / "val", "--no-temperature")
+        assert uq.load(copy, trained(place)).temperature == found.temperature
+
+    def test_closeness_to_the_model_needs_no_labels(self, place: Path, copy: Path) -> None:
+        options = [
+            "--data",
+            place / "flat",
+            "--criterion",
+            "faithful",
+            "--divergence",
+            0.02,
+            "--no-temperature",
+        ]
+        options += ["--head", "moments", "--head-option", "relu=exact"]
+        said = run_json("tune", copy, *model_options(place), *options)
+        expected = uq.load(place / "m.h5", trained(place))
+        assert uq.load(copy, trained(place)).prior_precision == said["hyperparameters"]["prior precision"]
+        images = [flat(place)[0]]
+        uq.tune(
+            expected,
+            images,
+            criterion="faithful",
+            divergence=0.02,
+            temperature=False,
+            head="moments",
+            relu="exact",
+            progress=False,
+        )
+        assert said["hyperparameters"]["prior precision"] == pytest.approx(expected.prior_precision)
+        assert 0 < said["divergence"] <= said["budget"] == 0.02 and said["validation NLL"] is None
+        assert said["searched through"]["options"] == {"relu": "exact"}
+        text = run("inspect", copy).stdout
+        assert "moments (relu exact)" in text and "of at most 0.02 nats" in text
+        out = copy.with_suffix(".csv")
+        found = run_json("predict", copy, place / "flat", *model_options(place), "-o", out)
+        assert (found["head"]["head"], found["head"]["relu"]) == ("moments", "exact")
 
     def test_the_number_format_stays(self, place: Path) -> None:
         fit(place, "half.h5", "--save-dtype", "bfloat16")
@@ -250,7 +293,7 @@ class TestTune:
     def test_labels_are_needed_to_search(self, place: Path, copy: Path) -> None:
         said = failure("tune", copy, *model_options(place), "--data", place / "flat")
         assert "Tuning needs labels" in said
-        options = ["--data", place / "flat", "--no-search", "--referral-rate", 0.4, "--n-samples", 4]
+        options = ["--data", place / "flat", "--no-search", "--referral-rate", 0.4]
         assert run_json("tune", copy, *model_options(place), *options)["threshold"] > 0
         before = copy.read_bytes()
         said = failure("tune", copy, *model_options(place), "--data", place / "flat")
@@ -264,7 +307,7 @@ class TestTune:
         assert found.calibration is not None and found.calibration.n_mc == 64
 
     def test_a_threshold_that_a_search_makes_void_is_said(self, place: Path, copy: Path) -> None:
-        data = ["--data", place / "val", "--n-samples", 4]
+        data = ["--data", place / "val", "--head", "sampling", "--n-samples", 4]
         run("tune", copy, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
         said = run("tune", copy, *model_options(place)).stderr
         assert "no longer holds for what was tuned; set it again with --referral-rate" in said
@@ -272,7 +315,7 @@ class TestTune:
         assert again.stderr == ""
         out = copy.with_suffix(".csv")
         run("tune", copy, *model_options(place), "--per-layer")
-        result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--n-samples", 4)
+        result = run("predict", copy, place / "val", *model_options(place), "-o", out)
         assert "The column flag stays empty." in result.stderr
         assert {row["flag"] for row in table(out)} == {""}
 
@@ -359,6 +402,7 @@ class TestPredict:
             else:
                 assert {row["mutual_information"] for row in rows} == {""}
             assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set("012")
+        common += ["--head", "sampling"]
         run(*common, "--head-option", "keep=seeds", "--head-option", "dtype=bfloat16", "--n-samples", 3)
         for name in ("colour", "generator"):  # the second exists, in Python
             said = failure(*common, "--head-option", f"{name}=1")
@@ -421,7 +465,8 @@ class TestPredict:
         assert {(row["flag"], row["reason"], row["tail"]) for row in table(out)} == {("", "", "")}
 
     def test_the_draws_of_the_threshold_are_the_default(self, place: Path, copy: Path) -> None:
-        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5, "--n-samples", 7]
+        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5]
+        data += ["--head", "sampling", "--n-samples", 7]
         run("tune", copy, *model_options(place), *data)
         said = run_json("predict", copy, place / "val", *model_options(place), "-o", copy.with_suffix(".csv"))
         assert said["head"]["n_samples"] == 7 and said["flagged"] == 9
@@ -490,7 +535,7 @@ class TestRegression:
         run("fit", f"{code}:points", *line, "-o", file, "--likelihood", "regression", "--method", "full")
         said = run_json("tune", file, *line, "--data", f"{code}:points", "--noise", "--referral-rate", 0.1)
         assert said["score"] == "standard_deviation" and len(said["hyperparameters"]["noise variance"]) == 1
-        options = ["--n-samples", 5, "--level", 0.5]
+        options = ["--head", "sampling", "--n-samples", 5, "--level", 0.5]
         said = run_json("predict", file, f"{code}:points", *line, "-o", out, *options)
         rows = table(out)
         assert list(rows[0]) == "file mean standard_deviation epistemic_sd lower upper flag".split()
@@ -500,7 +545,7 @@ class TestRegression:
         model.load_state_dict(torch.load(place / "line.pt"))
         posterior = uq.load(file, model)
         with torch.no_grad():
-            draws = uq.wrap(model, posterior, n_samples=5).outputs(x).double().numpy()[..., 0]
+            draws = uq.wrap(model, posterior, "sampling", n_samples=5).outputs(x).double().numpy()[..., 0]
         variance = draws.var(0, ddof=1)
         deviation = np.sqrt(variance + float(posterior.noise_variance))
         assert column(rows, "mean") == pytest.approx(draws.mean(0), rel=1e-3, abs=1e-4)
@@ -511,7 +556,12 @@ class TestRegression:
         assert column(rows, "mean") - column(rows, "lower") == pytest.approx(half, rel=1e-3, abs=1e-4)
         both = ["--referral-rate", 0.1, "--referral-score", "standard_deviation,epistemic_variance"]
         run("tune", file, *line, "--data", f"{code}:points", "--no-search", *both, "--n-samples", 5)
-        assert run_json("predict", file, f"{code}:points", *line, "-o", out, *options)["flagged"] <= 4
+        assert (
+            run_json("predict", file, f"{code}:points", *line, "-o", out, *options, "--split", "val")[
+                "flagged"
+            ]
+            <= 4
+        )
         assert list(table(out)[0])[-3:] == ["flag", "reason", "tail"]
         assert {row["reason"] for row in table(out) if row["flag"] == "0"} == {""}
         text = run("inspect", file).stdout

@@ -95,11 +95,26 @@ def test_a_regression_exports(tmp_path: Path) -> None:
         torch.testing.assert_close(found.variance, expected.variance, rtol=1e-4, atol=1e-7)
 
 
-def test_the_linearised_head_is_refused() -> None:
+def test_the_default_head_is_exported_by_drawn_weights_and_says_so() -> None:
     net = cnn()
-    predictor = uq.wrap(net, fitted(net, layers="last"), head="linearized")
-    with pytest.raises(uq.PosthocUQError, match="Only the heads"):
+    posterior = fitted(net, layers="last")
+    predictor = uq.wrap(net, posterior)
+    assert predictor.head == "linearized"
+    x = torch.randn(3, 3, 32, 32)
+    with pytest.warns(UserWarning, match="draws of the weights in its place") as said:
+        program = export(predictor, x)
+    text = str(said[0].message)
+    assert len(said) == 1 and "\n" not in text and "head='moments' or head='sampling'" in text
+    assert said[0].filename == __file__
+    with torch.no_grad():
+        found = program.module()(x)
+        expected = uq.wrap(net, posterior, head="sampling")(x)
+    assert isinstance(found, ClassTensors) and isinstance(expected, uq.ClassPrediction)
+    torch.testing.assert_close(found.probs, expected.probs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.mutual_information, expected.mutual_information(), rtol=1e-3, atol=1e-5)
+    with pytest.warns(UserWarning, match="cannot be exported") as said:
         exportable(predictor)
+    assert said[0].filename == __file__
 
 
 def test_a_prediction_without_draws_has_no_mutual_information() -> None:

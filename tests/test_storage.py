@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq.storage.sandbox as sandbox
+from posthoc_uq import wrapping
+from posthoc_uq.cli.inspect import described
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers import Layer, describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -31,7 +33,7 @@ from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.record import HEADS, Evidence, Record
 from posthoc_uq.posteriors.state import posterior_state
 from posthoc_uq.storage import inspect, load, save, userblock
 
@@ -583,6 +585,42 @@ def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.M
             read(path)
 
 
+def test_the_head_and_the_faithful_prior_come_back_and_are_shown(tmp_path: Path) -> None:
+    model, path = make_model(), tmp_path / "p.h5"
+    posterior = make("inf", model)
+    assert set(HEADS) == set(wrapping.HEADS)
+    posterior.record.head = {
+        "name": "moments",
+        "options": {"link": "mc", "n_draws": 50},
+        "criterion": "evidence",
+    }
+    for value, divergence in ((3.5, 0.009), (dict(posterior.prior_precision), float("inf"))):
+        posterior.record.faithful = faithful(value=value, divergence=divergence)
+        save(posterior, path)
+        loaded = load(path, model).record
+        assert loaded.head == posterior.record.head and loaded.faithful == posterior.record.faithful
+        found = inspect(path)
+        json.dumps(found, allow_nan=False)
+        assert found["head"] == posterior.record.head and found["faithful"]["value"] == value
+        text = described(str(path), found)
+        assert (
+            "moments (link mc, n_draws 50)" in text and "evidence" in text and "of at most 0.01 nats" in text
+        )
+
+
+def test_files_without_head_and_faithful_prior_load(saved: tuple[Path, nn.Module, Posterior]) -> None:
+    path, model, _ = saved
+    for entry in ("head", "faithful"):
+        edit_state(path, lambda state, entry=entry: state["attributes"]["record"].pop(entry))
+    record = load(path, model).record
+    assert record.head == {} == record.faithful and inspect(path)["head"] == {}
+
+
+def faithful(**other: object) -> dict[str, object]:
+    whole = {"head": "linearized", "value": 3.5, "temperature": 0.8, "network_temperature": 1.1}
+    return {**whole, "divergence": 0.009, "budget": 0.01, **other}
+
+
 def test_version_1_still_loads(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
     edit_state(path, lambda state: state.pop("centre"))  # which that version did not have
@@ -920,12 +958,29 @@ DESCRIPTIONS: dict[str, Callable[[dict], None]] = {
     "evidence": put("attributes", "evidence", value={}),
     "infinite evidence": put("attributes", "evidence", "samples", value=float("inf")),
     "record": put("attributes", "record", value=[]),
+    "head unknown": put("attributes", "record", "head", "name", value="magic"),
+    "head a list": put("attributes", "record", "head", "name", value=["linearized"]),
+    "head without options": put("attributes", "record", "head", value={"name": "linearized"}),
+    "head's option a list": put("attributes", "record", "head", "options", value={"n_draws": [1]}),
+    "head's option infinite": put("attributes", "record", "head", "options", value={"n_draws": float("inf")}),
+    "criterion unknown": put("attributes", "record", "head", "criterion", value="magic"),
+    "faithful negative": put("attributes", "record", "faithful", "value", value=-1.0),
+    "faithful of other layers": put("attributes", "record", "faithful", "value", value={"x": 1.0}),
+    "faithful without budget": put(
+        "attributes", "record", "faithful", value={"head": "sampling", "value": 1.0}
+    ),
+    "faithful temperature": put("attributes", "record", "faithful", "temperature", value=0),
+    "faithful divergence": put("attributes", "record", "faithful", "divergence", value=float("nan")),
+    "faithful head": put("attributes", "record", "faithful", "head", value="magic"),
 }
 
 
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_descriptions_that_do_not_hold(case: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
-    path, model, _ = saved
+    path, model, posterior = saved
+    posterior.record.head = {"name": "linearized", "options": {}, "criterion": "faithful"}
+    posterior.record.faithful = faithful()
+    save(posterior, path)
     edit_state(path, DESCRIPTIONS[case])
     with pytest.raises(CorruptPosteriorError):
         load(path, model)

@@ -39,7 +39,7 @@ from posthoc_uq.cli.options import (
 )
 @referral_score_option
 @names_option
-@head_options("the one that the file's threshold was set for, else sampling")
+@head_options("the one in the file")
 @data_options
 def command(file: str, data: str, as_json: bool, **given: Any) -> None:
     """Measure on labelled DATA how good predictions are, and their uncertainties, with the posterior in FILE and by the

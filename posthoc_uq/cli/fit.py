@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import NumberOr, data_options, model_options, together
+from posthoc_uq.cli.options import HEADS, NumberOr, data_options, divergence_option, model_options, together
 
 _fit_options = together(
     [
@@ -61,10 +61,16 @@ _fit_options = together(
         ),
         click.option(
             "--prior-precision",
-            type=NumberOr("evidence"),
-            default="evidence",
+            type=NumberOr("faithful", "evidence"),
+            default="faithful",
             show_default=True,
-            help="A number, or by the log marginal likelihood.",
+            help="The smallest that keeps to what the model says, a number, or by the log marginal likelihood.",
+        ),
+        divergence_option,
+        click.option(
+            "--head",
+            type=click.Choice(HEADS),
+            help="How to predict, which the file remembers [linearized].",
         ),
         click.option("--residual-weight", type=float, default=1.0, show_default=True, help="Omega of inf."),
         click.option(

@@ -27,6 +27,7 @@ _PASSED = (
     "basis_fraction",
     "correction",
     "prior_precision",
+    "head",
     "residual_weight",
     "noise_variance",
     "unsupported",
@@ -82,6 +83,7 @@ def run(spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dic
         dtype=None if given["dtype"] is None else getattr(torch, given["dtype"]),
         memory_budget=None if given["memory_budget"] is None else given["memory_budget"] * 2**20,
         progress=progress,
+        **({} if given["divergence"] is None else {"divergence": given["divergence"]}),
         **{name: given[name] for name in _PASSED},
     )
     posterior.record.fit |= {"model": source.spec, "data": data.spec}

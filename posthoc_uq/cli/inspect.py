@@ -76,6 +76,7 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
     for part, values in (("evidence", evidence), ("fit", found["fit"])):
         lines += [(f"{part}, {name.replace('_', ' ')}", _text(value)) for name, value in values.items()]
     lines += [(f"tuned, {name}", _text(value)) for name, value in found["tuning"].items()]
+    lines += _predicted(found)
     calibration: Mapping[str, Any] = found["calibration"]
     if calibration:
         lines.append(
@@ -100,6 +101,30 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
         )
     lines.append(("fingerprint", found["fingerprint"]))
+    return lines
+
+
+def _predicted(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Through which head the file predicts, how its hyperparameters were found, and how far it is from the network."""
+    lines: list[tuple[str, str]] = []
+    head: Mapping[str, Any] = found["head"]
+    if head:
+        options = ", ".join(f"{name} {_text(value)}" for name, value in head["options"].items())
+        shown = f"{head['name']} ({options})" if options else str(head["name"])
+        lines += [("head", shown), ("criterion", str(head["criterion"]))]
+    faithful: Mapping[str, Any] = found["faithful"]
+    if faithful:
+        value: Any = faithful["value"]
+        trained = any(block["kind"] == "mean_field" for block in found["blocks"].values())
+        setting = "per layer" if isinstance(value, Mapping) else f"{value:.6g}"
+        reached = f"{faithful['divergence']:.3g}" if "divergence" in faithful else "infinitely many"
+        lines.append(
+            (
+                "faithful",
+                f"{'scale' if trained else 'prior precision'} {setting}, temperature {faithful['temperature']:.6g}, "
+                f"head {faithful['head']}: {reached} of at most {faithful['budget']:g} nats from the model's own",
+            )
+        )
     return lines
 
 

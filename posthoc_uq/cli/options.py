@@ -92,6 +92,13 @@ class Scores(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
         return tuple(names) if len(names) > 1 else names[0]
 
 
+divergence_option = click.option(
+    "--divergence",
+    type=click.FloatRange(0, min_open=True),
+    metavar="NATS",
+    help="How far the predictions of a faithful posterior may be from the model's own [0.003].",
+)
+
 model_options = together(
     [
         click.option(

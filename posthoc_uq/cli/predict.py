@@ -31,7 +31,7 @@ from posthoc_uq.cli.options import data_options, head_options, model_options, na
     help="Leave unreadable images out, name them, and end with exit code 3.",
 )
 @names_option
-@head_options("the one that the file's threshold was set for, else sampling")
+@head_options("the one in the file")
 @data_options
 @click.pass_context
 def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool, **given: Any) -> None:

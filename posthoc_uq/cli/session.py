@@ -13,11 +13,11 @@ from posthoc_uq.cli.data import Data
 from posthoc_uq.cli.labels import read_names
 from posthoc_uq.cli.models import Source
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.storage.atomic import checked_target
-from posthoc_uq.wrapping import head_class, options_of, wrap
+from posthoc_uq.wrapping import head_class, options_of, recorded_head, wrap
 
 _NO_OPTIONS = ("head", "calibrated")  # of what a threshold was set for
 _OBJECTS = ("generator", "output_map")  # options of heads that no text can be the value of
@@ -61,36 +61,51 @@ def check_output(path: str | None) -> None:
         checked_target(path)
 
 
-def predictor_of(source: Source, posterior: Posterior, given: Mapping[str, Any]) -> Predictor:
-    """The model with its posterior, by the head that the options name; else by the one that the file's threshold was
-    set for, else by sampling.
-    """
-    head, options = head_of(posterior, given)
+def predictor_of(
+    source: Source, posterior: Posterior, given: Mapping[str, Any], *, of_threshold: bool = True
+) -> Predictor:
+    """The model with its posterior, by the head that `head_of` finds."""
+    head, options = head_of(posterior, given, of_threshold=of_threshold)
     return wrap(source.model, posterior, head=head, **options)
 
 
-def head_of(posterior: Posterior, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The head that `predictor_of` takes, and its options; those of the threshold unless others are given."""
-    kept: Mapping[str, Any] = posterior.record.referral.get("head", {})
-    head: str = given["head"] or kept.get("head", "sampling")
-    options: dict[str, Any] = {}
-    if kept.get("head") == head:
-        options = {name: _option(name, value) for name, value in kept.items() if name not in _NO_OPTIONS}
-        options = {name: value for name, value in options.items() if value != "own"}
+def head_of(
+    posterior: Posterior, given: Mapping[str, Any], *, of_threshold: bool = True
+) -> tuple[str, dict[str, Any]]:
+    """The head to predict through, and its options, as far as they are not given: those that the file's threshold was
+    set for, if it still holds and `of_threshold`; else those that the hyperparameters were found for. A number of draws
+    means sampling.
+    """
+    kept, options = recorded_head(posterior)
+    if of_threshold and _holds(posterior):
+        own: Mapping[str, Any] = posterior.record.referral["head"]
+        kept = str(own["head"])
+        options = {name: value for name, value in own.items() if name not in _NO_OPTIONS and value != "own"}
+    head: str = given["head"] or ("sampling" if given["n_samples"] is not None else kept)
+    options = {name: _option(name, value) for name, value in options.items()} if head == kept else {}
     _check_names(head, [name for name, _ in given["head_settings"]])
     options |= {name: _option(name, value) for name, value in given["head_settings"]}
     if head == "sampling":
         options = {"seed": given["seed"]} | options
         options |= {} if given["n_samples"] is None else {"n_samples": given["n_samples"]}
         if given["link"] is not None:
-            raise PosthocUQError("--link is for the heads linearized and moments; sampling needs none.")
+            raise PosthocUQError(
+                "--link is for the heads linearized and moments (--head linearized); sampling needs none."
+            )
     else:
         if given["n_samples"] is not None:
             raise PosthocUQError(
-                "--n-samples is for the head sampling; --link mc takes --head-option n_draws=N."
+                f"--n-samples is for the head sampling (--head sampling), and this is {head}, whose --link mc takes "
+                f"--head-option n_draws=N."
             )
         options |= {} if given["link"] is None else {"link": given["link"]}
     return head, options
+
+
+def _holds(posterior: Posterior) -> bool:
+    """Whether the file has a threshold, and still the hyperparameters that it was set for."""
+    referral = posterior.record.referral
+    return bool(referral) and referral["posterior"] == hyperparameters_of(posterior)
 
 
 def _check_names(head: str, names: Sequence[str]) -> None:

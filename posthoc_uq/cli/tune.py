@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import data_options, head_options, model_options, referral_score_option
+from posthoc_uq.cli.options import (
+    data_options,
+    divergence_option,
+    head_options,
+    model_options,
+    referral_score_option,
+)
 
 
 @click.command("tune", cls=Command, short_help="Choose hyperparameters and the threshold for referral.")
 @click.argument("file")
 @model_options
 @click.option("--data", metavar="DATA", help="Held-out data with labels; without, the evidence decides.")
+@click.option(
+    "--criterion",
+    type=click.Choice(["faithful", "likelihood", "evidence"]),
+    help="What decides: closeness to the model's own predictions (needs --data, without labels), the likelihood of "
+    "held-out data, or the log marginal likelihood [likelihood with --data, else evidence].",
+)
+@divergence_option
 @click.option("--output", "-o", metavar="FILE", help="Write here instead of in the file's place.")
 @click.option(
-    "--temperature", is_flag=True, help="Tune a temperature on the held-out data, and leave the prior."
+    "--temperature/--no-temperature",
+    default=None,
+    help="Whether a temperature on the logits is found with the prior [by likelihood yes, faithful no].",
 )
 @click.option("--noise", is_flag=True, help="Of a regression, tune the noise too.")
 @click.option("--per-layer", is_flag=True, help="One prior precision for each layer (by evidence).")
@@ -24,12 +40,22 @@ from posthoc_uq.cli.options import data_options, head_options, model_options, re
     "--parameter",
     "parameters",
     multiple=True,
-    type=click.Choice(["prior_precision", "residual_weight", "scale", "noise"]),
-    help="Search these alone on held-out data.",
+    type=click.Choice(["prior_precision", "residual_weight", "scale", "noise", "none"]),
+    help="Search these alone on held-out data; none for the temperature alone.",
 )
-@click.option("--search-draws", type=click.IntRange(1), default=10, show_default=True, help="Per evaluation.")
 @click.option(
-    "--max-evaluations", type=click.IntRange(1), default=12, show_default=True, help="Per hyperparameter."
+    "--search-draws",
+    type=click.IntRange(1),
+    default=30,
+    show_default=True,
+    help="Draws of the weights per evaluation, with sampling.",
+)
+@click.option(
+    "--max-evaluations",
+    type=click.IntRange(1),
+    default=12,
+    show_default=True,
+    help="Per hyperparameter other than the prior precision.",
 )
 @click.option("--no-search", is_flag=True, help="Leave the hyperparameters as they are.")
 @click.option(
@@ -40,26 +66,24 @@ from posthoc_uq.cli.options import data_options, head_options, model_options, re
 )
 @referral_score_option
 @click.option("--calibrate", is_flag=True, help="Mend the scale of the moments head by Monte Carlo.")
-@head_options("that of the file's threshold, else sampling")
+@head_options("the one in the file")
 @data_options
 def command(file: str, as_json: bool, **given: Any) -> None:
     """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
 
-    With --data the negative log-likelihood of held-out data decides, without it the log marginal likelihood.
+    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best, without
+    it the log marginal likelihood decides; --criterion names another way. The head that was searched through is
+    written into FILE with its options, and predict and evaluate take it from there.
 
     \b
     Examples:
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/
+      posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data train/ --criterion faithful --head sampling
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt                    (by evidence)
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --no-search
           --referral-rate 0.05 --head linearized --link mc --referral-score entropy,mutual_information
     """
-    if given["data"] is None and (
-        given["referral_rate"] is not None or given["calibrate"] or given["temperature"]
-    ):
-        raise click.UsageError(
-            "--temperature, --referral-rate and --calibrate need held-out data: --data DATA."
-        )
+    _check(given)
     if given["no_search"] and given["referral_rate"] is None and not given["calibrate"]:
         raise click.UsageError("--no-search leaves nothing to do without --referral-rate or --calibrate.")
     if given["referral_score"] is not None and given["referral_rate"] is None:
@@ -76,6 +100,35 @@ def command(file: str, as_json: bool, **given: Any) -> None:
             alone = summary["model alone"]
             beside = "" if alone is None else f" (the model alone {alone:.4g})"
             say(f"validation NLL: {summary['validation NLL']:.4g}{beside}")
+        if summary["given up"] is not None:
+            say(f"given up for a wider posterior: {summary['given up']:.2g} nats")
+        if summary["divergence"] is not None:
+            say(f"divergence: {summary['divergence']:.3g} of at most {summary['budget']:g} nats")
         if summary["threshold"] is not None:
             say(f"referral: {summary['rule']}, for {summary['rate']:g} of the data")
         say(f"Written to {summary['output']}.")
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Refuse options that do not fit together."""
+    criterion, without = given["criterion"], given["data"] is None
+    other = given["referral_rate"] is not None or given["calibrate"]
+    if without and (other or given["temperature"]):
+        raise click.UsageError(
+            "--temperature, --referral-rate and --calibrate need held-out data: --data DATA."
+        )
+    if without and criterion in ("faithful", "likelihood"):
+        kind = "held-out data with labels" if criterion == "likelihood" else "training images"
+        raise click.UsageError(f"--criterion {criterion} needs {kind}: --data DATA.")
+    if criterion == "evidence" and not without and not other:
+        raise click.UsageError("--criterion evidence needs no data; leave --data out.")
+    if given["divergence"] is not None and (criterion == "evidence" or (criterion is None and without)):
+        raise click.UsageError(
+            "--divergence is of the criteria faithful and likelihood, which need --data DATA."
+        )
+    if "none" in given["parameters"] and len(given["parameters"]) > 1:
+        raise click.UsageError("--parameter none stands alone.")
+    if given["no_search"] and (criterion is not None or given["divergence"] is not None):
+        raise click.UsageError(
+            "--criterion and --divergence are of the search, which --no-search leaves out."
+        )

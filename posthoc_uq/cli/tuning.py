@@ -21,6 +21,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.heads.referral import set_referral
+from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
@@ -34,9 +35,9 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     posterior = posterior_of(path, source)
     data = None
     if given["data"] is not None:
-        data = data_of(given["data"], source, given, labels=not given["no_search"], split="val")
+        data = data_of(given["data"], source, given, labels=_needs_labels(given), split="val")
     before = _threshold_rests_on(posterior)
-    loss, alone = _search(posterior, data, given, progress)
+    searched = _search(posterior, data, given, progress)
     threshold = None
     if data is not None and (given["calibrate"] or given["referral_rate"] is not None):
         threshold = _threshold(source, posterior, data, given, progress)
@@ -60,8 +61,8 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
         "output": given["output"] or path,
         "hyperparameters": found,
         "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
-        "validation NLL": loss,
-        "model alone": alone,
+        **searched,
+        "searched through": posterior.record.head or None,
         "threshold": threshold,
         "score": referral.get("score", list(referral.get("scores", {})) or None),
         "rule": rule_of(referral) or None,
@@ -78,46 +79,78 @@ def _threshold_rests_on(posterior: Posterior) -> dict[str, Any]:
     )
 
 
+def _criterion(given: Mapping[str, Any]) -> str:
+    """What decides in this search."""
+    return given["criterion"] or ("evidence" if given["data"] is None else "likelihood")
+
+
+def _needs_labels(given: Mapping[str, Any]) -> bool:
+    return not given["no_search"] and _criterion(given) == "likelihood"
+
+
 def _search(
     posterior: Posterior, data: Data | None, given: Mapping[str, Any], progress: bool
-) -> tuple[float | None, float | None]:
-    """The validation NLL that was reached, and that of the model alone, where the search knows them."""
+) -> dict[str, Any]:
+    """Search, and say what was reached: None for what this criterion does not know."""
+    found: dict[str, Any] = dict.fromkeys(
+        ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
+    )
     if given["no_search"]:
-        return None, None
-    if data is not None and not data.labelled:
+        return found
+    if data is not None and _needs_labels(given) and not data.labelled:
         raise PosthocUQError(
-            f"Tuning needs labels, and '{data.spec}' has no class folders; or give --no-search."
+            f"Tuning needs labels, and '{data.spec}' has no class folders; or give --no-search, or --criterion "
+            f"faithful."
         )
+    criterion = _criterion(given)
+    head, options = head_of(posterior, given, of_threshold=False)
+    names = tuple(name for name in given["parameters"] if name != "none")
     trials = tune(
         posterior,
-        None if data is None else data.loader,
+        None if data is None or criterion == "evidence" else data.loader,
+        criterion=criterion,
         per_layer=given["per_layer"],
         noise=given["noise"],
         temperature=given["temperature"],
-        parameters=tuple(given["parameters"]) or None,
-        **_searched_through(posterior, data, given),
+        parameters=names if given["parameters"] else None,
+        **({} if given["divergence"] is None else {"divergence": given["divergence"]}),
+        **({} if criterion == "evidence" else _searched_through(head, options, given["search_draws"])),
         max_evaluations=given["max_evaluations"],
         seed=given["seed"],
         progress=progress,
     )
-    losses = [trial["validation NLL"] for trial in trials.trials if "validation NLL" in trial]
-    return (min(losses) if losses else None), trials.model_alone
+    found |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
+    found["validation NLL"] = _reached(posterior, trials)
+    if criterion == "faithful":
+        found |= {name: posterior.record.faithful[name] for name in ("divergence", "budget")}
+    if (
+        criterion != "evidence" and "n_samples" in options
+    ):  # of predictions, which need not be those of the search
+        posterior.record.head["options"]["n_samples"] = options["n_samples"]
+    return found
 
 
-def _searched_through(posterior: Posterior, data: Data | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The head of the search, which is the one that will predict, and its options; the evidence needs none."""
-    if data is None:
-        return {}
-    head, options = head_of(posterior, given)
-    if head == "sampling":
-        return {"n_samples": given["search_draws"]}
-    return {"head": head, **options}
+def _reached(posterior: Posterior, trials: Trials) -> float | None:
+    """The validation NLL of the trial that was kept, which need not be the best."""
+    kept = hyperparameters_of(posterior)
+    losses = {
+        trial["validation NLL"]
+        for trial in trials.trials
+        if all(trial.get(name.replace("_", " ")) == value for name, value in kept.items())
+    }
+    return min(losses) if losses else None
+
+
+def _searched_through(head: str, options: Mapping[str, Any], draws: int) -> dict[str, Any]:
+    """The head of the search, which is the one that will predict, and its options as `tune` takes them."""
+    own = {name: value for name, value in options.items() if name not in ("seed", "n_samples")}
+    return {"head": head, **own} | ({"n_samples": draws} if head == "sampling" else {})
 
 
 def _threshold(
     source: Source, posterior: Posterior, data: Data, given: Mapping[str, Any], progress: bool
 ) -> float | dict[str, float] | None:
-    predictor = predictor_of(source, posterior, given)
+    predictor = predictor_of(source, posterior, given, of_threshold=given["no_search"])
     if given["calibrate"]:
         if not isinstance(predictor, MomentsPredictor):
             raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")

@@ -13,6 +13,10 @@ at batch 32 [1,800] 1.01 / 1.52; MLP of width 64 at batch 64 [96] 1.21 / 0.81; m
 ``"auto"`` takes it up to `BATCHED_FLOPS` per operation, where some draws fit into `CHUNK_BYTES`; on every device,
 though measured on that one. FLOP and operations are counted on the first input of each shape, never timed.
 
+**What does not depend on the draws** runs once for a batch, where the weights that are drawn enter the model late
+(`posthoc_uq.heads.cut`): of a last layer, thirty draws cost one forward pass and thirty products. Both routes run
+the rest alone then.
+
 A model that vmap refuses (control flow by values, randomness, in-place changes of captured tensors), or for which it
 does not give what the loop gives, runs in the loop; `Ensemble.refused` then says why.
 """
@@ -27,20 +31,22 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.heads.cost import cost_of
+from posthoc_uq.heads.cut import Cut, Saving, agree, described
 from posthoc_uq.heads.inputs import Inputs
+from posthoc_uq.heads.replay import Features, ReplayError
 from posthoc_uq.loaders import output_tensor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 
 BATCHED_FLOPS = 500_000  # per operation of one draw's forward pass: up to here "auto" batches over draws
+RECORDED_FLOPS = (
+    30_000_000  # of all draws together, which recording a pass must save where they could be batched
+)
 CHUNK_BYTES = 64 * 2**20  # weights and activations of the draws that run in one pass
 _FEW = 8  # draws that must fit into that for "auto": fewer do not pay for the mapping
 _LIVE = 3  # tensors as large as the largest that are alive at once
 _SHAPES = 256  # input shapes whose route is remembered
-# How far the two routes may differ, relative to the largest output. CUDA's float32 products may be TF32.
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-_TF32 = 2e-2
 
 Keep = Literal["weights", "seeds"]
 Batched = Literal["auto"] | bool
@@ -60,7 +66,10 @@ class Ensemble(nn.Module):
 
     Attributes:
         refused: why the batched route is not taken although it was wanted, or None.
+        cut: where the drawn weights enter the model.
     """
+
+    cut: Cut
 
     def __init__(
         self,
@@ -79,14 +88,14 @@ class Ensemble(nn.Module):
         self.refused: str | None = None
         self._draws: dict[str, Tensor] | None = None
         self._factors = posterior.factors() if keep == "seeds" else None
-        self._clear()
         with isolated_random_state():  # copying a module may run its code
             self.template = replicate(model, posterior.centre)
             if dtype is not None:
                 self.template.to(dtype)
+            self._clear()
             if keep == "weights":
                 self._draws = self._drawn(0, len(seeds))
-                if batched is not True:
+                if batched is not True and not self.cut.possible:
                     self._fill()
         self.eval()
 
@@ -98,6 +107,7 @@ class Ensemble(nn.Module):
         self._members: list[nn.Module] = []
         self._twins: deque[nn.Module] = deque()
         self._chunks: dict[Any, int] = {}
+        self.cut = Cut(self.template, self._posterior.mean)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Ensemble:
         super()._apply(fn, recurse)
@@ -155,27 +165,72 @@ class Ensemble(nn.Module):
     def blocks(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """The outputs of all draws in order, as blocks ``(draws, batch, ...)``."""
         inputs = Inputs(args, kwargs, self._input_dtype())
-        chunk = self._chunks.get(inputs.shapes)
+        start = 0
+        features = self.cut.features(*inputs.given, self._wants)
+        if features is not None:
+            try:
+                for block in self.rest(features):
+                    yield block
+                    start += len(block)
+                return
+            except ReplayError as error:
+                self.cut.refuse(str(error))
+        yield from self._whole(inputs, start)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """What enters the part of the model that is drawn; None where that is most of the model."""
+        return self.cut.features(*Inputs(args, kwargs, self._input_dtype()).given)
+
+    def _wants(self, saving: Saving) -> bool:
+        """Whether passes of the rest are faster: of small models, many draws in one pass are."""
+        if not saving.worth or 1 + len(self) * saving.share >= len(self):
+            return False
+        alone = self._batched is False or self.refused is not None
+        return alone or len(self) * saving.flops >= RECORDED_FLOPS
+
+    def rest(self, features: Features) -> Iterator[Tensor]:
+        """The outputs of all draws in order, as blocks ``(draws, batch, ...)``, from `features` of such an ensemble.
+
+        Raises:
+            ReplayError: the model went another way than when they were made.
+        """
+        start = 0
+        for block in self._batches(features, features.shapes):
+            yield block
+            start += len(block)
+        step = 1 if self._signs is None else 2
+        for first in range(start - start % step, len(self), step):
+            weights = self._weights(first, min(first + step, len(self)))
+            for index in range(len(next(iter(weights.values())))):
+                if first + index >= start:
+                    yield self.cut.run(features, _one(weights, index)).unsqueeze(0)
+
+    def _whole(self, inputs: Inputs, start: int) -> Iterator[Tensor]:
+        """Whole passes of the draws from `start` on."""
+        if start == 0:
+            for block in self._batches(inputs, inputs.shapes):
+                yield block
+                start += len(block)
+        if start < len(self):
+            for member in self.members(start):
+                yield inputs.run(member).unsqueeze(0)
+
+    def _batches(self, work: Inputs | Features, key: Any) -> Iterator[Tensor]:
+        """Many draws in one pass, as far as that goes."""
+        chunk = self._chunks.get(key)
         if chunk is None:
-            chunk = self._settle(inputs)
-        start, reason = 0, None
+            chunk = self._settle(work, key)
+        start = 0
         while chunk > 1 and start < len(self):
             stop = min(start + chunk, len(self))
             try:
-                block = self._together(inputs, start, stop)
+                block = self._together(work, start, stop)
             except Exception as error:  # vmap raises many kinds, and a model anything
-                reason = _described(error)
-                break
+                self._alone(work, start)  # unless the input is to blame
+                self._refuse(described(error))
+                return
             yield block
             start = stop
-        if start == len(self):
-            return
-        for member in self.members(start):
-            output = inputs.run(member)
-            if reason is not None:  # not before the loop has shown that the input is none to blame
-                self._refuse(reason)
-                reason = None
-            yield output.unsqueeze(0)
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
@@ -186,13 +241,15 @@ class Ensemble(nn.Module):
             return None
         return next((p.dtype for p in self.template.parameters() if p.is_floating_point()), self._dtype)
 
-    def _together(self, inputs: Inputs, start: int, stop: int) -> Tensor:
+    def _together(self, work: Inputs | Features, start: int, stop: int) -> Tensor:
         """Outputs ``(draws, batch, ...)`` of several draws in one pass."""
+        if isinstance(work, Features):
+            return torch.func.vmap(lambda weights: self.cut.run(work, weights))(self._weights(start, stop))
         try:
             twin = self._twins.pop()  # a functional call writes to the module: one for each thread
         except IndexError:
             twin = replicate(self.template)
-        args, kwargs = inputs.fresh()
+        args, kwargs = work.fresh()
 
         def run(weights: dict[str, Tensor]) -> Tensor:
             return output_tensor(torch.func.functional_call(twin, weights, args, kwargs))
@@ -201,50 +258,46 @@ class Ensemble(nn.Module):
         self._twins.append(twin)  # not after an error, which may leave it half written
         return outputs
 
-    def _settle(self, inputs: Inputs) -> int:
+    def _alone(self, work: Inputs | Features, index: int) -> Tensor:
+        """Outputs of one draw."""
+        weights = self._weights(index, index + 1)
+        if isinstance(work, Features):
+            return self.cut.run(work, _one(weights, 0))
+        return work.run(self._member(weights, 0))
+
+    def _settle(self, work: Inputs | Features, key: Any) -> int:
         """How many draws run in one pass for inputs of these shapes; 1 stands for the loop."""
         chunk = 1
         if self._batched is not False and self.refused is None and len(self) > 1:
-            chunk = self._wanted(inputs.anew())
+            chunk = self._wanted(work.anew() if isinstance(work, Inputs) else work)
         if len(self._chunks) >= _SHAPES:
             self._chunks.clear()
-        self._chunks[inputs.shapes] = chunk
+        self._chunks[key] = chunk
         return chunk
 
-    def _wanted(self, inputs: Inputs) -> int:
+    def _wanted(self, work: Inputs | Features) -> int:
         """The number of draws in one pass that is expected to be fastest, tried and compared with the loop."""
-        member = self._member(self._weights(0, 1), 0)
-        cost = cost_of(lambda: inputs.run(member))
+        cost = cost_of(lambda: self._alone(work, 0))
         if cost is None:
             return 1
-        weights = sum(p.numel() * p.element_size() for p in member.parameters())
+        held = self._weights(0, 1) if isinstance(work, Features) else dict(self.template.named_parameters())
+        weights = sum(p.numel() * p.element_size() for p in held.values())
         chunk = min(len(self), max(2, CHUNK_BYTES // (weights + _LIVE * cost.largest)))
         dear = cost.flops > BATCHED_FLOPS * cost.operations or chunk < min(len(self), _FEW)
         if self._batched == "auto" and dear:
             return 1
         with torch.inference_mode(False), torch.no_grad():
-            expected = inputs.run(member)
+            expected = self._alone(work, 0)
             try:
-                found = self._together(inputs, 0, chunk)[0]
+                found = self._together(work, 0, chunk)[0]
             except Exception as error:
-                self._refuse(_described(error))
+                self._refuse(described(error))
                 return 1
-            if not _agree(found, expected):
+            if not agree(found, expected):
                 self._refuse("its outputs differ from those of the loop")
                 return 1
         return chunk
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether outputs are the same to the rounding of their dtype, relative to the largest of them."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    tolerance = _TOLERANCES.get(expected.dtype, 0.0)
-    if expected.is_cuda and expected.dtype == torch.float32:
-        tolerance = _TF32
-    size = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def _one(weights: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    return {name: draws[index] for name, draws in weights.items()}

@@ -76,8 +76,9 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
     draws = len(next(iter(deviations.values())))
 
     def run(weights: dict[str, Tensor]) -> Tensor:
-        own = own_copy(batch)
-        return output_tensor(functional_call(model, weights, own.args, own.kwargs))
+        return output_tensor(
+            own_copy(batch).call_any(lambda *args, **kwargs: functional_call(model, weights, args, kwargs))
+        )
 
     outputs, found = None, list[Tensor]()
     with _SWAPPING, torch.no_grad(), ForwardDifferentiable():

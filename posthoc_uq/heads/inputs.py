@@ -34,6 +34,11 @@ class Inputs:
         return Inputs(self._args, self._kwargs, None)
 
     @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments themselves."""
+        return self._args, self._kwargs
+
+    @property
     def shapes(self) -> tuple[Any, ...]:
         """Shapes, types and devices of the tensors, for a dictionary."""
         leaves = enumerate(tree_leaves((self._args, self._kwargs)))

@@ -14,12 +14,14 @@ from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.products import Mode
+from posthoc_uq.heads.replay import Features, ReplayError, Rest, intercept
 from posthoc_uq.heads.spread import Spread, of_product
 from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
 from posthoc_uq.likelihoods import Categorical
@@ -117,6 +119,7 @@ class LinearizedPredictor(Predictor):
             self._twin: tuple[nn.Module] = (replicate(model, posterior.centre),)
             # one whose weights are swapped while it runs, so that no other thread may use it for its mean
             self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
+        self._cut = Cut(self._twin[0], posterior.mean)
         self._ready: Tracked | None = None
         self._weights: tuple[Any, WeightCovariance] | None = None
         self._drawn: tuple[Any, dict[str, Tensor]] | None = None
@@ -154,6 +157,21 @@ class LinearizedPredictor(Predictor):
                 link=self._link,
                 n_draws=self._n_draws,
             )
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`."""
+        with _own_modes():
+            found = self._cut.features(args, kwargs)
+            if found is not None and self._engine != "jvp":
+                self._prepared(_batch(args, kwargs)[0])
+            return found
+
+    def distribution_from(self, features: Features) -> GaussianOutputs:
+        """See `Predictor`."""
+        if self._engine != "jvp" and self._ready is None:
+            raise PosthocUQError("The features are those of another predictor.")
+        intercept(self._swapped[0] if self._ready is None else self._ready.capture.twin)
+        return self.distribution(Rest(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's outputs as it gives them."""
@@ -409,6 +427,13 @@ class LinearizedPredictor(Predictor):
 
     def _draw(self, batch: Batch, samples: int) -> tuple[Tensor, Tensor]:
         """Outputs ``(samples, ...)``, and draws of their deviation ``(n_probes, samples, outputs)``."""
+        features = None if isinstance(batch, Rest) else self._cut.features(batch.args, batch.kwargs)
+        if features is not None:
+            try:
+                intercept(self._swapped[0])
+                return self._draw(Rest(features), samples)
+            except ReplayError as error:
+                self._cut.refuse(str(error))
         outputs, deviations = function_draws(self._swapped[0], batch, self._deviations())
         _check_outputs(outputs, samples)
         return outputs, deviations.to(self._dtype).flatten(2) if outputs.ndim > 1 else deviations.unsqueeze(2)
@@ -502,7 +527,9 @@ def _own_modes() -> Generator[None]:
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, int]:
-    """The model's arguments, and how many samples they are."""
+    """The model's arguments, and how many samples they are; features stand for those that they were made of."""
+    if args and isinstance(args[0], Rest):
+        return args[0], args[0].features.samples
     batch = Batch(args, None, kwargs)
     return batch, count_samples(batch)
 

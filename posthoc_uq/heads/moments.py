@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
+from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
+from posthoc_uq.heads.replay import Features, intercept
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -106,6 +108,7 @@ class MomentsPredictor(Predictor):
         self._link, self._n_draws, self._output_map = link, n_draws, output_map
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model, posterior.centre)
+        self._cut = Cut(self.network, posterior.mean)
         self._checked = False
         self._prepare()
 
@@ -270,6 +273,17 @@ class MomentsPredictor(Predictor):
             link=self._link,
             n_draws=self._n_draws,
         )
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
+        return None if self._rules.cov == "full" else self._cut.features(args, kwargs)
+
+    def distribution_from(self, features: Features) -> GaussianOutputs:
+        """See `Predictor`."""
+        intercept(self.network)
+        args, kwargs = features.arguments()
+        with features.replaying():
+            return self.distribution(*args, **kwargs)
 
     def calibrate(
         self,

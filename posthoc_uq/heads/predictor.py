@@ -9,7 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.prediction import Prediction, cat
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.spread import Spread
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
@@ -70,6 +72,11 @@ class Predictor(nn.Module, ABC):
         return self._posterior
 
     @property
+    def model(self) -> nn.Module:
+        """The model that it was made for."""
+        return self._model[0]
+
+    @property
     def device(self) -> torch.device:
         """Where it predicts: the device of its own weights, or of the user's model if it has none."""
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
@@ -100,6 +107,31 @@ class Predictor(nn.Module, ABC):
     def hyperparameters(self) -> dict[str, Any]:
         """The posterior's hyperparameters that its predictions are made with, as plain values."""
         return hyperparameters_of(self._posterior)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """What enters the part of the model that has a posterior, for a batch. It stays the same whatever settings the
+        posterior takes, so that many of them can be tried without running the rest of the model again.
+
+        Returns:
+            None where it would save next to nothing, or where the model's passes cannot be taken apart.
+        """
+        return None
+
+    def distribution_from(self, features: Features) -> GaussianOutputs | Tensor:
+        """The `distribution` that the batch itself would give.
+
+        Raises:
+            ReplayError: the model went another way than when the features were made; take the batch.
+        """
+        raise PosthocUQError(f"The head {self.head!r} makes no features.")
+
+    def from_features(self, features: Features) -> Prediction:
+        """The prediction that the batch itself would give.
+
+        Raises:
+            ReplayError: the model went another way than when the features were made; predict from the batch.
+        """
+        return self.prediction_of(self.distribution_from(features))
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

@@ -12,6 +12,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
 from posthoc_uq.heads.prediction import Prediction
 from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.posteriors.base import Posterior
@@ -24,8 +25,9 @@ class SamplingPredictor(Predictor):
 
     The draws are those of `Posterior.sample`, made at construction with the posterior's settings of that moment;
     later changes of its prior precision have no effect until `redraw`. Temperature and noise are read at every
-    prediction. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs, however
-    many draws there are.
+    prediction. Where the posterior's weights enter the model late, as those of a last layer do, all that comes before
+    runs once for a batch. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs,
+    however many draws there are.
 
     Args:
         model: the model the posterior was fitted on.
@@ -161,3 +163,14 @@ class SamplingPredictor(Predictor):
             PosthocUQError: the likelihood is one that no prediction is defined for.
         """
         return summarise(self._blocks(args, kwargs), self._posterior)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """See `Predictor`; they stay the same when the weights are drawn anew."""
+        found = self.ensemble.features(*args, **kwargs)
+        if found is not None and self._dtype is not None:
+            found.outputs = None
+        return found
+
+    def distribution_from(self, features: Features) -> Tensor:
+        """See `Predictor`."""
+        return torch.cat([at_least_float32(block) for block in self.ensemble.rest(features)])

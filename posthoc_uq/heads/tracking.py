@@ -14,6 +14,7 @@ from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples, prepare
 from posthoc_uq.errors import PosteriorMismatchError
+from posthoc_uq.heads.replay import Rest
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
@@ -35,6 +36,8 @@ class Tracked:
 
 def own_copy(batch: Batch) -> Batch:
     """A copy that belongs to no graph, for one run: the model may change its input in place."""
+    if isinstance(batch, Rest):
+        return batch  # which hands copies out itself
 
     def copy(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 
+HEADS = ("sampling", "moments", "linearized")  # by name, as `wrap` has them
+HEAD_CRITERIA = ("faithful", "likelihood", "evidence", "given")  # by which hyperparameters are found
+
 
 @dataclass
 class Evidence:

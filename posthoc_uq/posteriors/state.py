@@ -7,7 +7,8 @@ model's own). Plain values are strings, numbers, booleans, lists of those, and d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from math import isfinite, isnan
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
-from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, Evidence, Record
 from posthoc_uq.posteriors.referral import checked_referral
 
 BLOCK_KINDS: dict[str, type[Block]] = {
@@ -62,7 +63,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "deterministic": dict(posterior.record.deterministic),
                 "tuning": dict(posterior.record.tuning),
                 "head": dict(posterior.record.head),
-                "faithful": dict(posterior.record.faithful),
+                "faithful": _plain_faithful(posterior.record.faithful),
                 "calibration": dict(posterior.record.calibration),
                 "referral": dict(posterior.record.referral),
             },
@@ -146,34 +147,60 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
     return {name: shapes[name] for name in named}
 
 
+def described_head(record: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any]:
+    """The entries ``head`` and ``faithful`` of a state's record, as plain values; empty in files of earlier versions.
+
+    Raises:
+        KeyError, TypeError, ValueError: an entry is incomplete or out of range.
+    """
+    faithful = _plain_faithful(_faithful(record.get("faithful", {}), layers))
+    return {"head": _head(record.get("head", {})), "faithful": faithful}
+
+
 def _head(kept: Mapping[str, Any]) -> dict[str, Any]:
     """A head's name, options and criterion, all there and of their kinds, or none at all."""
     if not kept:
         return {}
-    options = {str(name): value for name, value in dict(kept["options"]).items()}
-    if any(not isinstance(value, (bool, int, float, str)) for value in options.values()):
-        raise ValueError(f"options of a head must be plain values, not {options}")
-    return {"name": str(kept["name"]), "options": options, "criterion": str(kept["criterion"])}
+    name, criterion, options = kept["name"], kept["criterion"], dict(kept["options"])
+    if name not in HEADS or criterion not in HEAD_CRITERIA:
+        raise ValueError(
+            f"a head is one of {HEADS}, found by one of {HEAD_CRITERIA}, not {name!r}, {criterion!r}"
+        )
+    for option, value in options.items():
+        if not isinstance(value, (bool, int, float, str)) or not _is_finite(value):
+            raise ValueError(f"the head's option {option!r} must be a finite number or a text, not {value!r}")
+    return {"name": name, "options": options, "criterion": criterion}
 
 
-def _faithful(kept: Mapping[str, Any]) -> dict[str, Any]:
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or isfinite(value)
+
+
+def _plain_faithful(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a faithful prior without an infinite divergence, for which JSON has no number."""
+    return {name: value for name, value in kept.items() if name != "divergence" or _is_finite(value)}
+
+
+def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any]:
     """The faithful prior as plain values, all there, positive and finite, or none at all."""
     if not kept:
         return {}
     value = kept["value"]
     values = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {str(name): float(number) for name, number in values.items()}
-    numbers = {
-        name: float(kept[name]) for name in ("temperature", "network_temperature", "divergence", "budget")
-    }
-    positive = [
-        *values.values(),
-        *(numbers[name] for name in ("temperature", "network_temperature", "budget")),
-    ]
+    if isinstance(value, Mapping) and values.keys() != set(layers):
+        raise ValueError(f"a faithful prior by layer must name every layer once, not {list(values)[:5]}")
+    numbers = {name: float(kept[name]) for name in ("temperature", "network_temperature", "budget")}
+    positive = [*values.values(), *numbers.values()]
     if not all(0.0 < number < float("inf") for number in positive):
         raise ValueError(f"a faithful prior's numbers must be positive and finite, not {positive}")
+    divergence = float(kept.get("divergence", "inf"))
+    if kept["head"] not in HEADS or isnan(divergence):
+        raise ValueError(
+            f"a faithful prior has a head and a divergence, not {kept['head']!r} and {divergence}"
+        )
     whole = values if isinstance(value, Mapping) else values[""]
-    return {"head": str(kept["head"]), "value": whole, **numbers}
+    return {"head": kept["head"], "value": whole, **numbers, "divergence": divergence}
 
 
 def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +265,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 dict(record["deterministic"]),
                 dict(record["tuning"]),
                 _head(record.get("head", {})),
-                _faithful(record.get("faithful", {})),
+                _faithful(record.get("faithful", {}), layers),
                 _calibration(record.get("calibration", {})),
                 checked_referral(record.get("referral", {})),
             ),

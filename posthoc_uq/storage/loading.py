@@ -18,7 +18,13 @@ from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.referral import checked_referral, thresholds_of
-from posthoc_uq.posteriors.state import expected_centre, expected_shapes, posterior_from_state, state_layers
+from posthoc_uq.posteriors.state import (
+    described_head,
+    expected_centre,
+    expected_shapes,
+    posterior_from_state,
+    state_layers,
+)
 from posthoc_uq.replica import model_device, unwrap
 from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.hdf5 import ImageReader, Structure
@@ -97,10 +103,10 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         Plain values: ``format_version``, ``library_version``, ``bytes``, ``fingerprint``, ``method``,
         ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
-        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``calibration``, ``referral``,
-        ``parameters``, ``centre`` (names of parameters with a trained mean), ``layers`` (name to kind and shapes)
-        and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and
-        dtype, and bytes).
+        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
+        ``calibration``, ``referral``, ``parameters``, ``centre`` (names of parameters with a trained mean),
+        ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and
+        correction, tensors with shape and dtype, and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -125,6 +131,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: record[key] for key in ("fit", "tuning", "deterministic")},
+            **described_head(record, layers),
             "calibration": record.get("calibration", {}),
             "referral": referral,
             "parameters": sum(layer.parameters for layer in layers.values()),

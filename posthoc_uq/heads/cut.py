@@ -1,0 +1,335 @@
+"""The cut: where the weights with a posterior enter a model, so that all that comes before runs once for a batch.
+
+Nothing is known of a model's structure: the cut is found by running it. On the first batch of each shape it is proved
+by numbers: with other weights in place, the replay must give what the whole model gives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from posthoc_uq.heads.cost import Cost, cost_of
+from posthoc_uq.heads.replay import Features, Recording, ReplayError, RewrittenError, intercept, own
+from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import replicate
+
+WORTH = 0.9  # of a pass: what the rest may take at most for its features to be kept
+_PROBE = 8  # samples that a cut is proved on
+_OPERATION = 100_000  # FLOP that take about as long as an operation takes beside them
+_SHAPES = 256  # input shapes that are remembered
+_TRIES = 8  # recordings until it is known which outputs later code writes into
+# How far two routes may differ, relative to the largest output. CUDA's float32 products may be TF32.
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_TF32 = 2e-2
+
+
+class Saving(NamedTuple):
+    """What a replay saves of a whole pass.
+
+    Attributes:
+        share: of the whole that is left; infinite where whole passes are to run.
+        flops: of the part that is not run again.
+        modules: whose calls are replayed; none of them holds a parameter that changes.
+    """
+
+    share: float
+    flops: float
+    modules: frozenset[str] = frozenset()
+
+    @property
+    def worth(self) -> bool:
+        """Whether it is more than next to nothing."""
+        return self.share <= WORTH
+
+
+_NONE = Saving(float("inf"), 0.0)
+
+
+class Cut:
+    """The part of a model that some of its weights have no influence on, recorded, and passes of the rest.
+
+    Args:
+        model: in eval mode; it is copied, and never written.
+        covered: names of the parameters that change.
+
+    Attributes:
+        possible: whether any weight does not change: else there is nothing to record.
+        refused: why whole passes run although a part could have been recorded, or None.
+    """
+
+    def __init__(self, model: nn.Module, covered: Collection[str]) -> None:
+        self._model, self._covered = model, frozenset(covered)
+        parameters = model.named_parameters()
+        self.possible = any(name not in self._covered and p.ndim > 1 for name, p in parameters)
+        self._twins: deque[_Twin] = deque()
+        self._savings: dict[Any, Saving] = {}
+        self._rewritten: set[str] = set()
+        self.refused: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_twins": deque(), "_savings": {}}
+
+    def features(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        wanted: Callable[[Saving], bool] = lambda saving: saving.worth,
+    ) -> Features | None:
+        """What enters the rest of the model for these inputs; None where whole passes are to run.
+
+        Gradients with respect to the inputs flow through it where autograd is on.
+
+        Args:
+            wanted: whether a saving is worth a pass that is recorded.
+        """
+        if torch.compiler.is_compiling() or not self.possible:
+            return None
+        key = _situation(args, kwargs)
+        saving = self._savings.get(key)
+        if saving is None:
+            saving = self._settle(args, kwargs)
+            if len(self._savings) >= _SHAPES:
+                self._savings.clear()
+            self._savings[key] = saving
+        if saving is _NONE or not wanted(saving):
+            return None
+        try:
+            with _counting_versions(torch.is_grad_enabled()), self._lent() as twin:
+                return self._record(twin, args, kwargs, saving.modules)
+        except ReplayError as error:
+            self.refuse(str(error))
+            return None
+
+    def refuse(self, reason: str) -> None:
+        """Run whole passes from now on, for the shapes known so far."""
+        self.refused = reason
+        self._savings = dict.fromkeys(self._savings, _NONE)
+
+    def run(self, features: Features, weights: Mapping[str, Tensor]) -> Tensor:
+        """The outputs with some weights in place.
+
+        Raises:
+            ReplayError: the pass went another way than the one that was recorded.
+        """
+        with self._lent() as twin, twin.holding(weights):
+            return output_tensor(features.call_any(twin.model))
+
+    @contextmanager
+    def _lent(self) -> Generator[_Twin]:
+        """A replica for one thread alone."""
+        try:
+            twin = self._twins.pop()
+        except IndexError:
+            twin = None
+        if twin is None or _memory(twin.model) != _memory(self._model):  # the model was moved
+            twin = _Twin(self._model, self._covered)
+        yield twin
+        self._twins.append(twin)  # not after an error, which may leave it half written
+
+    def _record(
+        self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any], known: Collection[str] = ()
+    ) -> Features:
+        for _ in range(_TRIES):
+            try:
+                return Recording(twin.changing, self._rewritten, known).run(twin.model, args, kwargs)
+            except RewrittenError as error:
+                self._rewritten = self._rewritten | error.names
+        raise ReplayError("later code keeps writing into what modules returned")
+
+    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saving:
+        """What replays save on inputs of this shape."""
+        batch = Batch(args, None, kwargs)
+        samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
+        trials = [batch.narrow(0, _PROBE, samples)] if samples > _PROBE else []
+        for trial in [*trials, batch]:
+            try:
+                with isolated_random_state(), _counting_versions(False):
+                    return self._saving(trial)
+            except ReplayError as error:
+                self.refused = str(error)
+                return _NONE
+            except Exception:  # the model itself failed: it may need the whole batch, or other inputs
+                continue
+        return _NONE
+
+    def _saving(self, batch: Batch) -> Saving:
+        weights = {name: _moved(p) for name, p in self._model.named_parameters() if name in self._covered}
+        member = replicate(self._model, weights)
+        found: list[Tensor] = []
+
+        def whole() -> None:
+            args, kwargs = tree_map(own, (batch.args, batch.kwargs))
+            found.append(output_tensor(member(*args, **kwargs)))
+
+        whole_cost = cost_of(whole)
+        expected = found[-1]
+        try:
+            features = self._proved(batch)
+            if not any(call.leaves is not None for call in features.calls):
+                return _NONE
+            rest_cost = cost_of(lambda: found.append(self.run(features, weights)))
+        except ReplayError:
+            raise
+        except Exception as error:  # a model may raise anything
+            raise ReplayError(described(error)) from error
+        if not agree(found[-1], expected):
+            raise ReplayError("its outputs differ from those of the whole model")
+        replayed = {call.name for call in features.calls if call.leaves is not None}
+        modules = frozenset(name for name in replayed if not self._holds(name))
+        if whole_cost is None or rest_cost is None:
+            return Saving(0.0, float("inf"), modules)
+        share = _work(rest_cost) / _work(whole_cost)
+        return Saving(share, whole_cost.flops - rest_cost.flops, modules)
+
+    def _holds(self, name: str) -> bool:
+        """Whether a module of this name holds a parameter that changes."""
+        covered = {id(p) for key, p in self._model.named_parameters() if key in self._covered}
+        return any(id(p) in covered for p in self._model.get_submodule(name).parameters())
+
+    def _proved(self, batch: Batch) -> Features:
+        """Features of a model that draws no random numbers and keeps nothing of a pass."""
+        with self._lent() as twin:
+            before, drawn = _state(twin.model), _random_state()
+            features = self._record(twin, batch.args, batch.kwargs)
+            if drawn != _random_state():
+                raise ReplayError("the model draws random numbers")
+            between = _state(twin.model)
+            if between != before:  # what is made once and kept is no harm
+                features = self._record(twin, batch.args, batch.kwargs)
+                _check_state(between, _state(twin.model))
+        return features
+
+
+class _Twin:
+    """A replica whose calls can be recorded and replayed.
+
+    Attributes:
+        model: the replica.
+        changing: identities of its parameters that change.
+    """
+
+    def __init__(self, model: nn.Module, covered: Collection[str]) -> None:
+        with isolated_random_state():  # copying a module may run its code
+            self.model = intercept(replicate(model))
+        self._own = {name: p for name, p in self.model.named_parameters() if name in covered}
+        self.changing = {id(parameter) for parameter in self._own.values()}
+        self._holders: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in self._own}
+        names = {id(parameter): name for name, parameter in self._own.items()}
+        for module in self.model.modules():
+            held: dict[str, Any] = module.__dict__["_parameters"]
+            for key, parameter in held.items():
+                if id(parameter) in names:
+                    self._holders[names[id(parameter)]].append((held, key))
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Generator[None]:
+        """Have some weights in place, everywhere where a module holds them."""
+        self._place(weights)
+        yield
+        self._place(self._own)
+
+    def _place(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            for parameters, key in self._holders[name]:
+                parameters[key] = weight
+
+
+def _memory(model: nn.Module) -> int:
+    return next(model.parameters()).data_ptr()
+
+
+def _work(cost: Cost) -> float:
+    return cost.flops + _OPERATION * cost.operations
+
+
+def _moved(parameter: Tensor) -> Tensor:
+    """Other values of the same size, the same in every run."""
+    steps = torch.arange(parameter.numel(), device=parameter.device, dtype=torch.float32)
+    wave = torch.cos(steps * steps + 1.0).reshape(parameter.shape).to(parameter.dtype)
+    return parameter.detach() + 0.1 * parameter.detach().abs().mean() * wave
+
+
+@contextmanager
+def _counting_versions(gradients: bool) -> Generator[None]:
+    """Tensors count how often they are written, which those of inference mode do not."""
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        yield
+
+
+def _situation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All that a model's way may depend on beside the numbers of its inputs, for a dictionary."""
+    leaves = list(enumerate(tree_leaves((args, kwargs))))
+    tensors = tuple(
+        (place, tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        for place, leaf in leaves
+        if isinstance(leaf, Tensor)
+    )
+    options = tuple((place, leaf) for place, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
+    kinds = {tensor[3].type for tensor in tensors} or {"cpu"}
+    casts = tuple(
+        (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        for kind in sorted(kinds)
+    )
+    return tensors, options, casts, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _random_state() -> Any:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
+    numbers = cast("tuple[Any, ...]", np.random.get_state())
+    return [state.tolist() for state in states], random.getstate(), [np.asarray(n).tolist() for n in numbers]
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """What the modules hold, so that a change can be told."""
+    return {
+        f"{name}.{key}" if name else key: _print_of(value, 3)
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if key not in ("forward", "_modules")
+    }
+
+
+def _print_of(value: Any, depth: int) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    if depth and isinstance(value, dict):
+        return [(str(k), _print_of(v, depth - 1)) for k, v in cast("dict[Any, Any]", value).items()]
+    if depth and isinstance(value, (list, tuple, deque)):
+        return [_print_of(v, depth - 1) for v in cast("Collection[Any]", value)]
+    return id(value)
+
+
+def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        raise ReplayError(f"the model keeps something of a pass, in {changed[:3]}")
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether outputs are the same to the rounding of their dtype, relative to the largest of them."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    tolerance = _TOLERANCES.get(expected.dtype, 0.0)
+    if expected.is_cuda and expected.dtype == torch.float32:
+        tolerance = _TF32
+    size = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+
+
+def described(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
