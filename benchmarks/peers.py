@@ -1,7 +1,7 @@
-"""Other libraries' fits and predictions, in an environment of their own: laplace-torch, curvlinops and fastbnns.
+"""Other libraries' fits and predictions, in an environment of their own: laplace-torch, curvlinops, fastbnns.
 
 They are no dependencies. The environment is made once, and `fit_cost.py` and `predict_peers.py` then run this
-script in it:
+script in it (`defaults.py` is run by its interpreter):
 
     python benchmarks/peers.py --install .venv-peers               borrows torch from this environment; 30 MB
     python benchmarks/peers.py --install .venv-peers --standalone  borrows nothing; 6 GB
@@ -39,7 +39,13 @@ from _cases import Batches, lenet, plain_pass, prepare, seconds
 from _memory import forget_peak, limit_memory, peak_memory, release
 from torch import Tensor, nn
 
-PACKAGES = ("laplace-torch==0.3", "curvlinops-for-pytorch==3.0.1", "fastbnns==0.4.3")
+PACKAGES = (
+    "laplace-torch==0.3",
+    "curvlinops-for-pytorch==3.0.1",
+    "fastbnns==0.4.3",
+    "pytorch-ood==0.4.0",  # defaults.py: scores of foreignness
+    "transformers>=5",  # defaults.py: a BERT
+)
 BORROWED = ("torch", "torchvision", "timm", "numpy", "scipy")
 SHOWN = ("laplace-torch", "curvlinops-for-pytorch", "asdfghjkl", "backpack-for-pytorch", "fastbnns", "torch")
 FROZEN = "other parameters frozen"

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -249,6 +250,60 @@ def test_function_space_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
     assert all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows.values())
     assert rows["last layer"]["step"] < rows["all layers"]["step"]
+
+
+def test_defaults_are_held_against_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script("defaults")
+    script.main(["--smoke", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "harm.json").read_text())
+    iris = found["pairs"]["iris, mlp relu 32 32"]
+    network, own = iris["network"], iris["fit and wrap"]
+    assert network["worse"] == [] and network["accuracy"] > 0.9
+    # what the rule says, from its own words
+    lost = network["accuracy"] - own["accuracy"] > 1 / 60 + 1e-9
+    assert ("accuracy" in own["worse"]) == lost
+    assert ("NLL" in own["worse"]) == (own["NLL"] > network["NLL"] + 0.04)
+    assert ("ECE" in own["worse"]) == (own["ECE"] > network["ECE"] + 0.02)
+    assert {"last layer", "EFB", "KFAC", "diagonal", "full"} <= iris.keys()
+    values = found["pairs"]["diabetes, mlp relu 32 32"]
+    assert values["fit and wrap"]["RMSE"] < 1.01 * values["network"]["RMSE"]
+    assert all("error" not in row for rows in found["pairs"].values() for row in rows.values())
+    if find_spec("laplace") is None:
+        assert "laplace is not installed" in printed
+    settings = {row["row"]: row for row in json.loads((tmp_path / "choose.json").read_text())["rows"]}
+    assert settings["budget 0.1"]["NLL"] > settings["default"]["NLL"]
+    assert settings["KFAC"]["bytes"] > 0 and all(0 < v < 1 for v in settings["default"]["AUROC"].values())
+    script.main(["--smoke", "--show", "--output", str(tmp_path)])  # from the files alone
+    assert json.loads((tmp_path / "harm.json").read_text())["pairs"] == found["pairs"]
+
+
+def test_foreign_inputs_are_told_by_ranks() -> None:
+    _script("defaults")
+    novelty = sys.modules["_novelty"]
+    familiar = torch.tensor([4.0, 1.0, 3.0, 2.0])
+    expected = [(1 + sum(f >= s for f in familiar.tolist())) / 5 for s in (0.5, 2.0, 2.5, 9.0)]
+    assert novelty.tail(torch.tensor([0.5, 2.0, 2.5, 9.0]), familiar).tolist() == pytest.approx(expected)
+
+    def scores(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"entropy": inputs[:, 0], "novelty": inputs[:, 1]}
+
+    generator = torch.Generator().manual_seed(0)
+    test = torch.randn(400, 2, generator=generator)
+    foreign = {f"column {c}": torch.randn(200, 2, generator=generator) for c in (0, 1)}
+    for column, inputs in enumerate(foreign.values()):
+        inputs[:, column] += 4
+    found = novelty.aurocs(scores, test, foreign, [("entropy", "novelty")])
+    assert found["entropy"]["column 0"] > 0.99 and 0.4 < found["entropy"]["column 1"] < 0.6
+    assert min(found["entropy and novelty"].values()) > 0.95
+
+
+def test_modules_of_recipes_do_not_mix() -> None:
+    _script("defaults")
+    recipe = sys.modules["_recipes"].recipe
+    uci, pictures = recipe("uci", "data"), recipe("fashion_mnist", "data")
+    assert hasattr(uci, "lazy_load") and hasattr(pictures, "mnist_digits")
+    assert recipe("fashion_mnist", "network").cnn()[0].out_channels == 32
 
 
 def test_labels_cost_and_buy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ distorted training images.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -26,10 +27,10 @@ FONTS = (
 """Typefaces that come with matplotlib."""
 
 
-def photos(number: int, seed: int = 0) -> Tensor:
+def photos(number: int, seed: int = 0, names: Sequence[str] = PHOTOS) -> Tensor:
     """Square crops, of 28 to 112 pixels, of scikit-image's photographs: (number, 28, 28), grey from 0 to 255."""
     generator = np.random.default_rng(seed)
-    pictures = [rgb2gray(p) * 255 if p.ndim == 3 else p for p in (getattr(skimage.data, n)() for n in PHOTOS)]
+    pictures = [rgb2gray(p) * 255 if p.ndim == 3 else p for p in (getattr(skimage.data, n)() for n in names)]
     crops = np.empty((number, 28, 28), dtype=np.uint8)
     for crop in crops:
         picture = pictures[generator.integers(len(pictures))]

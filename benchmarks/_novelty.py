@@ -1,0 +1,273 @@
+"""`defaults.py --novelty`: which score tells foreign pictures from familiar ones?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import torch
+from _cache import Rows
+from _foreign import foreign_pictures
+from _harm import cell, markdown
+from _rivals import distances
+from _scored import outputs, predicted, timed
+from _zoo import CLASSIFIERS, SEEDS, Pair, loader, trained
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.demo import imagenet, pictures
+from posthoc_uq.metrics import ood_auroc
+
+NAMED = (
+    "digits 28, lenet",
+    "fashion 3000, cnn",
+    "fashion 3000, resnet",
+    "digits 28, strided",
+    "digits 28, mlp tanh batch 128 64",
+    "digits 28, resnet",
+    "digits 28, vit",
+    "fashion 3000, lenet",
+    "fashion 3000, vit",
+    "fashion 10000, recipe cnn",
+)
+"""The first three are kinds of network in view of which the score was found, the others are not."""
+FOUND_WITH = NAMED[:3]
+PICTURES = [pair for name in NAMED for pair in CLASSIFIERS if pair.name == name]
+FAMILIAR, FOREIGN = 500, 200
+"""Test inputs by which scores become tail probabilities; as many others are told from foreign ones of every kind."""
+FORMS = ("class", "top", "all")
+BOTH = "entropy and novelty"
+NETWORK = "network's entropy"
+
+Scores = dict[str, Tensor]
+
+
+def tail(scores: Tensor, familiar: Tensor) -> Tensor:
+    """The share of familiar inputs whose score is at least as large, for every score."""
+    ordered = familiar.sort().values
+    return (1 + len(ordered) - torch.searchsorted(ordered, scores.contiguous())) / (len(ordered) + 1)
+
+
+def own_scores(model: nn.Module, predictor: uq.Predictor, inputs: Tensor, forms: Sequence[str]) -> Scores:
+    """Every score of this library, and the network's own entropy; larger for foreign inputs."""
+    prediction = predicted(predictor, inputs)
+    logs = outputs(model, inputs).log_softmax(1)
+    found: Scores = {NETWORK: -(logs.exp() * logs).sum(1), "entropy": prediction.entropy()}
+    if prediction.sample_entropy is not None:
+        found["mutual information"] = prediction.mutual_information()
+    found["functional variance"] = prediction.epistemic()
+    for form in forms:
+        parts = [predictor.novelty(batch, of=form) for batch in inputs.split(100)]
+        found[f"novelty, {form}"] = torch.cat(parts)
+    return found
+
+
+def aurocs(
+    score: Callable[[Tensor], Scores],
+    test: Tensor,
+    foreign: Mapping[str, Tensor],
+    pairs: Sequence[Sequence[str]] = (),
+) -> dict[str, dict[str, float]]:
+    """By score and kind of foreign inputs, the AUROC against the second half of the test inputs.
+
+    Args:
+        score: of inputs.
+        test: familiar inputs; the first half turns scores into tail probabilities.
+        foreign: inputs by kind.
+        pairs: scores of which the smaller tail probability is one more score, named by ``" and "``.
+    """
+    half = len(test) // 2
+    known, familiar = score(test[:half]), score(test[half:])
+    found: dict[str, dict[str, float]] = {}
+    for kind, inputs in foreign.items():
+        others = score(inputs)
+        for names in pairs:
+            if all(name in others for name in names):
+                combined = [
+                    -torch.stack([tail(part[name], known[name]) for name in names]).min(0).values
+                    for part in (familiar, others)
+                ]
+                label = " and ".join(name.partition(",")[0] for name in names)
+                found.setdefault(label, {})[kind] = ood_auroc(*combined)
+        for name, values in others.items():
+            found.setdefault(name, {})[kind] = ood_auroc(familiar[name].float(), values.float())
+    return found
+
+
+def ours(pair: Pair, seed: int) -> dict[str, Any]:
+    """The library's scores with nothing chosen, and what each form of novelty costs in forward passes."""
+    model, split = trained(pair, seed), pair.split(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = uq.fit(model, loader(split.train), progress=False, **pair.options)
+    predictor = uq.wrap(model, posterior)
+    test = split.test.inputs[: 2 * FAMILIAR]
+    found = aurocs(
+        lambda inputs: own_scores(model, predictor, inputs, FORMS),
+        test,
+        foreign_pictures(pair.data, FOREIGN),
+        [("entropy", "novelty, class")],
+    )
+    return {"AUROC": found, "passes": _passes(model, predictor, test[:100])}
+
+
+def _passes(model: nn.Module, predictor: uq.Predictor, inputs: Tensor, repeats: int = 5) -> dict[str, float]:
+    """Time of each form of novelty over that of a plain forward pass: medians."""
+    found: dict[str, float] = {}
+    for form in FORMS:
+        predictor.novelty(inputs, of=form)
+        ratios: list[float] = []
+        for _ in range(repeats):
+            plain, _ = timed(lambda: outputs(model, inputs))
+            own, _ = timed(partial(predictor.novelty, inputs, of=form))
+            ratios.append(own / plain)
+        found[form] = sorted(ratios)[repeats // 2]
+    return found
+
+
+def of_distances(pair: Pair, seed: int) -> dict[str, Any]:
+    """The scores of `_rivals.distances`, on the same inputs."""
+    model, split = trained(pair, seed), pair.split(seed)
+    scores = distances(model, split.train)
+    return {
+        "AUROC": aurocs(
+            lambda inputs: {name: score(inputs) for name, score in scores.items()},
+            split.test.inputs[: 2 * FAMILIAR],
+            foreign_pictures(pair.data, FOREIGN),
+        )
+    }
+
+
+def of_ensemble(pair: Pair) -> dict[str, Any]:
+    """Entropy and mutual information of a deep ensemble (Lakshminarayanan et al. 2017) of the three seeds."""
+    models = [trained(pair, seed) for seed in SEEDS]
+
+    def scores(inputs: Tensor) -> Scores:
+        logits = torch.stack([outputs(model, inputs) for model in models])
+        prediction = uq.ClassPrediction.from_logits(logits)
+        return {
+            "ensemble of 3, entropy": prediction.entropy(),
+            "ensemble of 3, mutual information": prediction.mutual_information(),
+        }
+
+    test = pair.split(0).test.inputs[: 2 * FAMILIAR]
+    return {"AUROC": aurocs(scores, test, foreign_pictures(pair.data, FOREIGN))}
+
+
+def efficientnet(layers: str, crops: int = 64, number: int = 40) -> dict[str, Any]:
+    """EfficientNet-Lite0 with its ImageNet weights, fitted on crops of photographs: AUROC of textures, noise and
+    drawings against other crops of the same photographs.
+    """
+    model = imagenet.efficientnet_lite0()
+    photographs = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
+    posterior = uq.fit(
+        model, pictures.random_crops(photographs, crops, 0).split(16), layers=layers, progress=False
+    )
+    shown = pictures.pictures(0)
+    foreign = {
+        kind: pictures.random_crops([p.image for p in shown if p.kind == kind], number, 2)
+        for kind in ("texture", "noise", "drawing")
+    }
+    predictor = uq.wrap(model, posterior)
+    familiar = pictures.random_crops(photographs, 2 * number, 1)
+    found = aurocs(
+        lambda inputs: own_scores(model, predictor, inputs, ("class", "top")),
+        familiar,
+        foreign,
+        [("entropy", "novelty, class")],
+    )
+    return {"AUROC": found}
+
+
+def rows_of(
+    rows: Rows, pairs: Sequence[Pair], seeds: Sequence[int] = SEEDS, only: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """All rows, as they are there; pairs without pictures are left out."""
+    for pair in pairs:
+        if pair not in PICTURES:
+            continue
+        for seed in seeds:
+            for name, measure, library in (("ours", ours, True), ("distances", of_distances, False)):
+                if only is not None and name not in only:
+                    continue
+                key = {"study": "novelty", "pair": pair.name, "seed": seed, "row": name}
+                row = rows.row(key, partial(measure, pair, seed), library)
+                if row is not None:
+                    yield key | row
+        if only is None or "ensemble" in only:
+            key = {"study": "novelty", "pair": pair.name, "seed": -1, "row": "ensemble"}
+            row = rows.row(key, partial(of_ensemble, pair), library=False)
+            if row is not None:
+                yield key | row
+
+
+IMAGENET = "EfficientNet-Lite0"
+
+
+def imagenet_rows(rows: Rows, only: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of the network with ImageNet weights."""
+    if only is not None and IMAGENET not in only:
+        return
+    key = {"study": "novelty", "pair": IMAGENET, "seed": 0, "row": "ours"}
+    row = rows.row(key, partial(efficientnet, "last"))
+    if row is not None:
+        yield key | row
+
+
+def tables(found: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a table a network, means over the seeds, then the means over the networks."""
+    parts: list[str] = []
+    names = dict.fromkeys(row["pair"] for row in found)
+    means: dict[str, dict[str, float]] = {}
+    for name in names:
+        scores = _by_score([row for row in found if row["pair"] == name])
+        parts += [f"\n### {name}\n", _table(scores)]
+        means[name] = {score: mean(kinds.values()) for score, kinds in scores.items()}
+    parts += ["\n### Means over the kinds\n", _means_table(means)]
+    costs = [row["passes"] for row in found if "passes" in row]
+    if costs:
+        line = [cell(mean(row[form] for row in costs), 2) for form in FORMS]
+        parts += ["\n### Cost in forward passes\n", markdown([f"novelty, {form}" for form in FORMS], [line])]
+    errors = [
+        f"{row['pair']}, {row['row']}, seed {row['seed']}: {row['error']}" for row in found if "error" in row
+    ]
+    return "\n".join([*parts, *errors])
+
+
+def _by_score(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean AUROC over the seeds, by score and kind."""
+    collected: dict[str, dict[str, list[float]]] = {}
+    for row in found:
+        for score, kinds in row.get("AUROC", {}).items():
+            for kind, value in kinds.items():
+                collected.setdefault(score, {}).setdefault(kind, []).append(value)
+    return {s: {kind: mean(values) for kind, values in kinds.items()} for s, kinds in collected.items()}
+
+
+def _table(scores: Mapping[str, Mapping[str, float]]) -> str:
+    kinds = list(dict.fromkeys(kind for row in scores.values() for kind in row))
+    lines = [
+        [score, *(cell(row.get(kind)) for kind in kinds), cell(mean(row.values()))]
+        for score, row in scores.items()
+    ]
+    return markdown(["score", *kinds, "mean"], lines)
+
+
+def _means_table(means: Mapping[str, Mapping[str, float]]) -> str:
+    """A line a score, a column a network; the last two are means over the networks on which the score was found, and
+    over the others, of those that have it.
+    """
+    networks = [name for name in means if name != IMAGENET]
+    scores = dict.fromkeys(score for name in networks for score in means[name])
+    lines: list[list[str]] = []
+    for score in scores:
+        values = {name: means[name].get(score) for name in networks}
+        line = [score, *(cell(value) for value in values.values())]
+        for group in (FOUND_WITH, NAMED[len(FOUND_WITH) :]):
+            known = [values[name] for name in networks if name in group and values[name] is not None]
+            line.append(cell(mean(v for v in known if v is not None)) if known else "-")
+        lines.append(line)
+    return markdown(["score", *networks, "the first three", "the others"], lines)
