@@ -25,10 +25,12 @@ from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.replica import replicate
 
 DIVERGENCE = 0.003  # nats: the default budget, the largest that harmed none of the networks that chose it
@@ -36,8 +38,9 @@ GUARDED = 0.03  # nats: where the likelihood of held-out data guards against har
 TOLERANCE = 0.05  # decades of the prior precision
 TEMPERATURES = (0.3, 3.0)  # in which a matched temperature is looked for
 _ABOVE = 3  # decades above the weights' own precision at which a search begins
-_BELOW = 6  # decades below it at which a search ends
+_BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
 _UP = 12  # decades above it at which a search gives up
+_NOTHING = 1e-12  # mean square of weights that have no size of their own
 _HALVINGS = 12  # of the interval of temperatures
 
 
@@ -50,17 +53,20 @@ class Reached:
         budget: what it was to stay within.
         inputs: how many inputs it was measured on.
         evaluations: how often they were predicted.
+        at_edge: whether the search ended at the widest prior that it looks at.
     """
 
     divergence: float
     budget: float
     inputs: int
     evaluations: int
+    at_edge: bool = False
 
     def __str__(self) -> str:
+        edge = "; the widest prior that is looked at" if self.at_edge else ""
         return (
             f"divergence {self.divergence:.3g} of at most {self.budget:g} nats, on {self.inputs} training inputs "
-            f"predicted {self.evaluations} times"
+            f"predicted {self.evaluations} times{edge}"
         )
 
 
@@ -93,8 +99,8 @@ class FaithfulSearch:
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
             divisor = 1.0 if isinstance(posterior.likelihood, Gaussian) else posterior.temperature
-            found = self._cache.outputs(lambda batch: batch.call(model))
-            self._outputs = [outputs.detach() / divisor for outputs, _ in found]
+            found = self._cache.outputs(lambda batch: batch.copied().call(model))
+            self._outputs = [at_least_float32(outputs.detach()) / divisor for outputs, _ in found]
         self._samples = sum(len(outputs) for outputs in self._outputs)
 
     def run(self, budget: float) -> Reached:
@@ -111,7 +117,10 @@ class FaithfulSearch:
                 UserWarning,
                 stacklevel=4,
             )
-        return Reached(divergence, budget, self._samples, len(self._evaluated))
+        at_edge = self._prior is not None and found <= self._own_decade() - _BELOW
+        if at_edge:
+            self.trials.at_edge.append(f"{self._name} = 10^{found:g}")
+        return Reached(divergence, budget, self._samples, len(self._evaluated), at_edge)
 
     @property
     def _name(self) -> str:
@@ -146,8 +155,9 @@ class FaithfulSearch:
         if self._prior is None:
             return 0.0
         means = self.posterior.mean.values()
-        squares = sum(float(m.detach().double().square().sum()) for m in means)
-        return float(ceil(-log10(max(squares / sum(m.numel() for m in means), 1e-30))))
+        mean_square = sum(float(as_double(m.detach()).square().sum()) for m in means)
+        mean_square /= sum(m.numel() for m in means)
+        return float(ceil(-log10(mean_square))) if mean_square > _NOTHING else 0.0
 
     def _set(self, decade: float) -> None:
         """A prior precision of ``10^decade`` (of several, their geometric mean), or the training's scale times that."""
@@ -186,7 +196,7 @@ class FaithfulSearch:
         """Mean over all inputs of a score of outputs and predictions."""
         total = 0.0
         for outputs, distribution in zip(self._outputs, found, strict=True):
-            total += float(score(outputs, self.predictor.prediction_of(distribution)).double().sum())
+            total += float(as_double(score(outputs, self.predictor.prediction_of(distribution))).sum())
         return total / self._samples
 
     def _match(self, found: Sequence[Any]) -> float:
@@ -211,7 +221,7 @@ class FaithfulSearch:
     def _network_entropy(self) -> float:
         total = 0.0
         for outputs in self._outputs:
-            logits = outputs.reshape(len(outputs), -1).double()
+            logits = as_double(outputs.reshape(len(outputs), -1))
             if logits.shape[1] == 1:
                 logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
             logs = logits.log_softmax(1)

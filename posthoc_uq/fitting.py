@@ -17,6 +17,7 @@ from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE
+from posthoc_uq.heads.prediction import can_be_faithful
 from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
@@ -187,7 +188,7 @@ def fit(
     def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None]:
         with isolated_random_state(seed):
             first, whole = _peek(data)
-            batch = reader.read(first)
+            batch = reader.read(first).copied()  # the dry run runs it several times
             samples = own_samples_of(whole, reader, batch) if fisher == "auto" else None
             autocast = torch.is_autocast_enabled(device.type)
             prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
@@ -197,7 +198,12 @@ def fit(
     kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples))
     settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)
-    faithful = law.has_divergence and (trains or prior_precision in (None, "faithful"))
+    faithful = can_be_faithful(law) and (trains or prior_precision in (None, "faithful"))
+    if prior_precision == "faithful" and not faithful:
+        raise PosthocUQError(
+            f"Likelihood {law.name!r} has no prediction that could be faithful to the network's; give prior_precision "
+            f"a number or 'evidence'."
+        )
     faithful = faithful and divergence is not None
     kept = KeptInputs(budget, wanted_for(run.layers.values()))
     run.observers += [kept] if faithful else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite, log10
 from typing import Any, cast
 
 import torch
@@ -192,16 +193,17 @@ class HeldOutSearch:
 
         if given is not None:
             for value in given:
-                at(torch.tensor(value / _geometric_mean(base["prior_precision"])).log10().item())
+                at(log10(value / _geometric_mean(base["prior_precision"])))
         else:
             for decade in range(_DECADES):
                 at(float(decade))
                 if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
                     break
         best = min(loss for loss, _ in tried.values())
-        inside = min(decade for decade in tried if at(decade) <= best + SLACK)
+        good = [decade for decade in tried if at(decade) <= best + SLACK]
+        inside = min(good) if isfinite(best) else max(good)
         below = [decade for decade in tried if decade < inside]
-        if below and given is None:
+        if below and given is None and isfinite(best):
             outside = max(below)
             while inside - outside > _TOLERANCE:
                 middle = (inside + outside) / 2
@@ -285,9 +287,9 @@ class HeldOutSearch:
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
         with torch.no_grad():
             alone = (  # a mean that was trained is another network
-                ((batch.call(twin), targets) for batch, targets in self._batches())
+                ((batch.copied().call(twin), targets) for batch, targets in self._batches())
                 if self.posterior.centre
-                else self._cache.outputs(lambda batch: batch.call(twin))
+                else self._cache.outputs(lambda batch: batch.copied().call(twin))
             )
             for outputs, targets in alone:
                 total -= float(self._plain_likelihood().log_prob(outputs, targets).sum())

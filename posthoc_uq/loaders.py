@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
@@ -56,6 +57,15 @@ class Batch:
             return value.to(device) if isinstance(value, Tensor) else value
 
         return Batch(tuple(map(move, self.args)), self.targets, {k: move(v) for k, v in self.kwargs.items()})
+
+    def copied(self) -> Batch:
+        """A copy that belongs to no graph, for one run: a model may change its inputs in place."""
+
+        def copy(value: Any) -> Any:
+            return value.detach().clone() if isinstance(value, Tensor) else value
+
+        args, kwargs = tree_map(copy, (self.args, self.kwargs))
+        return Batch(args, self.targets, kwargs)
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""

@@ -108,8 +108,9 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
+        trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
         posterior.record.head |= {"criterion": criterion} if posterior.record.head else {}
-        return maximise_evidence(posterior, per_layer=per_layer, noise=noise)
+        return trials
     if per_layer:
         raise PosthocUQError(
             "per_layer=True is chosen by the log marginal likelihood; call tune without a loader."
@@ -131,6 +132,7 @@ def tune(
         kept = plain_options(options or _recorded(posterior, name))
         posterior.record.head = {"name": name, "options": kept, "criterion": criterion}
         if criterion == "faithful":
+            _tempered(posterior, temperature)
             if parameters is not None or prior_precisions is not None or noise:
                 raise PosthocUQError(
                     "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
@@ -193,8 +195,15 @@ def settle_faithful(
         "network_temperature": before,
         "divergence": reached.divergence,
         "budget": float(divergence),
+        "settings": other_settings(posterior),
     }
     return search.trials
+
+
+def other_settings(posterior: Posterior) -> dict[str, float]:
+    """The hyperparameters that a faithful prior (or scale) belongs to."""
+    names = ["residual_weight", "noise_scale", *(["scale"] if posterior.takes_prior else [])]
+    return {name: float(getattr(posterior, name)) for name in names}
 
 
 def kept_inputs(
@@ -248,10 +257,15 @@ def _return_to_faithful(
     seed: int,
 ) -> None:
     """Set the faithful prior, from which a search on held-out data goes upwards: the one on record where it was found
-    through the same head with the same budget, or else by the held-out inputs.
+    through the same head with the same budget and settings, or else by the held-out inputs.
     """
     kept = posterior.record.faithful
-    if kept and kept["head"] == predictor.head and kept["budget"] == divergence:
+    same = kept and (kept["head"], kept["budget"], kept["settings"]) == (
+        predictor.head,
+        divergence,
+        other_settings(posterior),
+    )
+    if same:
         if posterior.takes_prior:
             posterior.prior_precision = kept["value"]
         else:

@@ -207,6 +207,50 @@ def test_regression(shape):
     assert posterior.temperature == 1.0
 
 
+def test_a_prior_that_nothing_bounds_ends_at_an_edge_that_is_said():
+    """A regression's data may bound every variance of its outputs, however wide the prior."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(400, 2)
+        y = x.sum(1, keepdim=True) + torch.randn(400, 1)
+        model = nn.Linear(2, 1)
+    posterior = uq.fit(model, [(x, y)], likelihood="regression", progress=False)
+    own = 1 / torch.cat([p.flatten() for p in model.parameters()]).square().mean().item()
+    assert posterior.prior_precision >= own / 101
+    assert "the widest prior that is looked at" in posterior.record.tuning["prior precision"]
+
+
+def test_weights_of_nothing():
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    posterior = uq.fit(model, [(x, torch.arange(40) % 2)], progress=False)
+    assert 1e-2 <= posterior.prior_precision <= 1e4
+
+
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+def test_inputs_that_a_model_changes_in_place_are_left_alone(head):
+    class Clamps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.linear(x.clamp_(-0.1, 0.1))
+
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    before, model = x.clone(), Clamps()
+    posterior = uq.fit(model, [(x, torch.arange(40) % 2)], head=head, progress=False)
+    assert torch.equal(x, before)
+    uq.tune(posterior, [(x, torch.arange(40) % 2)], progress=False)
+    assert torch.equal(x, before)
+    if head != "sampling":  # whose draws run the model as it is
+        uq.wrap(model, posterior)(x)
+        assert torch.equal(x, before)
+
+
 def test_per_layer_priors_move_together(classifier):
     model, x, y = classifier
     posterior = uq.fit(model, [(x, y)], prior_precision=1.0, progress=False)
@@ -273,6 +317,8 @@ def test_a_likelihood_of_the_users_without_a_divergence_takes_the_evidence(class
     model, x, y = classifier
     posterior = uq.fit(model, [(x, y)], likelihood=Own(), head="sampling", progress=False)
     assert posterior.record.head["criterion"] == "evidence"
+    with pytest.raises(uq.PosthocUQError, match="no prediction that could be faithful"):
+        uq.fit(model, [(x, y)], likelihood=Own(), prior_precision="faithful", progress=False)
     with pytest.raises(uq.PosthocUQError, match="divergence"):
         uq.tune(posterior, [x], criterion="faithful", progress=False)
 
@@ -316,6 +362,32 @@ class TestKeptInputs:
     def test_within_the_memory_budget(self):
         (batch,) = self.kept([25, 25], budget=5 * 12)
         assert len(batch.args[0]) == 5
+
+    def test_what_is_kept_within_a_budget_does_not_depend_on_the_order(self):
+        wide = torch.randn(10, 30, generator=torch.Generator().manual_seed(1))
+        parts = [*self.x.split(5), *wide.split(1)]
+        found = set()
+        for seed in range(5):
+            kept = KeptInputs(40 * 12, 40)
+            order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed))
+            for index in order.tolist():
+                kept.see(Batch((parts[index],)), sample_keys([parts[index]], len(parts[index]), 0))
+            found.add(
+                tuple(sorted(tuple(batch.args[0].shape) for batch in kept.batches(torch.device("cpu"))))
+            )
+        assert len(found) == 1
+
+    def test_what_all_samples_share_stays_shared(self):
+        one, two = torch.ones(1, 3), torch.zeros(1, 3)
+        kept = KeptInputs(2**20, 50)
+        kept.see(Batch((self.x[:4], one)), self.keys[:4])
+        kept.see(Batch((self.x[4:9], two)), self.keys[4:9])
+        found = kept.batches(torch.device("cpu"))
+        assert sorted((len(batch.args[0]), float(batch.args[1].sum())) for batch in found) == [
+            (4, 3.0),
+            (5, 0.0),
+        ]
+        assert all(batch.args[1].shape == (1, 3) for batch in found)
 
     def test_inputs_of_several_shapes(self):
         kept = KeptInputs(2**20, 50)

@@ -176,7 +176,7 @@ class Recording:
         self._sink: Sink | None = None
         ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
         with torch.enable_grad(), CallInterceptor(ids, self._note):
-            self.outputs = batch.call(capture.twin)
+            self.outputs = batch.copied().call(capture.twin)
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
         """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -207,6 +207,7 @@ class Cut:
             if between != before:  # what is made once and kept is no harm
                 features = self._record(twin, batch.args, batch.kwargs)
                 _check_state(between, _state(twin.model))
+            _disturb(twin.model, batch)
         return features
 
 
@@ -242,6 +243,22 @@ class _Twin:
         for name, weight in weights.items():
             for parameters, key in self._holders[name]:
                 parameters[key] = weight
+
+
+def _disturb(model: nn.Module, batch: Batch) -> None:
+    """Run a model on other inputs, so that what it keeps of a pass in places that cannot be looked into is not what the
+    replay that follows needs.
+    """
+
+    def other(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        turned = value.detach().roll(1, 0).flip(-1)
+        return -turned if turned.is_floating_point() else turned
+
+    args, kwargs = tree_map(other, (batch.args, batch.kwargs))
+    with suppress(Exception):  # inputs that it refuses change nothing
+        model(*args, **kwargs)
 
 
 def _memory(model: nn.Module) -> int:

@@ -131,8 +131,9 @@ def _classes(
 
 def _centred_variance(covariance: Tensor | Spread) -> Tensor:
     """``C / (C - 1) Var(f_c - mean_d f_d)``, ``(batch, classes)``."""
-    if isinstance(covariance, Spread):
-        return covariance.variance()
+    if isinstance(covariance, Spread):  # its rest has the variance of independent logits already
+        classes = covariance.rest.shape[1]
+        return covariance.root.square().sum(-1) * (classes / (classes - 1)) + covariance.rest
     classes = covariance.shape[1]
     sums = covariance.mean(2)
     found = covariance.diagonal(dim1=1, dim2=2) - 2 * sums + sums.mean(1, keepdim=True)

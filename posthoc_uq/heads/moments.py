@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
@@ -19,7 +20,7 @@ from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
-from posthoc_uq.heads.replay import Features, intercept
+from posthoc_uq.heads.replay import Features, intercept, own
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -176,6 +177,7 @@ class MomentsPredictor(Predictor):
         by_weight = {id(parameters[layers[n.layer].weight]): n for n in self._own_noises()}
         noises = Noises(by_weight)
         with Pass(self._rules, noises, self._where):
+            args, kwargs = tree_map(own, (args, kwargs))  # a model may change its inputs in place
             found: Any = output_tensor(self.network(*args, **kwargs))
         self._check_used(noises.used)
         if not isinstance(found, MomentTensor):

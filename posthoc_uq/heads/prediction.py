@@ -90,6 +90,11 @@ def _fitting(noise: Tensor, device: torch.device) -> Tensor:
     return noise.squeeze(0) if noise.numel() == 1 else noise
 
 
+def can_be_faithful(likelihood: Likelihood) -> bool:
+    """Whether heads make predictions of a likelihood, and it says how far they are from the network's."""
+    return isinstance(likelihood, (Categorical, Bernoulli, Gaussian)) and likelihood.has_divergence
+
+
 def no_prediction(likelihood: Likelihood) -> PosthocUQError:
     """The error for a likelihood that no prediction is defined for."""
     return PosthocUQError(

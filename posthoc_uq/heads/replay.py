@@ -169,10 +169,12 @@ class Features:
         with _running(replay):
             try:
                 yield
-            except Exception as error:
+            except PosthocUQError as error:
                 if replay.failure is not None and not isinstance(error, ReplayError):
                     raise ReplayError(replay.failure) from error
                 raise
+            except Exception as error:  # the whole model may have no such trouble
+                raise ReplayError(replay.failure or f"{type(error).__name__}: {error}") from error
         replay.check_end()
 
 
@@ -186,6 +188,10 @@ class Rest(Batch):
     def call_any(self, model: Callable[..., Any]) -> Any:
         """Whatever an intercepted model returns."""
         return self.features.call_any(model)
+
+    def copied(self) -> Batch:
+        """Itself: what a replay hands out are copies."""
+        return self
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """Refused: only a model knows where the samples stand in its activations."""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples, prepare
 from posthoc_uq.errors import PosteriorMismatchError
-from posthoc_uq.heads.replay import Rest
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
@@ -35,15 +32,8 @@ class Tracked:
 
 
 def own_copy(batch: Batch) -> Batch:
-    """A copy that belongs to no graph, for one run: the model may change its input in place."""
-    if isinstance(batch, Rest):
-        return batch  # which hands copies out itself
-
-    def copy(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, Tensor) else value
-
-    args, kwargs = tree_map(copy, (batch.args, batch.kwargs))
-    return Batch(args, None, kwargs)
+    """A copy that belongs to no graph, for one run."""
+    return batch.copied()
 
 
 def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> Tracked:

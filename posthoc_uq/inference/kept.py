@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,29 +29,56 @@ def wanted_for(layers: Iterable[Layer]) -> int:
     return KEPT if sum(layer.parameters for layer in layers) <= _LARGE else KEPT // 4
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """One input, on the CPU, in memory of its own.
+
+    Attributes:
+        leaves: the tensors and other values of the model's arguments; a tensor with samples has one of them.
+        form: how the arguments are made of them.
+        counted: which leaves are tensors with samples.
+        bytes: that it takes.
+    """
+
+    leaves: list[Any]
+    form: Any
+    counted: tuple[bool, ...]
+    bytes: int
+
+    def kind(self) -> Any:
+        """Equal for samples that can stand in one batch."""
+        return str(self.form), tuple(
+            (tuple(leaf.shape), leaf.dtype) if counted else _print_of(leaf)
+            for leaf, counted in zip(self.leaves, self.counted, strict=True)
+        )
+
+
 class KeptInputs:
     """The inputs with the smallest hashes: the same ones for every batch size, order, device and number of processes.
 
     An input that occurs several times is kept once. An `Observer` of a sweep.
 
     Args:
-        memory_budget: bytes that they may take; fewer are kept where they are large.
+        memory_budget: bytes that they may take; fewer are kept where they are large, but one at least.
         wanted: how many to keep at most.
     """
 
     def __init__(self, memory_budget: int, wanted: int = KEPT) -> None:
         self._budget, self._wanted = memory_budget, wanted
-        self._samples: dict[int, Batch] = {}
+        self._samples: dict[int, _Sample] = {}
 
     def see(self, batch: Batch, keys: Tensor, recording: Recording | None = None) -> None:
         """Look at a batch; see `Observer`."""
-        samples, before = keys.shape[0], len(self._samples)
-        bound = max(self._samples) if len(self._samples) >= self._wanted else None
-        for index, key in enumerate(keys.tolist()):
-            if key not in self._samples and (bound is None or key < bound):
-                self._samples[key] = _one(batch, index, samples)
-        if len(self._samples) > before:
-            self._drop()
+        samples = keys.shape[0]
+        index = {key: place for place, key in reversed(list(enumerate(keys.tolist())))}
+        new = sorted(index.keys() - self._samples.keys())[: self._wanted]
+        if len(self._samples) >= self._wanted:
+            bound = max(self._samples)
+            new = [key for key in new if key < bound]
+        if new:
+            self._samples |= {key: _one(batch, index[key], samples) for key in new}
+            kept = self._within({key: sample.bytes for key, sample in self._samples.items()})
+            self._samples = {key: self._samples[key] for key in kept}
 
     def read(self, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool) -> None:
         """Look at every batch of a loader, without running a model."""
@@ -60,24 +88,30 @@ class KeptInputs:
                 self.see(batch, sample_keys(batch.tensors(), samples, seed))
                 bar.advance(samples)
 
-    def _drop(self) -> None:
-        """Let go of all but the smallest hashes."""
-        largest = max(_bytes(sample) for sample in self._samples.values())
-        self._wanted = max(1, min(self._wanted, self._budget // max(1, largest)))
-        kept = sorted(self._samples)[: self._wanted]
-        self._samples = {key: self._samples[key] for key in kept}
+    def _within(self, sizes: Mapping[int, int]) -> list[int]:
+        """The smallest hashes whose inputs fit into the budget together. What is dropped once would never come back:
+        more data only put more before it.
+        """
+        kept: list[int] = []
+        total = 0
+        for key in sorted(sizes)[: self._wanted]:
+            total += sizes[key]
+            if kept and total > self._budget:
+                break
+            kept.append(key)
+        return kept
 
     def batches(self, device: torch.device) -> list[Batch]:
         """The inputs of all processes in the order of their hashes, on `device`, as batches of inputs that are alike in
         shape.
         """
-        wanted = min(gather(self._wanted))
-        chosen = set(sorted({key for keys in gather(sorted(self._samples)) for key in keys})[:wanted])
-        parts = gather({key: sample for key, sample in self._samples.items() if key in chosen})
+        sizes = gather({key: sample.bytes for key, sample in self._samples.items()})
+        chosen = self._within({key: size for part in sizes for key, size in part.items()})
+        parts = gather({key: self._samples[key] for key in chosen if key in self._samples})
         found = {key: sample for part in parts for key, sample in part.items()}
-        groups: dict[Any, list[Batch]] = {}
-        for key in sorted(found):
-            groups.setdefault(_form(found[key]), []).append(found[key])
+        groups: dict[Any, list[_Sample]] = {}
+        for key in chosen:
+            groups.setdefault(found[key].kind(), []).append(found[key])
         return [
             _joined(group[start : start + _AT_ONCE], device)
             for group in groups.values()
@@ -85,45 +119,28 @@ class KeptInputs:
         ]
 
 
-def _leaves(batch: Batch) -> tuple[list[Any], Any]:
-    return tree_flatten((batch.args, batch.kwargs))
+def _one(batch: Batch, index: int, samples: int) -> _Sample:
+    leaves, form = tree_flatten((batch.args, batch.kwargs))
+    counted = tuple(isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves)
+    own = [value[index : index + 1] if rows else value for value, rows in zip(leaves, counted, strict=True)]
+    own = [value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for value in own]
+    size = sum(value.numel() * value.element_size() for value in own if isinstance(value, Tensor))
+    return _Sample(own, form, counted, size)
 
 
-def _one(batch: Batch, index: int, samples: int) -> Batch:
-    """One sample, on the CPU, in memory of its own."""
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        counted = value.ndim > 0 and value.shape[0] == samples
-        return (value[index : index + 1] if counted else value).detach().to("cpu", copy=True)
-
-    leaves, form = _leaves(batch)
-    args, kwargs = tree_unflatten([cut(value) for value in leaves], form)
-    return Batch(args, None, kwargs)
+def _print_of(value: Any) -> Any:
+    """Equal for equal values that all samples of a batch share."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    numbers = sample_keys([value.reshape(1, -1)], 1, 0) if value.numel() else None
+    return tuple(value.shape), value.dtype, None if numbers is None else int(numbers)
 
 
-def _bytes(batch: Batch) -> int:
-    return sum(v.numel() * v.element_size() for v in _leaves(batch)[0] if isinstance(v, Tensor))
-
-
-def _form(batch: Batch) -> Any:
-    """Equal for samples that can stand in one batch."""
-    leaves, form = _leaves(batch)
-    return str(form), tuple(
-        (tuple(v.shape), v.dtype) if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == 1 else repr(v)
-        for v in leaves
-    )
-
-
-def _joined(samples: list[Batch], device: torch.device) -> Batch:
-    rows = [_leaves(sample) for sample in samples]
+def _joined(samples: list[_Sample], device: torch.device) -> Batch:
+    first = samples[0]
     leaves: list[Any] = []
-    for values in zip(*(row[0] for row in rows), strict=True):
-        first = values[0]
-        if isinstance(first, Tensor):
-            counted = first.ndim > 0 and first.shape[0] == 1
-            first = (torch.cat(list(values)) if counted else first).to(device)
-        leaves.append(first)
-    args, kwargs = tree_unflatten(leaves, rows[0][1])
+    for place, (value, counted) in enumerate(zip(first.leaves, first.counted, strict=True)):
+        joined = torch.cat([sample.leaves[place] for sample in samples]) if counted else value
+        leaves.append(joined.to(device) if isinstance(joined, Tensor) else joined)
+    args, kwargs = tree_unflatten(leaves, first.form)
     return Batch(args, None, kwargs)

@@ -63,7 +63,8 @@ class Record:
         head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` (``"faithful"``,
             ``"likelihood"``, ``"evidence"``, ``"given"``) by which the hyperparameters were found; or nothing.
         faithful: the faithful prior precision (or scale) as ``value`` and the ``temperature`` that were found, with
-            that of the network they were compared with, ``divergence``, ``budget`` and ``head``; or nothing.
+            that of the network they were compared with, ``divergence``, ``budget``, ``head``, the other ``settings``;
+            or nothing.
         calibration: the moments head's correction as plain values, with the settings it was made for; or nothing.
         referral: the thresholds from which inputs are handed to a person, with what they were set for
             (`posthoc_uq.posteriors.referral`); or nothing.

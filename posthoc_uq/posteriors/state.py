@@ -219,7 +219,12 @@ def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any
             f"a faithful prior has a head and a divergence, not {kept['head']!r} and {divergence}"
         )
     whole = values if isinstance(value, Mapping) else values[""]
-    return {"head": kept["head"], "value": whole, **numbers, "divergence": divergence}
+    settings = {str(name): float(number) for name, number in dict(kept["settings"]).items()}
+    if not settings.keys() <= {"residual_weight", "noise_scale", "scale"} or not all(
+        0.0 <= number < float("inf") for number in settings.values()
+    ):
+        raise ValueError(f"a faithful prior's settings are hyperparameters, not {settings}")
+    return {"head": kept["head"], "value": whole, **numbers, "divergence": divergence, "settings": settings}
 
 
 def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
