@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15, help="of the networks")
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument(
-        "--tuned-on", type=int, default=5000, help="held-out images for every `uq.tune` and the tails"
+        "--tuned-on", type=int, default=2000, help="held-out images for every `uq.tune` and the tails"
     )
     parser.add_argument("--smoke", action="store_true", help="few images, one epoch, two posteriors")
     return parser.parse_args()
