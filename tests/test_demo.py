@@ -31,7 +31,7 @@ def test_digits_end_to_end(tmp_path: Path) -> None:
         assert found["NLL"] < plain["NLL"] + 0.02
         assert found["ECE"] < plain["ECE"] + 0.02
     for model in (digits.FITTED, digits.TUNED):
-        for score in ("entropy", "mutual information", "novelty"):
+        for score in ("entropy", "mutual inf.", "novelty"):
             for foreign in ("rotated digits", "letters"):
                 assert result.auroc[model, score, foreign] > 0.7
     with Image.open(tmp_path / "digits.png") as picture:

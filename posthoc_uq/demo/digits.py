@@ -35,7 +35,7 @@ COPIES = 40
 """Distorted copies of each training digit; the posterior takes each of them for an observation of its own."""
 
 PLAIN, FITTED, TUNED = "network alone", "INF as fitted", "INF tuned"
-SCORES = {"entropy": "entropy", "mutual_information": "mutual information", "novelty": "novelty"}
+SCORES = {"entropy": "entropy", "mutual_information": "mutual inf.", "novelty": "novelty"}
 """Scores that are shown, with what they are called."""
 
 
@@ -194,15 +194,12 @@ def _print_tables(result: DigitsResult, foreign: list[str]) -> None:
 
 def _figure(predictions: dict[str, dict[str, ClassPrediction]], inputs: dict[str, Tensor], data: DigitsData):
     labels = data.test.labels
-    shown = {PLAIN: predictions[PLAIN], TUNED: predictions[TUNED]}
-    calibration = {name: (by_set["test digits"].probs, labels) for name, by_set in shown.items()}
-    scores = {
-        f"{score}, {model}": {name: _scores(p, model)[score] for name, p in by_set.items()}
-        for model, by_set in shown.items()
-        for score in _scores(by_set["test digits"], model)
-        if (model, score) != (TUNED, "entropy")
-    }
-    return digits_figure(calibration, scores, _examples(predictions[TUNED], inputs, labels))
+    calibration = {name: (by_set["test digits"].probs, labels) for name, by_set in predictions.items()}
+    fitted = predictions[FITTED]
+    scores = {f"entropy, {PLAIN}": {name: p.entropy() for name, p in predictions[PLAIN].items()}}
+    for score in ("mutual inf.", "novelty"):
+        scores[f"{score}, {FITTED}"] = {name: _scores(p, FITTED)[score] for name, p in fitted.items()}
+    return digits_figure(calibration, scores, _examples(fitted, inputs, labels))
 
 
 def _examples(
@@ -217,7 +214,7 @@ def _examples(
         for index in indices:
             truth = f"{int(labels[index])} → " if name == "test digits" else "→ "
             caption = f"{truth}{int(classes[index, 0])} ({float(probabilities[index, 0]):.0%})"
-            own = {score: float(values[index]) for score, values in _scores(prediction, TUNED).items()}
+            own = {score: float(values[index]) for score, values in _scores(prediction, FITTED).items()}
             examples.append(Example(inputs[name][index], caption, own, group))
 
     digits = predictions["test digits"]

@@ -66,7 +66,7 @@ def digits_figure(
         heading = "" if example.group == shown else example.group
         shown = example.group
         axes.set_title(heading, loc="left", fontsize=10, fontweight="bold")
-        axes.set_xlabel("\n".join([example.caption, *_numbers(example.scores)]), fontsize=9)
+        axes.set_xlabel("\n".join([example.caption, *_numbers(example.scores)]), fontsize=8)
         _bare(axes, "#BBBBBB")
     return figure
 

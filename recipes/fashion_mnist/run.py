@@ -62,9 +62,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15, help="of the networks")
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument(
-        "--tuned-on", type=int, default=5000, help="held-out images for every `uq.tune` and the tails"
+        "--tuned-on", type=int, default=2000, help="held-out images for every `uq.tune` and the tails"
     )
-    parser.add_argument("--smoke", action="store_true", help="few images, one epoch, two posteriors")
+    parser.add_argument("--smoke", action="store_true", help="few images, one epoch, one posterior")
     return parser.parse_args()
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     if options.smoke:
         data = smaller(data)
         options.seeds, options.members, options.epochs, options.tuned_on = [0], 2, 1, 40
-        options.posteriors, options.function_space_epochs = options.posteriors[-2:], 1
+        options.posteriors, options.function_space_epochs = options.posteriors[-1:], 1
     # what belongs to other settings is never mixed in
     folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
     paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
