@@ -242,7 +242,6 @@ def fit(
         tune(
             posterior,
             val_loader,
-            divergence=DIVERGENCE if divergence is None else divergence,
             seed=seed,
             batch_to_inputs=batch_to_inputs,
             batch_to_targets=batch_to_targets,

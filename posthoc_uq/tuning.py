@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.faithful import DIVERGENCE, FaithfulSearch
+from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.held_out import HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
@@ -33,7 +33,7 @@ def tune(
     loader: Iterable[Any] | None = None,
     *,
     criterion: str | None = None,
-    divergence: float = DIVERGENCE,
+    divergence: float | None = None,
     temperature: bool | None = None,
     per_layer: bool = False,
     noise: bool = False,
@@ -68,7 +68,8 @@ def tune(
         loader: held-out batches with targets, read several times; for ``"faithful"`` training inputs, or others like
             them, read once.
         criterion: see above.
-        divergence: budget of ``"faithful"``, in nats.
+        divergence: the budget of the faithful prior, in nats; by default 0.003 for ``"faithful"``, and 0.03 for
+            ``"likelihood"``, where held-out data guard against harm.
         temperature: with held-out data: whether a temperature on the logits is searched, by default where outputs are
             logits. Of ``"faithful"``: whether the mean entropy on the training inputs is brought back to the network's,
             by default not: it keeps a network's overconfidence on what it memorised.
@@ -119,6 +120,8 @@ def tune(
             + ("held-out data with targets." if criterion == "likelihood" else "training inputs.")
         )
     check_loader(loader)
+    if divergence is None:
+        divergence = DIVERGENCE if criterion == "faithful" else GUARDED
     reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
     with restored_on_error(posterior):
         name, own = _head(posterior, head, n_samples, seed, options)
@@ -245,10 +248,10 @@ def _return_to_faithful(
     seed: int,
 ) -> None:
     """Set the faithful prior, from which a search on held-out data goes upwards: the one on record where it was found
-    through the same head, or else by the held-out inputs.
+    through the same head with the same budget, or else by the held-out inputs.
     """
     kept = posterior.record.faithful
-    if kept and kept["head"] == predictor.head:
+    if kept and kept["head"] == predictor.head and kept["budget"] == divergence:
         if posterior.takes_prior:
             posterior.prior_precision = kept["value"]
         else:

@@ -124,8 +124,9 @@ def _loss(model, posterior, held_out, **options) -> float:
 def test_the_widest_that_held_out_data_hardly_mind(classifier, head):
     model, train, held_out = classifier
     posterior = uq.fit(model, train, head=head, progress=False)
-    faithful = posterior.prior_precision
     trials = uq.tune(posterior, held_out, progress=False)
+    faithful = posterior.record.faithful["value"]  # of a budget of its own, on held-out inputs
+    assert posterior.record.faithful["budget"] == 0.03
     chosen, best = _loss(model, posterior, held_out), trials.best["validation NLL"]
     assert posterior.prior_precision >= faithful * (1 - 1e-9)
     assert chosen <= best + 0.01 + 1e-6
@@ -144,7 +145,8 @@ def test_held_out_data_that_ask_for_certainty_narrow_the_posterior(classifier):
     faithful = posterior.prior_precision
     x = torch.cat([batch[0] for batch in held_out])
     own = [(x, model(x).argmax(1))]
-    uq.tune(posterior, own, temperature=False, progress=False)
+    uq.tune(posterior, own, divergence=0.3, temperature=False, progress=False)
+    assert posterior.record.faithful["value"] == faithful  # the one on record, of the same budget
     assert posterior.prior_precision > 1.5 * faithful
 
 

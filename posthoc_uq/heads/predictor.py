@@ -157,8 +157,8 @@ class Predictor(nn.Module, ABC):
         residual_weight: float = 0.0,
         **kwargs: Any,
     ) -> Tensor:
-        """How much of the prior's uncertainty the data left at each input, ``(samples,)`` in (0, 1]: near 1 for inputs
-        unlike those of the training. It has no units, and is the same for every head.
+        """How much of the prior's uncertainty the data left at each input, ``(samples,)`` in (0, 1]: larger for inputs
+        unlike those of the training, to be compared with familiar inputs. No units, and the same for every head.
 
         * ``of="class"``: by the inputs ``phi`` of the last layer (with a 1 for the bias), in one forward pass without
           labels: ``min_c phi^T (G_c + t_c)^-1 phi / (phi^T phi / t_c)``, where ``G_c`` sums ``phi phi^T`` over the

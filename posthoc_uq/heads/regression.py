@@ -122,7 +122,7 @@ class RegressionPrediction:
         return self.epistemic_variance if self.mean.ndim == 1 else self.epistemic_variance.mean(dim=-1)
 
     def novelty(self) -> Tensor:
-        """(batch,), in (0, 1]: how much of the prior's uncertainty the data left at an input; near 1 for inputs unlike
+        """(batch,), in (0, 1]: how much of the prior's uncertainty the data left at an input; larger for inputs unlike
         those of the training. See `Predictor.novelty`.
 
         Raises:
