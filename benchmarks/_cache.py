@@ -35,6 +35,7 @@ class Rows:
     def __init__(self, folder: Path, keep: bool = False, measure: bool = True) -> None:
         self.folder, self._keep, self._measure = folder, keep, measure
         self.missing: dict[str, str] = {}
+        self.versions: set[str] = set()
 
     def row(
         self, key: dict[str, Any], measure: Callable[[], dict[str, Any]], library: bool = True
@@ -53,6 +54,7 @@ class Rows:
         if path.exists():
             found = json.loads(path.read_text())
             if self._keep or found["version"] == version:
+                self.versions |= {found["version"]} - {""}
                 return found["row"]
         if not self._measure:
             return None
@@ -70,4 +72,5 @@ class Rows:
         fresh = path.with_suffix(".part")
         fresh.write_text(json.dumps({"key": key, "version": version, "row": row}))
         fresh.replace(path)
+        self.versions |= {version} - {""}
         return row

@@ -7,7 +7,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -68,10 +68,10 @@ class Setting:
 
 SETTINGS: dict[str, Setting] = {
     "default": Setting(),
-    **{f"budget {b:g}": Setting(tune={"divergence": b}) for b in (0.003, 0.01, 0.015, 0.03, 0.1)},
+    **{f"budget {b:g}": Setting(tune={"divergence": b}) for b in (0.001, 0.01, 0.015, 0.03, 0.1)},
     **{
-        f"budget {b:g}, temperature 1": Setting(tune={"divergence": b, "temperature": False})
-        for b in (0.003, 0.01, 0.015, 0.03, 0.1)
+        f"budget {b:g}, matched temperature": Setting(tune={"divergence": b, "temperature": True})
+        for b in (0.003, 0.01, 0.03)
     },
     "drawn weights": Setting(tune={"head": "sampling"}),
     "moments": Setting(tune={"head": "moments"}),
@@ -196,6 +196,7 @@ def rows_of(
                     if only is not None and name not in only:
                         continue
                     key = {"study": "choose", "pair": pair.name, "seed": seed, "row": name}
+                    key |= {"setting": asdict(setting), "test": TEST, "foreign": FOREIGN}
                     row = rows.row(key, partial(measured, pair, seed, setting))
                     if row is not None:
                         yield key | row

@@ -122,7 +122,6 @@ def summary(found: Iterable[Mapping[str, Any]], pairs: Sequence[Pair]) -> dict[s
     for pair in pairs:
         if PLAIN not in collected.get(pair.name, {}):
             continue
-        plain = averaged(collected[pair.name][PLAIN])
         lines: dict[str, Any] = {}
         for name, seeds in collected[pair.name].items():
             errors = [row["error"] for row in seeds if "error" in row]
@@ -130,7 +129,9 @@ def summary(found: Iterable[Mapping[str, Any]], pairs: Sequence[Pair]) -> dict[s
                 lines[name] = {"error": errors[0], "worse": ["error"]}
                 continue
             line = averaged(seeds)
-            line["worse"] = harm(plain, line, tests_of(pair))
+            known = {row["seed"] for row in seeds}  # while a run is under way, some are missing
+            own = averaged([row for row in collected[pair.name][PLAIN] if row["seed"] in known])
+            line["worse"] = harm(own, line, tests_of(pair))
             line["seeds"] = len(seeds)
             lines[name] = line
         result[pair.name] = lines

@@ -72,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(options.output, "choose", _choices.tables(found), {"rows": found})
     for line in rows.missing.values():
         print(line)
+    if len(rows.versions) > 1:
+        print(
+            f"These are rows of {len(rows.versions)} versions of the library; run without --keep for the present one."
+        )
 
 
 def collected(found: Iterable[dict[str, Any]], silent: bool) -> list[dict[str, Any]]:
