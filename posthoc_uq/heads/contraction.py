@@ -196,9 +196,7 @@ class LayerCovariance:
         pairs += positions * width * functions * TOUCH_COST / inputs
         return pairs < functions * (positions + width + TOUCH_COST)
 
-    def _checked(
-        self, work: Callable[[slice, bool], Sums], samples: int, mode: Mode
-    ) -> Tensor:
+    def _checked(self, work: Callable[[slice, bool], Sums], samples: int, mode: Mode) -> Tensor:
         """Do some work for all samples, and again in float64 for those where too much has cancelled."""
         everything = slice(0, samples)
         if self._low_rank is None or self._dtype == torch.float64:
