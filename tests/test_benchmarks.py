@@ -316,3 +316,13 @@ def test_labels_cost_and_buy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for row in (drawn, exact):
         assert row["faithful NLL"] < row["plain NLL"] + 0.1
         assert row["faithful accuracy"] > row["plain accuracy"] - 0.02
+
+
+def test_novelty_costs_some_forward_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cost.json"
+    _script("novelty_cost").main(["--smoke", "--json", str(path)])
+    assert "multiple" in capsys.readouterr().out
+    found = json.loads(path.read_text())
+    assert [row["what"] for row in found["rows"]] == ["forward and backward", "class", "top"]
+    assert all(row["multiple"] >= row["least"] > 0 for row in found["rows"])
+    assert [row["classes"] for row in found["growth"]] == [10, 20] and found["growth"][0]["ms"] > 0

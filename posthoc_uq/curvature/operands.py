@@ -33,8 +33,8 @@ class Operand(Protocol):
         """Positions of a sample."""
         ...
 
-    def part(self, samples: slice) -> Operand:
-        """Some of the samples."""
+    def part(self, samples: slice | Tensor) -> Operand:
+        """Some of the samples, as a slice or by their indices."""
         ...
 
     def rows(self) -> Tensor:
@@ -111,7 +111,7 @@ class Rows:
     def positions(self) -> int:
         return self._rows.shape[2]
 
-    def part(self, samples: slice) -> Rows:
+    def part(self, samples: slice | Tensor) -> Rows:
         return Rows(self._rows[samples])
 
     def rows(self) -> Tensor:
@@ -159,7 +159,7 @@ class Several:
     def positions(self) -> int:
         return sum(operand.positions for operand in self._operands)
 
-    def part(self, samples: slice) -> Several:
+    def part(self, samples: slice | Tensor) -> Several:
         return Several([operand.part(samples) for operand in self._operands])
 
     def rows(self) -> Tensor:

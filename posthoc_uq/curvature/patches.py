@@ -61,7 +61,7 @@ class Patches:
     def _with(self, x: Tensor, padding: tuple[int, ...]) -> Patches:
         return Patches(x, self._layer, Geometry(self._stride, padding, self._dilation))
 
-    def part(self, samples: slice) -> Patches:
+    def part(self, samples: slice | Tensor) -> Patches:
         return self._with(self._x[samples], self._padding)
 
     def rows(self) -> Tensor:

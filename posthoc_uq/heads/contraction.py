@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,21 @@ from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.numerics import as_double
 
 _ROTATED = 8  # limits that turned activations may take
-_LEFT = 1e-2  # share of the diagonal's part below which float32 has lost too much
+LEFT = 1e-2  # share of the diagonal's part below which float32 has lost too much
+
+
+class Sums(NamedTuple):
+    """What one layer gives, in the shapes of `gram` and in float64.
+
+    Attributes:
+        found: ``J Sigma J^T``.
+        diagonal: of it, what the diagonal part gives alone.
+        norms: ``|J_c|^2``, ``(samples, functions)``, where they were asked for.
+    """
+
+    found: Tensor
+    diagonal: Tensor
+    norms: Tensor | None = None
 
 
 class LayerCovariance:
@@ -73,6 +88,20 @@ class LayerCovariance:
         return self._plain if self._shrink is None else self._plain * self._shrink.to(self._dtype)
 
     @cached_property
+    def _common(self) -> float | None:
+        """``w`` where it is the same for all weights, as INF's is without a residual: then the diagonal's part is it
+        times the squared norm of J.
+        """
+        least, most = (float(extreme) for extreme in self._weights.aminmax())
+        return most if least == most and self._bases is None else None
+
+    @cached_property
+    def _narrow_root(self) -> Tensor:
+        """``R`` in the activations' precision."""
+        assert self._low_rank is not None
+        return self._low_rank.root.to(self._dtype)
+
+    @cached_property
     def _row_roots(self) -> Tensor:
         assert self._low_rank is not None
         return self._low_rank.row_roots()
@@ -110,18 +139,38 @@ class LayerCovariance:
         if self._are_few(activations.positions, gradients.shape[2], mode):
             rows = activations.rows()
 
-            def work(part: slice, wide: bool) -> tuple[Tensor, Tensor]:
+            def work(part: slice, wide: bool) -> Sums:
                 return self._few_positions(rows[part], gradients[part], mode, wide)
         else:
 
-            def work(part: slice, wide: bool) -> tuple[Tensor, Tensor]:
+            def work(part: slice, wide: bool) -> Sums:
                 return self._positions(activations.part(part), gradients[part], mode, wide)
 
         if self._bases is None or self._are_few(activations.positions, gradients.shape[2], mode):
             return self._checked(work, gradients.shape[0], mode)
-        return self._rotated(activations, gradients, mode)
+        return self._rotated(activations, gradients, mode).found
 
-    def _rotated(self, activations: Operand, gradients: Tensor, mode: Mode) -> Tensor:
+    def with_norms(self, activations: Operand, gradients: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
+        """Variances ``J_c Sigma J_c^T`` and squared norms ``|J_c|^2`` from the same J, ``(samples, functions)`` each.
+
+        Nothing is done again where much cancels, since what is left of one layer may not matter in the sum of all:
+        that is the caller's to judge, with `wide`, in float64.
+        """
+        if self._are_few(activations.positions, gradients.shape[2], "variance"):
+            found = self._few_positions(activations.rows(), gradients, "variance", wide, True)
+        elif self._bases is None:
+            found = self._positions(activations, gradients, "variance", wide, True)
+        else:
+            found = self._rotated(activations, gradients, "variance", True)
+        assert found.norms is not None
+        return found.found, as_double(found.norms)
+
+    @property
+    def cancels(self) -> bool:
+        """Whether something is taken off the diagonal's part."""
+        return self._low_rank is not None
+
+    def _rotated(self, activations: Operand, gradients: Tensor, mode: Mode, norms: bool = False) -> Sums:
         """In the bases of KFAC and EFB: activations and gradients are turned, many samples at once, since the bases are
         large and are read for every product.
         """
@@ -129,13 +178,13 @@ class LayerCovariance:
         samples = gradients.shape[0]
         numbers = activations.positions * self._bases[0][..., 0].numel() * gradients.element_size()
         step = samples if mode == "joint" else max(1, _ROTATED * self._limit // numbers)
-        found: list[Tensor] = []
+        found: list[Sums] = []
         for start in range(0, samples, step):
             part = slice(start, start + step)
             turned = Rows(activations.part(part).project(self._bases[0]))
             pulled = torch.matmul(self._bases[1].transpose(-1, -2).unsqueeze(1), gradients[part])
-            found.append(self._positions(turned, pulled, mode, False)[0])
-        return torch.cat(found) if len(found) > 1 else found[0]
+            found.append(self._positions(turned, pulled, mode, False, norms))
+        return _joined(found)
 
     def _are_few(self, positions: int, functions: int, mode: Mode) -> bool:
         """Whether pairs of positions cost less than forming J, in multiply-adds for a weight of a sample."""
@@ -147,17 +196,15 @@ class LayerCovariance:
         pairs += positions * width * functions * TOUCH_COST / inputs
         return pairs < functions * (positions + width + TOUCH_COST)
 
-    def _checked(
-        self, work: Callable[[slice, bool], tuple[Tensor, Tensor]], samples: int, mode: Mode
-    ) -> Tensor:
+    def _checked(self, work: Callable[[slice, bool], Sums], samples: int, mode: Mode) -> Tensor:
         """Do some work for all samples, and again in float64 for those where too much has cancelled."""
         everything = slice(0, samples)
         if self._low_rank is None or self._dtype == torch.float64:
             return work(everything, False)[0]
         if mode == "joint":
             return work(everything, True)[0]
-        found, diagonal = work(everything, False)
-        poor = (marginal(found, samples, mode) < _LEFT * marginal(diagonal, samples, mode)).any(dim=1)
+        found, diagonal, _ = work(everything, False)
+        poor = (marginal(found, samples, mode) < LEFT * marginal(diagonal, samples, mode)).any(dim=1)
         if bool(poor.all()):
             return work(everything, True)[0]
         for sample in poor.nonzero().flatten().tolist():
@@ -172,49 +219,53 @@ class LayerCovariance:
         for start in range(0, outputs, step):
             yield slice(start, min(outputs, start + step))
 
-    def _finish(self, diagonal: Tensor, cores: Tensor | None, mode: Mode) -> tuple[Tensor, Tensor]:
+    def _finish(self, diagonal: Tensor, cores: Tensor | None, mode: Mode, norms: Tensor | None) -> Sums:
         """Take the low rank's part off: cores are ``(U_g x U_a)^T (s w J)``, ``(samples, G, functions, g, a)``."""
         diagonal = as_double(diagonal)
         if cores is None:
-            return diagonal, diagonal
-        return diagonal - gram(self._reduced(cores), mode).to(diagonal), diagonal
+            return Sums(diagonal, diagonal, norms)
+        narrow = norms is not None and cores.dtype != torch.float64
+        return Sums(diagonal - gram(self._reduced(cores, narrow), mode).to(diagonal), diagonal, norms)
 
-    def _reduced(self, cores: Tensor) -> Tensor:
-        """``z = R^-1 D core``, ``(samples, functions, G g a)`` in float64."""
+    def _reduced(self, cores: Tensor, narrow: bool = False) -> Tensor:
+        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in float64 or with `narrow` in the cores' precision:
+        D scales the rows of R, and such a scaling does no harm to a triangular solve.
+        """
         assert self._low_rank is not None
-        root = self._low_rank.root
+        root = self._narrow_root if narrow else self._low_rank.root
         samples, groups, functions = cores.shape[:3]
-        scaled = cores.to(root) * as_double(self._low_rank.roots).to(root).unsqueeze(1)
+        scaled = cores.to(root) * self._low_rank.roots.to(root).unsqueeze(1)
         columns = scaled.flatten(3).permute(1, 3, 0, 2).reshape(groups, -1, samples * functions)
         solved = torch.linalg.solve_triangular(root, columns, upper=False)
         return solved.reshape(groups, -1, samples, functions).permute(2, 3, 0, 1).flatten(2)
 
     def _positions(
-        self, activations: Operand, gradients: Tensor, mode: Mode, wide: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, activations: Operand, gradients: Tensor, mode: Mode, wide: bool, norms: bool = False
+    ) -> Sums:
         """With weight sharing: J in chunks of samples (all at once for ``"joint"``) and of rows."""
         samples, groups, functions, outputs, _ = gradients.shape
         inputs = self._weights.shape[2]
         item = 8 if wide else gradients.element_size()
         numbers = groups * functions * inputs
         step = samples if mode == "joint" else max(1, self._limit // max(1, numbers * outputs * item))
-        parts: list[tuple[Tensor, Tensor]] = []
+        parts: list[Sums] = []
         for start in range(0, samples, step):
             part = slice(start, min(samples, start + step))
             own, pulled = activations.part(part), gradients[part]
             diagonal: Tensor | None = None
             cores: Tensor | None = None
+            lengths: Tensor | None = None
             for rows in self._row_chunks((part.stop - start) * numbers, item):
                 jacobian = self._jacobian(own, pulled[:, :, :, rows])
                 jacobian = as_double(jacobian) if wide else jacobian
-                squares, core = self._row_sums(jacobian, rows, mode, wide)
+                length = _row_norms(jacobian, "variance") if norms else None
+                lengths = length if lengths is None or length is None else lengths + length
+                squares, core = self._row_sums(jacobian, rows, mode, wide, length)
                 diagonal = squares if diagonal is None else diagonal + squares
                 cores = core if cores is None or core is None else cores + core
             assert diagonal is not None
-            parts.append(self._finish(diagonal, cores, mode))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([found for found, _ in parts]), torch.cat([total for _, total in parts])
+            parts.append(self._finish(diagonal, cores, mode, lengths))
+        return _joined(parts)
 
     def _jacobian(self, activations: Operand, gradients: Tensor) -> Tensor:
         """Rows of J, ``(samples, G, functions, rows, n)``; the functions are further outputs of the layer."""
@@ -223,16 +274,21 @@ class LayerCovariance:
         return activations.gradients(stacked, self._limit).reshape(samples, groups, functions, rows, -1)
 
     def _row_sums(
-        self, jacobian: Tensor, rows: slice, mode: Mode, wide: bool
+        self, jacobian: Tensor, rows: slice, mode: Mode, wide: bool, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The diagonal's part and the core of some rows of J, which is overwritten."""
-        half, mixed = self._halves(rows, wide)
-        jacobian.mul_(half.unsqueeze(1))
-        squares = gram(jacobian.transpose(1, 2).flatten(2), mode)
+        """The diagonal's part and the core of some rows of J, which is overwritten; `lengths` are its squared norms,
+        where they are known.
+        """
+        if lengths is not None and self._common is not None:
+            squares, last = lengths * self._common, self._products(rows, wide)[1]
+        else:
+            half, last = self._halves(rows, wide)
+            jacobian.mul_(half.unsqueeze(1))
+            squares = _row_norms(jacobian, mode)
         if self._low_rank is None:
             return squares, None
         input_basis, output_basis = (basis.to(jacobian) for basis in self._kept)
-        jacobian.mul_(mixed.unsqueeze(1))
+        jacobian.mul_(last.unsqueeze(1))
         flat = jacobian.flatten(2, 3)
         if flat.shape[1] == 1:
             inner = flat.reshape(-1, flat.shape[-1]) @ input_basis[0]
@@ -242,27 +298,30 @@ class LayerCovariance:
         return squares, torch.matmul(output_basis[:, rows].transpose(-1, -2).unsqueeze(1), inner)
 
     def _few_positions(
-        self, activations: Tensor, gradients: Tensor, mode: Mode, wide: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, activations: Tensor, gradients: Tensor, mode: Mode, wide: bool, norms: bool = False
+    ) -> Sums:
         """Without J, from activations ``(samples, G, T, n)``; ``"joint"`` for one position alone."""
         if self._bases is not None:
             activations = torch.matmul(activations, self._bases[0])
             gradients = torch.matmul(self._bases[1].transpose(-1, -2).unsqueeze(1), gradients)
         if wide:
             activations, gradients = as_double(activations), as_double(gradients)
-        diagonal: Tensor | None = None
+        lengths = _squared_norms(activations, gradients) if norms else None
+        known = None if lengths is None or self._common is None else lengths * self._common
+        diagonal: Tensor | None = known
         cores: Tensor | None = None
         numbers = self._weights.shape[0] * self._weights.shape[2] if wide else 0
         for rows in self._row_chunks(numbers, 8):
             plain, product = self._products(rows, wide)
             pulled = gradients[:, :, :, rows].transpose(-1, -2)  # (samples, G, functions, T, rows)
-            squares = weighted_gram(activations, pulled, plain, mode, self._limit)
-            diagonal = squares if diagonal is None else diagonal + squares
+            if known is None:
+                squares = weighted_gram(activations, pulled, plain, mode, self._limit)
+                diagonal = squares if diagonal is None else diagonal + squares
             if self._low_rank is not None:
                 core = self._cores(self._directions(activations, product), pulled, rows)
                 cores = core if cores is None else cores + core
         assert diagonal is not None
-        return self._finish(diagonal, cores, mode)
+        return self._finish(diagonal, cores, mode, lengths)
 
     def _cores(self, directions: Tensor, gradients: Tensor, rows: slice) -> Tensor:
         """``sum_o U_g[o] x (sum_t g_to h_to)``, ``(samples, G, functions, g, a)``, of some rows ``o``."""
@@ -287,7 +346,8 @@ class LayerCovariance:
         """``h = U_a^T diag(s w)_o a`` for every row ``o``: of activations ``(samples, G, T, n)`` it is
         ``(samples, G, T, a, rows)``, a few samples at a time.
         """
-        basis = self._kept[0].to(activations).transpose(-1, -2).unsqueeze(1)
+        # contiguous, or every product below would be laid out like the transpose and copied
+        basis = self._kept[0].to(activations).transpose(-1, -2).contiguous().unsqueeze(1)
         columns = product.transpose(-1, -2)
         numbers = activations.shape[2] * basis.numel() * basis.element_size()
         found: list[Tensor] = []
@@ -304,20 +364,20 @@ class LayerCovariance:
         group: each output needs its own row's covariance alone.
         """
 
-        def work(part: slice, wide: bool) -> tuple[Tensor, Tensor]:
+        def work(part: slice, wide: bool) -> Sums:
             rows = activations[part]
             if self._bases is not None:
                 squares = (rows @ self._bases[0][0]).square() @ self._plain[0].T
                 found = as_double(squares @ self._bases[1][0].square().T)
-                return found, found
+                return Sums(found, found)
             rows = as_double(rows) if wide else rows
             plain, product = self._products(slice(None), wide)
             diagonal = as_double(rows.square() @ plain[0].T)
             if self._low_rank is None:
-                return diagonal, diagonal
+                return Sums(diagonal, diagonal)
             directions = as_double(self._directions(rows[:, None, None], product)[:, 0, 0])  # (samples, a, m)
             taken = torch.matmul(as_double(self._row_roots)[0].to(directions), directions.permute(2, 1, 0))
-            return diagonal - taken.square().sum(1).T, diagonal
+            return Sums(diagonal - taken.square().sum(1).T, diagonal)
 
         return self._checked(work, activations.shape[0], "variance")
 
@@ -380,3 +440,28 @@ class LayerCovariance:
         basis = self._kept[1][0].to(rows)
         cores = basis.unsqueeze(-1) * directions.unsqueeze(2)  # (samples, m, g, a)
         return found - gram(self._reduced(cores.unsqueeze(1)), "joint" if joint else "covariance").to(found)
+
+
+def _joined(parts: list[Sums]) -> Sums:
+    """Those of all samples."""
+    if len(parts) == 1:
+        return parts[0]
+    norms = [part.norms for part in parts if part.norms is not None]
+    found, diagonal = (torch.cat([part[i] for part in parts]) for i in range(2))  # type: ignore[misc]
+    return Sums(found, diagonal, torch.cat(norms) if norms else None)
+
+
+def _row_norms(jacobian: Tensor, mode: Mode) -> Tensor:
+    """`gram` of Jacobians ``(samples, G, functions, rows, n)``."""
+    return gram(jacobian.transpose(1, 2).flatten(2), mode)
+
+
+def _squared_norms(activations: Tensor, gradients: Tensor) -> Tensor:
+    """``|sum_t g_ct a_t^T|^2``, ``(samples, functions)``, by the Grams of positions: of activations
+    ``(samples, G, T, n)`` and gradients ``(samples, G, functions, m, T)``.
+    """
+    if activations.shape[2] == 1:
+        lengths = activations.square().sum((2, 3)).unsqueeze(2) * gradients.square().sum((3, 4))
+        return lengths.sum(1)
+    own = torch.matmul(activations, activations.transpose(-1, -2)).unsqueeze(2)
+    return (torch.matmul(gradients.transpose(-1, -2), gradients) * own).sum((1, 3, 4))

@@ -6,7 +6,7 @@ pulls one function of every sample back, and what it hands over of a layer is it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import Operand
-from posthoc_uq.heads.contraction import LayerCovariance
+from posthoc_uq.heads.contraction import LEFT, LayerCovariance
 from posthoc_uq.heads.products import Mode, gram
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
@@ -42,10 +42,17 @@ class Pulled:
     def stacked(self, functions: int) -> Tensor:
         """All gradients, ``(samples, G, functions, m, T)``; zero where none came back."""
         like = next(iter(self.gradients.values()))
+        if functions == 1:
+            return like.transpose(2, 3).unsqueeze(2)
         found = [self.gradients.get(index, torch.zeros_like(like)) for index in range(functions)]
         if like.stride(3) == 1:  # a linear layer's: copied in the order in which they lie
             return torch.stack(found, dim=3).permute(0, 1, 3, 4, 2)
         return torch.stack([gradient.transpose(2, 3) for gradient in found], dim=2)
+
+    def part(self, samples: Tensor) -> Pulled:
+        """Of some samples, by their indices."""
+        gradients = {place: gradient[samples] for place, gradient in self.gradients.items()}
+        return Pulled(self.layer, self.activations.part(samples), gradients)
 
 
 def pull(
@@ -86,7 +93,7 @@ class WeightCovariance:
         self.layers: dict[str, LayerCovariance] = {}
         self._dense: list[tuple[list[Layer], DenseFactor]] = []
         self._own: dict[str, Tensor] = {}
-        self._limit = limit
+        self._limit, self._dtype = limit, dtype
         for name, members in posterior.members.items():
             factor = posterior.factor(name)
             form = factor.form()
@@ -120,6 +127,54 @@ class WeightCovariance:
                 found = self._contract_dense(layers, factor, kept, samples, functions, mode)
                 total = total.to(found.device) + found
         return total
+
+    def with_prior(
+        self, pulled: list[Pulled], samples: int, functions: int, prior: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor]:
+        """``J_c Sigma J_c^T`` and, under independent weights with variance ``prior[layer]``, ``J_c Sigma_0 J_c^T``,
+        ``sum_l prior_l |J_cl|^2``: summed over the functions c, ``(samples,)`` each in float64.
+
+        J is formed once for both. Where less than a hundredth of the prior is left, too much has cancelled for the
+        activations' precision, and those samples are done again in float64.
+        """
+        found = self._with_prior(pulled, samples, functions, prior, False)
+        if self._dtype == torch.float64 or not any(layer.cancels for layer in self.layers.values()):
+            return found
+        left, given = (tensor.to(found[0].device) for tensor in found)
+        poor = (left < LEFT * given).nonzero().flatten()
+        if poor.numel() == 0:
+            return left, given
+        if poor.numel() < samples:
+            pulled = [layer.part(poor) for layer in pulled]
+        wide = self._with_prior(pulled, poor.numel(), functions, prior, True)
+        for total, better in zip((left, given), wide, strict=True):
+            total[poor] = better.to(total)
+        return left, given
+
+    def _with_prior(
+        self, pulled: list[Pulled], samples: int, functions: int, prior: Mapping[str, float], wide: bool
+    ) -> tuple[Tensor, Tensor]:
+        left, given = torch.zeros(2, samples, dtype=torch.float64)
+        kept: dict[str, Pulled] = {}
+        for layer in pulled:
+            name = layer.layer.name
+            if name not in self.layers:
+                kept[name] = layer
+                continue
+            gradients = layer.stacked(functions)
+            own, norms = self.layers[name].with_norms(layer.activations, gradients, wide)
+            left = left.to(own.device) + own.sum(1)
+            given = given.to(norms.device) + norms.sum(1) * prior.get(name, 0.0)
+        for layers, factor in self._dense:
+            if not any(layer.name in kept for layer in layers):
+                continue
+            variances = [torch.full((layer.parameters,), prior.get(layer.name, 0.0)) for layer in layers]
+            for part, rows, white in self._dense_parts(layers, factor, kept, samples, functions):
+                weights = torch.cat(variances).to(rows)
+                left, given = left.to(rows.device), given.to(rows.device)
+                left[part] += white.square().sum((1, 2))
+                given[part] += (rows.square() @ weights).sum(1)
+        return left, given
 
     def own_variance(self, layer: str, activations: Tensor) -> Tensor:
         """Variance of a layer's own outputs, ``(samples, m)``, for activations ``(samples, n)``; one group."""
@@ -171,15 +226,26 @@ class WeightCovariance:
         mode: Mode,
     ) -> Tensor:
         """Of a block whose layers are correlated: its Jacobian is formed, a few samples at a time."""
+        parts = self._dense_parts(layers, factor, pulled, samples, functions, mode == "joint")
+        found = [gram(white, mode) for _, _, white in parts]
+        return found[0] if mode == "joint" else torch.cat(found)
+
+    def _dense_parts(
+        self,
+        layers: list[Layer],
+        factor: DenseFactor,
+        pulled: dict[str, Pulled],
+        samples: int,
+        functions: int,
+        whole: bool = False,
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Samples, their Jacobian, and it whitened: ``(few samples, functions, parameters)``; at once if `whole`."""
         size = sum(layer.parameters for layer in layers)
-        step = samples if mode == "joint" else max(1, self._limit // (8 * functions * size))
-        found: list[Tensor] = []
+        step = samples if whole else max(1, self._limit // (8 * functions * size))
         for start in range(0, samples, step):
             part = slice(start, min(samples, start + step))
             rows = self._rows(layers, pulled, part, functions)
-            white = factor.whiten(rows.flatten(0, 1)).reshape(rows.shape)
-            found.append(gram(white, mode))
-        return found[0] if mode == "joint" else torch.cat(found)
+            yield part, rows, factor.whiten(rows.flatten(0, 1)).reshape(rows.shape)
 
     def _rows(self, layers: list[Layer], pulled: dict[str, Pulled], part: slice, functions: int) -> Tensor:
         """The layers' Jacobians side by side, ``(samples, functions, parameters)``; unused layers count as zero."""

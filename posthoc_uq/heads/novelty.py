@@ -20,7 +20,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.prior import training_prior, weight_prior
+from posthoc_uq.posteriors.prior import training_precisions
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import statistics_dtype
 
@@ -120,14 +120,13 @@ class PosteriorRatio:
         if posterior.takes_prior:
             own.prior_precision = settings.prior_precision
             own.residual_weight = settings.residual_weight
-            prior = weight_prior(posterior, settings.prior_precision)
+            precisions = dict.fromkeys(posterior.layers, settings.prior_precision)
         else:
-            prior = training_prior(posterior)
+            precisions = training_precisions(posterior)
+        self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype = statistics_dtype(network, None)
         self._budget = default_budget(device)
-        limit = temporary_limit(self._budget, device)
-        self._posterior = WeightCovariance(own, self._dtype, device, limit)
-        self._prior = WeightCovariance(prior, self._dtype, device, limit)
+        self._posterior = WeightCovariance(own, self._dtype, device, temporary_limit(self._budget, device))
         with isolated_random_state():
             self._tracked: Tracked = track_layers(network, posterior, own_copy(batch), self._dtype)
 
@@ -155,9 +154,7 @@ class PosteriorRatio:
                 for start in range(0, number, step):
                     numbers = range(start, min(number, start + step))
                     pulled = pull(recording, gradient, numbers, self._dtype, last=numbers.stop == number)
-                    for_prior, functions = list(pulled), len(numbers)
-                    own = self._posterior.contract(pulled, samples, functions, "variance").sum(1)
-                    prior = self._prior.contract(for_prior, samples, functions, "variance").sum(1)
+                    own, prior = self._posterior.with_prior(pulled, samples, len(numbers), self._prior)
                     left, given = left.to(own.device) + own, given.to(prior.device) + prior
         return _ratio(left, given).to(outputs.device, torch.promote_types(outputs.dtype, torch.float32))
 

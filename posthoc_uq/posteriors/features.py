@@ -93,8 +93,8 @@ class FeatureGrams:
         if basis.shape[1] < basis.shape[0]:
             outside = (squares - inside.square().sum(1, keepdim=True)).clamp(min=0)
             left = left + outside * inverse[:, -1]
-        if directions.shape[2]:
-            explained = inside @ directions.transpose(0, 1).flatten(1)
+        if directions.shape[1]:
+            explained = inside @ directions
             left = left - explained.square().reshape(len(phi), self.classes, -1).sum(2)
         share = ridge * left.amin(1, keepdim=True) / squares
         found = torch.where(squares == 0, torch.ones_like(share), share).squeeze(1)
@@ -102,7 +102,7 @@ class FeatureGrams:
 
     def _prepared(self, ridge: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """For one ridge: the basis, the inverse diagonals ``(classes, width + 1)`` with that outside of the basis last,
-        and by the Woodbury identity what the factors take off, as directions ``(classes, width, rank)``.
+        and by the Woodbury identity what the factors take off, as directions ``(width, classes * rank)``.
         """
         key = (ridge, device)
         found = self._ready
@@ -117,7 +117,7 @@ class FeatureGrams:
             core = torch.eye(factors.shape[2]).to(factors) + factors.transpose(1, 2) @ scaled
             root = torch.linalg.cholesky(core)
             directions = torch.linalg.solve_triangular(root, scaled.transpose(1, 2), upper=False)
-            found = key, (basis, inverse, directions.transpose(1, 2))
+            found = key, (basis, inverse, directions.permute(2, 0, 1).flatten(1))
             self._ready = found
         return found[1]
 

@@ -48,9 +48,9 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
     return found
 
 
-def training_prior(posterior: Posterior) -> Posterior:
-    """The prior that a training measured its posterior against: over the last layer's weights at the posterior's prior
-    precision, and over all others where the training gave them a variance.
+def training_precisions(posterior: Posterior) -> dict[str, float]:
+    """The precisions by layer of the prior that a training measured its posterior against: of the last layer's weights
+    the posterior's prior precision, and of all others where the training gave them a variance.
 
     Raises:
         PosthocUQError: the posterior does not say which layer that was.
@@ -62,4 +62,4 @@ def training_prior(posterior: Posterior) -> Posterior:
             "for predictor.novelty(..., of='class')."
         )
     precisions = {name: 1 / body for name in posterior.layers if name != last and body > 0}
-    return weight_prior(posterior, precisions | {last: posterior.layer_prior(last)})
+    return precisions | {last: posterior.layer_prior(last)}
