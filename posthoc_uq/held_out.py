@@ -199,18 +199,14 @@ class HeldOutSearch:
                 at(float(decade))
                 if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
                     break
-        best = min(loss for loss, _ in tried.values())
-        good = [decade for decade in tried if at(decade) <= best + SLACK]
-        inside = min(good) if isfinite(best) else max(good)
-        below = [decade for decade in tried if decade < inside]
-        if below and given is None and isfinite(best):
-            outside = max(below)
-            while inside - outside > _TOLERANCE:
-                middle = (inside + outside) / 2
-                if at(middle) <= best + SLACK:
-                    inside = middle
-                else:
-                    outside = middle
+        while True:
+            best = min(loss for loss, _ in tried.values())
+            good = [decade for decade in tried if tried[decade][0] <= best + SLACK]
+            inside = min(good) if isfinite(best) else max(good)
+            below = [decade for decade in tried if decade < inside]
+            if not below or given is not None or inside - max(below) <= _TOLERANCE:
+                break
+            at((inside + max(below)) / 2)
         loss, values = tried[inside]
         self._apply(values)
         self._best_loss, self._best = loss, values

@@ -338,7 +338,7 @@ def test_what_does_not_apply_says_so() -> None:
 def test_held_out_data_tune_scale_and_temperature() -> None:
     posterior = fitted(net())
     trials = uq.tune(posterior, batches(), progress=False, max_evaluations=4)
-    assert len(trials.trials) >= 4 and posterior.record.tuning["scale"] == "validation NLL"
+    assert len(trials.trials) >= 3 and "given up" in posterior.record.tuning["scale"]
     assert {trial["prior precision"] for trial in trials.trials} == {1.0}
     uq.tune(posterior, batches(), temperature=True, progress=False)
     assert posterior.record.tuning["temperature"] == "validation NLL"
@@ -382,11 +382,11 @@ def test_initial_variances_of_a_fitted_posterior(initial: str) -> None:
     if initial == "posterior":
         start = uq.fit(model, batches(), method="kfac", prior_precision=3.0, progress=False)
     elif initial == "trained":
-        start = fitted(model)
+        start = fitted(model, divergence=None)
     else:
-        start = uq.fit(model, batches(), method=initial, progress=False)
+        start = uq.fit(model, batches(), method=initial, prior_precision="evidence", progress=False)
     given = start if initial in ("posterior", "trained") else initial
-    found = fitted(model, initial=given, epochs=1, lr=1e-9, log_variance_lr=1e-9)
+    found = fitted(model, initial=given, epochs=1, lr=1e-9, log_variance_lr=1e-9, divergence=None)
     for name, variance in found.variance().items():
         torch.testing.assert_close(variance, start.variance()[name], rtol=1e-4, atol=0)
         torch.testing.assert_close(found.mean[name], start.mean[name], rtol=0, atol=1e-6)

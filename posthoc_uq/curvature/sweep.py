@@ -150,7 +150,7 @@ def show(
     capture: Capture, loader: Iterable[Any], settings: SweepSettings, observers: Sequence[Observer]
 ) -> None:
     """One pass of forward passes alone, for observers that no sweep over all the data was shown to."""
-    with torch.no_grad(), Bar(loader, "looking at the data", settings.progress) as bar:
+    with Bar(loader, "looking at the data", settings.progress) as bar:
         for batch, samples in own_batches(loader, settings.reader):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             _show(observers, batch, keys, capture.run(batch, samples))

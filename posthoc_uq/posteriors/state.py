@@ -209,8 +209,9 @@ def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any
     values = {str(name): float(number) for name, number in values.items()}
     if isinstance(value, Mapping) and values.keys() != set(layers):
         raise ValueError(f"a faithful prior by layer must name every layer once, not {list(values)[:5]}")
-    numbers = {name: float(kept[name]) for name in ("temperature", "network_temperature", "budget")}
-    positive = [*values.values(), *numbers.values()]
+    numbers = {name: float(kept[name]) for name in ("temperature", "network_temperature")}
+    budget = float(kept["budget"])
+    positive = [*values.values(), *numbers.values(), budget]
     if not all(0.0 < number < float("inf") for number in positive):
         raise ValueError(f"a faithful prior's numbers must be positive and finite, not {positive}")
     divergence = float(kept.get("divergence", "inf"))
@@ -224,7 +225,8 @@ def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any
         0.0 <= number < float("inf") for number in settings.values()
     ):
         raise ValueError(f"a faithful prior's settings are hyperparameters, not {settings}")
-    return {"head": kept["head"], "value": whole, **numbers, "divergence": divergence, "settings": settings}
+    found = {"head": kept["head"], "value": whole, **numbers, "divergence": divergence, "budget": budget}
+    return {**found, "settings": settings}
 
 
 def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
