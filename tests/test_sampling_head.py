@@ -503,4 +503,4 @@ def test_options_are_checked(setting):
     ]
     for options, message in cases:
         with pytest.raises(PosthocUQError, match=message):
-            uq.wrap(model, posterior, **options)
+            uq.wrap(model, posterior, "sampling", **options)

@@ -618,7 +618,8 @@ def test_files_without_head_and_faithful_prior_load(saved: tuple[Path, nn.Module
 
 def faithful(**other: object) -> dict[str, object]:
     whole = {"head": "linearized", "value": 3.5, "temperature": 0.8, "network_temperature": 1.1}
-    return {**whole, "divergence": 0.009, "budget": 0.01, **other}
+    settings = {"residual_weight": 1.0, "noise_scale": 1.0, "scale": 40.0}
+    return {**whole, "divergence": 0.009, "budget": 0.01, "settings": settings, **other}
 
 
 def test_version_1_still_loads(saved: tuple[Path, nn.Module, Posterior]) -> None:
