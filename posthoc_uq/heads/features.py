@@ -62,7 +62,8 @@ class FeatureCache:
                     batch = self._let_go(kept)
             if found is None:
                 assert batch is not None
-                found = self._predictor.distribution(*batch.args, **batch.kwargs)
+                with self._predictor.explaining(batch):
+                    found = self._predictor.distribution(*batch.args, **batch.kwargs)
             yield found, partner
 
     def outputs(self, run: Callable[[Batch], Tensor]) -> Iterator[tuple[Tensor, Any]]:
@@ -100,7 +101,8 @@ class FeatureCache:
             return None
         if index >= self._tried:
             self._tried = index + 1
-            features = self._predictor.features(*batch.args, **batch.kwargs)
+            with self._predictor.explaining(batch):
+                features = self._predictor.features(*batch.args, **batch.kwargs)
             if features is not None:
                 kept = _Kept(features, partner, _key(batch))
                 if self.nbytes + features.nbytes <= self._budget:
