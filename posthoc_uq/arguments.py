@@ -13,7 +13,6 @@ from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.loaders import Batch, is_array
 from posthoc_uq.randomness import isolated_random_state
 
-
 CALL = "Pass what model(...) itself takes, with the samples along the first dimension."
 LOADER = (
     "A batch is a tensor of inputs, (inputs, targets) or a mapping of the model's named arguments; batch_to_inputs= "

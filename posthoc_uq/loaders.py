@@ -221,7 +221,7 @@ def _tensor_of(array: Any) -> Tensor:
     """A copy, since torch can only share memory that it may write to."""
     numbers = np.asarray(array)
     try:
-        return torch.tensor(numbers)
+        return torch.tensor(numbers).contiguous()
     except (TypeError, ValueError) as error:
         raise PosthocUQError(
             f"The loader yields a {type(array).__name__} of {numbers.dtype} {numbers.shape}, which torch has no type "

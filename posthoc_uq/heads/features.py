@@ -78,7 +78,8 @@ class FeatureCache:
                 batch = self._of(kept)
             if outputs is None:
                 assert batch is not None
-                outputs = run(batch)
+                with self._predictor.explaining(batch):
+                    outputs = run(batch)
             yield outputs, partner
 
     def _all(self) -> Iterator[tuple[_Kept | None, Batch | None, Any]]:

@@ -13,14 +13,14 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import replicate
 
 PROBABILITIES = (
-    "The model's outputs look like probabilities: it seems to end in a softmax or a sigmoid. The likelihood takes them "
-    "for logits and applies another one, so all predictions and the posterior will be wrong. Pass the model without its "
+    "The model's outputs look like probabilities: it seems to end in a softmax or a sigmoid. They are taken as logits, "
+    "to which another one is applied, so the posterior and all predictions will be wrong. Pass the model without its "
     "last softmax or sigmoid, for example model[:-1] of an nn.Sequential; log_softmax outputs are fine."
 )
 _SAMPLES = 16  # of the first batch
 _TOLERANCE = 1e-4  # of a sum of probabilities, and more where half precision rounds it
 # Autograd's nodes that pass values on, by the start of their names.
-_PASSING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Alias", "Clone", "ToCopy")
+_PASSING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone", "ToCopy")
 
 
 def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) -> bool:
