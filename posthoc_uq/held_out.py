@@ -107,7 +107,7 @@ class HeldOutSearch:
             for batch in batches(self._loader, self._reader):
                 if batch.targets is None:
                     raise PosthocUQError(
-                        "Tuning on held-out data needs targets; val_loader yields inputs alone."
+                        "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs alone."
                     )
                 yield batch, batch.targets
 
