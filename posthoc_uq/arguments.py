@@ -80,7 +80,9 @@ def _kind(value: Any) -> str:
         return f"{_short(value.dtype)} {tuple(value.shape)}"
     if is_array(value):
         return f"{type(value).__name__} {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    tensors = isinstance(value, (list, tuple)) and all(isinstance(part, Tensor) for part in value)  # pyright: ignore[reportUnknownVariableType]
+    count = f" of {len(value)} tensors" if tensors else ""  # pyright: ignore[reportUnknownArgumentType]
+    return f"a {type(value).__name__}{count}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -18,6 +18,16 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 
+__all__ = [
+    "Callback",
+    "Context",
+    "Mixture",
+    "Monochrome",
+    "Pool",
+    "TrainingBatch",
+    "UniformBox",
+]
+
 Draw = Callable[[int, torch.Generator], Any]
 
 PIXELS = 100_000  # values a channel that `Monochrome` keeps
@@ -178,6 +188,12 @@ class UniformBox(Context):
             return
         inputs = inputs.detach().cpu().double()
         low, high = inputs.amin(0), inputs.amax(0)
+        if self._bounds is not None and self._bounds[0].shape != low.shape:
+            raise PosthocUQError(
+                f"context='uniform' takes its box from training inputs of one shape, and after inputs of shape "
+                f"{tuple(self._bounds[0].shape)} the loader gave one of {tuple(low.shape)}; give the bounds, "
+                f"UniformBox(low, high), or another context."
+            )
         if self._bounds is not None:
             low, high = torch.minimum(low, self._bounds[0]), torch.maximum(high, self._bounds[1])
         self._bounds = low, high
@@ -345,6 +361,10 @@ def single_input(batch: Batch) -> Tensor:
             "returns the model's inputs."
         )
     return only
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def default_context(batch: Batch) -> Context:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast, get_args
@@ -34,8 +34,9 @@ from posthoc_uq.inference.options import FunctionSpaceOptions, method_options
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.run import Run, check_common
 from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
-from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable
+from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable, no_sample
 from posthoc_uq.memory import default_budget, return_freed_memory
+from posthoc_uq.numbers import positive_number
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
@@ -54,7 +55,7 @@ def fit(
     layers: Selection = "all",
     fisher: FisherChoice = "auto",
     n_samples: int = 1,
-    prior_precision: float | str | None = None,
+    prior_precision: float | Tensor | str | None = None,
     divergence: float | None = DIVERGENCE,
     head: str | None = None,
     residual_weight: float = 1.0,
@@ -167,6 +168,8 @@ def fit(
     law = resolve_likelihood(likelihood, noise_variance)
     _check(fisher, n_samples, prior_precision, trains)
     _check_faithful(divergence, head, training is not None)
+    if prior_precision is not None and not isinstance(prior_precision, str):
+        prior_precision = float(prior_precision)
     if trains and residual_weight != 1.0:
         raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
     if training is not None and not training.needs_curvature and (fisher, n_samples) != ("auto", 1):
@@ -192,8 +195,8 @@ def fit(
 
     def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None, bool]:
         with isolated_random_state(seed):
-            first, whole = _peek(data)
-            batch = reader.read(first).copied()  # the dry run runs it several times
+            first, whole = _peek(data, reader)
+            batch = first.copied()  # the dry run runs it several times
             samples = own_samples_of(whole, reader, batch) if fisher == "auto" else None
             autocast = torch.is_autocast_enabled(device.type)
             with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
@@ -314,7 +317,11 @@ def _checked_every(every: int) -> int:
     return int(every)
 
 
-def _check(fisher: str, n_samples: int, prior_precision: float | str | None, trains: bool) -> None:
+def _check(fisher: str, n_samples: int, prior_precision: Any, trains: bool) -> None:
+    if torch.is_inference_mode_enabled():
+        raise PosthocUQError(
+            "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
+        )
     if fisher not in get_args(FisherChoice):
         raise PosthocUQError(f"fisher must be one of {get_args(FisherChoice)}, not {fisher!r}.")
     if n_samples < 1 or (n_samples > 1 and fisher not in ("auto", "mc")):
@@ -332,15 +339,20 @@ def _check(fisher: str, n_samples: int, prior_precision: float | str | None, tra
         raise PosthocUQError(
             "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
         )
-    if not isinstance(prior_precision, str) and not 0 < prior_precision < float("inf"):
-        raise PosthocUQError(f"prior_precision must be positive and finite, not {prior_precision}.")
+    if isinstance(prior_precision, Mapping):
+        raise PosthocUQError(
+            "prior_precision of a fit is one number for all layers, not a mapping. For one a layer, fit with "
+            "prior_precision=1.0 and then set posterior.prior_precision = {layer: number, ...}, which takes no new fit."
+        )
+    if not isinstance(prior_precision, str):
+        positive_number("prior_precision", prior_precision)
 
 
-def _peek(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """The first batch, and a loader that still yields all of them."""
+def _peek(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:
+    """The first batch that holds a sample, and a loader that still yields all batches."""
     iterator = iter(loader)
-    try:
-        first = next(iterator)
-    except StopIteration:
-        raise PosthocUQError("The loader yields no batch; it needs at least one sample.") from None
-    return first, (cast(Iterable[Any], chain([first], iterator)) if iterator is loader else loader)
+    for first in iterator:
+        batch = reader.read(first)
+        if not batch.empty:
+            return batch, (cast(Iterable[Any], chain([first], iterator)) if iterator is loader else loader)
+    raise no_sample()

@@ -205,7 +205,13 @@ class Gaussian(Likelihood):
     name = "regression"
 
     def __init__(self, noise_variance: Tensor | float = 1.0) -> None:
-        noise = torch.as_tensor(noise_variance, dtype=torch.float64).detach().cpu().flatten()
+        try:
+            noise = torch.as_tensor(noise_variance, dtype=torch.float64).detach().cpu().flatten()
+        except (TypeError, ValueError, RuntimeError):
+            raise PosthocUQError(
+                f"noise_variance must be a number, or one number an output, not a {type(noise_variance).__name__}; it "
+                f"is the same for every input."
+            ) from None
         if noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
             raise PosthocUQError(f"noise_variance must be positive and finite, not {noise.tolist()}.")
         self.noise_variance = noise

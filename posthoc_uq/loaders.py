@@ -40,6 +40,12 @@ class Batch:
         values = (*self.args, *(self.kwargs[name] for name in sorted(self.kwargs)))
         return [value for value in values if isinstance(value, Tensor)]
 
+    @property
+    def empty(self) -> bool:
+        """Whether its inputs are tensors of no samples."""
+        counted = [tensor for tensor in self.tensors() if tensor.ndim > 0]
+        return bool(counted) and all(tensor.shape[0] == 0 for tensor in counted)
+
     def call(self, model: nn.Module) -> Tensor:
         """The model's output tensor ``(samples, ...)``.
 
@@ -211,9 +217,11 @@ def _target_tensor(targets: Any) -> Tensor:
     try:
         return torch.as_tensor(targets)
     except (TypeError, ValueError, RuntimeError) as error:
+        items = type(next(iter(targets), None)).__name__ if isinstance(targets, Sequence) else ""
+        detection = " Boxes of a detector have no likelihood here." if items == "dict" else ""
         raise PosthocUQError(
-            f"The targets are a {type(targets).__name__} that is no tensor of numbers ({error}); pass "
-            f"batch_to_targets=lambda batch: ... that makes one of them."
+            f"The targets are a {type(targets).__name__}{items and f' of {items}'} that is no tensor of numbers "
+            f"({error}); pass batch_to_targets=lambda batch: ... that makes one of them.{detection}"
         ) from error
 
 
@@ -230,18 +238,24 @@ def _tensor_of(array: Any) -> Tensor:
 
 
 def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
-    """Read a loader from its start to its end.
+    """Read a loader from its start to its end; batches without samples are left out.
 
     Raises:
-        PosthocUQError: the loader yields no batch.
+        PosthocUQError: the loader yields no batch with samples.
     """
     read = _read_ahead(loader, reader) if reader.device.type == "cuda" else map(reader.read, loader)
     count = 0
     for batch in read:
-        count += 1
-        yield batch
+        if not batch.empty:
+            count += 1
+            yield batch
     if count == 0:
-        raise PosthocUQError("The loader yields no batch; it needs at least one sample.")
+        raise no_sample()
+
+
+def no_sample() -> PosthocUQError:
+    """The error of a loader without data."""
+    return PosthocUQError("The loader yields no batch of samples; it needs at least one.")
 
 
 def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:

@@ -7,7 +7,7 @@ memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +15,30 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 
+_COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
+_PARALLEL = "module"  # and that of `DataParallel` and `DistributedDataParallel`
+
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped, or the model itself."""
+    """The model inside `torch.compile`, `nn.DataParallel` and `DistributedDataParallel`, or the model itself.
+
+    So names are the same with these wrappers as without, and nothing runs on several devices at once.
+    """
     if not isinstance(model, nn.Module):
         raise PosthocUQError(f"The model must be a torch.nn.Module, not a {type(model).__name__}.")
-    original = getattr(model, "_orig_mod", None)
-    return original if isinstance(original, nn.Module) else model
+    parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    inner = getattr(model, _PARALLEL if parallel else _COMPILED, None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what wrappers, also of parts of a model, put into it."""
+    return ".".join(part for part in name.split(".") if part not in (_COMPILED, _PARALLEL))
+
+
+def other_name(name: str, names: Iterable[str]) -> str | None:
+    """What `names` have in the place of a name that they lack, where only wrappers tell the two apart."""
+    return next((other for other in names if bare_name(other) == bare_name(name)), None)
 
 
 def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> nn.Module:

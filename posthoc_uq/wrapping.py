@@ -19,7 +19,7 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.replica import unwrap
+from posthoc_uq.replica import other_name, unwrap
 from posthoc_uq.storage.schema import check_unchanged
 
 # A head's options are the arguments of its class.
@@ -200,6 +200,12 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
     for name, mean in posterior.original.items():
         parameter = parameters.get(name)
         if parameter is None:
+            called = other_name(name, parameters)
+            if called is not None:
+                raise PosteriorMismatchError(
+                    f"The posterior covers parameter '{name}', which the model calls '{called}': a part is wrapped in "
+                    f"one of them, as torch.compile does it, and not in the other; pass the model as it was fitted."
+                )
             raise PosteriorMismatchError(
                 f"The posterior covers parameter '{name}', which the model does not have; pass the model it "
                 f"was fitted on."

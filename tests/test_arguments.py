@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -253,3 +254,166 @@ def test_export_of_something_else(net: nn.Sequential, posterior: uq.Posterior) -
 def test_tuning_of_something_else(net: nn.Sequential, posterior: uq.Posterior) -> None:
     _refused("tune takes a posterior .*not a Sequential", lambda: uq.tune(cast(Any, net), [(_x(), _y())]))
     _refused(r"loader \(val_loader of a fit\) yields inputs alone", lambda: uq.tune(posterior, [_x()]))
+
+
+def test_prior_precisions_of_other_types() -> None:
+    loader, layers = [(_x(), _y())], {"0": 1.0, "2": 2.0}
+    for value in (torch.tensor(3.0), torch.tensor([3.0]), np.float32(3)):
+        assert _fit(_net(), loader, prior_precision=value).prior_precision == 3.0
+    _refused(
+        r"one number.*Tensor of shape \(2,\)", lambda: _fit(_net(), loader, prior_precision=torch.ones(2))
+    )
+    _refused("one number for all layers", lambda: _fit(_net(), loader, prior_precision=layers))
+    fitted = _fit(_net(), loader)
+    fitted.prior_precision = {name: torch.tensor(value) for name, value in layers.items()}
+    assert fitted.prior_precision == layers
+    wrong: dict[str, Any] = {
+        r"one number.*Tensor of shape \(2,\)": torch.ones(2),
+        r"one number.*\[1, 2\]": [1, 2],
+        r"one number.*'evidence'": "evidence",
+        r"of layer '0' must be one number": {"0": torch.ones(2), "2": 1.0},
+        r"do not match: \['2'\]": {"0": 1.0},
+    }
+    for message, value in wrong.items():
+        _refused(message, lambda value=value: setattr(fitted, "prior_precision", value))
+    assert fitted.prior_precision == layers
+
+
+def test_a_fit_in_inference_mode() -> None:
+    with torch.inference_mode():
+        _refused("call fit outside", lambda: _fit(_net(), [(_x(), _y())]))
+    with torch.inference_mode():
+        x = _x()
+    with torch.no_grad():
+        found = _fit(_net(), [(x, _y())])
+    expected = _fit(_net(), [(_x(), _y())])
+    assert all(torch.equal(value, found.variance()[name]) for name, value in expected.variance().items())
+
+
+@pytest.mark.parametrize("noise", [lambda x: x, "large", [1.0, None]])
+def test_noise_that_is_no_number(noise: Any) -> None:
+    _refused(
+        "noise_variance must be a number.*the same for every input",
+        lambda: _fit(_net(), [(_x(), _x()[:, :3])], likelihood="regression", noise_variance=noise),
+    )
+
+
+_TRAINING: dict[str, Any] = {"method": "function_space", "epochs": 1}
+
+
+# The length of a loader, which counts all its batches, enters a training by the schedule of its rates alone.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"method": "inf", "prior_precision": None},
+        _TRAINING | {"schedule": lambda _: 1.0, "log_variance_lr": 0.5},
+    ],
+)
+def test_batches_without_samples_are_left_out(options: dict[str, Any]) -> None:
+    x, y = _x(), _y()
+    empty = (x[:0], y[:0])
+    data = [(x[:7], y[:7]), (x[7:], y[7:])]
+    expected = _fit(_net(), data, **options)
+    model = _net()
+    found = _fit(model, [empty, data[0], empty, data[1], empty], **options)
+    assert found.scale == expected.scale == 12
+    assert all(torch.equal(value, found.variance()[name]) for name, value in expected.variance().items())
+    predictor = uq.wrap(model, found)
+    assert len(predictor.predict([x[:0], x], progress=False)) == 12
+    _refused("yields no batch of samples", lambda: _fit(_net(), [empty], **options))
+
+
+LATER: dict[str, tuple[dict[str, Any], Tensor]] = {
+    "curvature": ({}, _y()),
+    "noise of a regression": ({"likelihood": "regression"}, _x()[:, :3]),
+    "training": (_TRAINING | {"context": lambda n, _: torch.zeros(n, 4)}, _y()),
+    "training at its own inputs": (_TRAINING | {"context": "batch"}, _y()),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_later_batch_that_the_model_does_not_take(case: str) -> None:
+    options, y = LATER[case]
+    _refused(
+        r"cannot be run on batch 1 of the loader, float32 \(12, 3\).*cannot be multiplied",
+        lambda: _fit(_net(), [(_x(), y), (_x()[:, :3], y)], **options),
+        RuntimeError,
+    )
+
+
+def test_a_later_batch_of_another_shape_than_a_box() -> None:
+    loader = [(_x(), _y()), (_x()[:, :3], _y())]
+    _refused(r"shape \(4,\).*one of \(3,\)", lambda: _fit(_net(), loader, **_TRAINING))
+
+
+def test_images_in_a_list() -> None:
+    images, boxes = [_x(), _x()], [{"boxes": torch.zeros(1, 4)}] * 2
+    loader = [(images, boxes)]
+    _refused(
+        "holds a list of 2 tensors.*torch.stack", lambda: uq.fit(_net(), [(images, _y())], progress=False)
+    )
+    _refused("targets are a list of dict.*Boxes of a detector", lambda: _fit(_net(), loader))
+
+
+def test_binary_labels_in_a_column(net: nn.Sequential, posterior: uq.Posterior) -> None:
+    model = _Binary(lambda z: z)
+    y = (_y() % 2).reshape(-1, 1)
+    prediction = cast(Any, uq.wrap(model, _fit(model, [(_x(), y)], likelihood="binary")))(_x())
+    expected = prediction.log_prob(y.flatten())
+    for labels in (y, y.float(), y.flatten().double(), y.bool()):
+        assert torch.equal(prediction.log_prob(labels), expected)
+    _refused("integer labels", lambda: prediction.log_prob(y + 0.5))
+    _refused("between 0 and 1", lambda: prediction.log_prob(y + 1.0))
+    several = cast(Any, uq.wrap(net, posterior)(_x()))
+    _refused("integer labels", lambda: several.log_prob(_y().reshape(-1, 1)))
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DataParallel": nn.DataParallel,
+    "torch.compile": torch.compile,
+    "both": lambda model: torch.compile(nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_a_wrapped_model_has_the_names_of_the_bare_one(case: str, tmp_path: Path) -> None:
+    wrapper = WRAPPERS[case]
+    fitted = _fit(wrapper(_net()), [(_x(), _y())])
+    assert list(fitted.layers) == ["0", "2"]
+    uq.save(fitted, tmp_path / "wrapped.h5")
+    bare = _net()
+    uq.save(_fit(bare, [(_x(), _y())]), tmp_path / "bare.h5")
+    expected = cast(Any, uq.wrap(bare, uq.load(tmp_path / "wrapped.h5", bare))(_x())).probs
+    for head in HEADS:
+        model = wrapper(_net())
+        found = cast(Any, uq.wrap(model, uq.load(tmp_path / "bare.h5", model), head)(_x())).probs
+        assert head != "linearized" or torch.equal(found, expected)
+
+
+def test_a_part_that_is_wrapped_is_named(tmp_path: Path) -> None:
+    def parts(model: nn.Module) -> nn.Module:
+        return nn.Sequential(torch.compile(model), nn.Identity())  # pyright: ignore[reportArgumentType]
+
+    bare = nn.Sequential(_net(), nn.Identity())
+    fitted = _fit(bare, [(_x(), _y())])
+    uq.save(fitted, tmp_path / "bare.h5")
+    names = r"'0\.0\.weight'.* calls '0\._orig_mod\.0\.weight'"
+    _refused(names, lambda: uq.load(tmp_path / "bare.h5", parts(_net())))
+    _refused(names, lambda: uq.wrap(parts(_net()), fitted))
+
+
+def test_what_the_module_of_contexts_shows() -> None:
+    shown = dir(uq.contexts)
+    assert shown == ["Callback", "Context", "Mixture", "Monochrome", "Pool", "TrainingBatch", "UniformBox"]
+    assert all(issubclass(getattr(uq.contexts, name), uq.contexts.Context) for name in shown)
+
+
+def test_what_a_report_says_of_hyperparameters() -> None:
+    loader = [(_x(), _y())]
+    assert "residual weight" in str(_fit(_net(), loader, method="inf").report())
+    fitted = _fit(_net(), loader)
+    uq.tune(fitted, per_layer=True, progress=False)
+    text = str(fitted.report())
+    assert "residual weight" not in text
+    assert "prior precision: per layer, by the log marginal likelihood\n" in text

@@ -33,6 +33,10 @@ class Quadratic(Objective):
         self.seeds: list[int] = []
         self.broken: int | None = None
 
+    @property
+    def network(self) -> nn.Module:
+        return nn.Identity()
+
     def groups(self) -> list[Group]:
         return [{"params": [self.w], "lr": 0.1, "name": "w"}]
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.replica import bare_name
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "weights")
-_PREFIXES = ("module.", "_orig_mod.", "model.")
+_PREFIX = "model."  # of a module that holds the model, as trainers have it
 _COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it and eval mode does not read it
 _SHOWN = 3
+
+Value = TypeVar("Value")
 
 
 def read_state(path: str) -> dict[str, Tensor]:
@@ -78,8 +81,8 @@ def _pickled(path: str) -> Any:
 def load_weights(model: nn.Module, path: str) -> None:
     """Put the weights of a file into a model.
 
-    Prefixes that wrappers leave (``module.``, ``_orig_mod.``, ``model.``) are taken off where all names have them and
-    the model's names have not.
+    What wrappers leave in names does not count: ``module.`` and ``_orig_mod.`` anywhere, on either side, and
+    ``model.`` in front where all names have it and the model's names have not.
 
     Raises:
         PosthocUQError: the file cannot be read, or its names or shapes are not the model's.
@@ -109,16 +112,18 @@ def load_weights(model: nn.Module, path: str) -> None:
 
 
 def _stripped(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    changed = True
-    while changed:
-        changed = False
-        for prefix in _PREFIXES:
-            if all(name.startswith(prefix) for name in state) and not any(
-                name.startswith(prefix) for name in own
-            ):
-                state = {name.removeprefix(prefix): value for name, value in state.items()}
-                changed = True
-    return state
+    found, names = _bare(state), _bare({name: name for name in own})
+    while all(name.startswith(_PREFIX) for name in found) and not any(
+        name.startswith(_PREFIX) for name in names
+    ):
+        found = {name.removeprefix(_PREFIX): value for name, value in found.items()}
+    return {names.get(name, name): value for name, value in found.items()}
+
+
+def _bare(named: Mapping[str, Value]) -> dict[str, Value]:
+    """By names without what wrappers put into them, as far as these tell them apart."""
+    found = {bare_name(name): value for name, value in named.items()}
+    return found if len(found) == len(named) else dict(named)
 
 
 def _first(names: Sequence[str]) -> str:

@@ -108,7 +108,10 @@ def count_samples(batch: Batch) -> int:
     for tensor in batch.tensors():
         if tensor.ndim > 0 and tensor.shape[0] > 0:
             return tensor.shape[0]
-    advice = "" if batch.tensors() else "; torch.as_tensor(x) makes a tensor of an array or a list"
+    makes = (
+        "torch.as_tensor(x) makes a tensor of an array or a list, torch.stack(x) one of tensors of one shape"
+    )
+    advice = "" if batch.tensors() else f"; {makes}"
     raise PosthocUQError(
         f"A batch needs an input tensor with at least one sample along its first dimension, and holds "
         f"{described(batch)}{advice}."

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.capture import Capture
 from posthoc_uq.curvature.sweep import SweepSettings, own_batches
 from posthoc_uq.likelihoods import Gaussian
@@ -28,10 +29,11 @@ def squared_residuals(
     seen = 0
     unit = Gaussian(1.0)
     with torch.no_grad(), Bar(loader, "noise", settings.progress) as bar:
-        for batch, samples in own_batches(loader, settings.reader):
+        for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             if batch.targets is None:
                 return None
-            outputs = batch.call(capture.twin)
+            with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
+                outputs = batch.call(capture.twin)
             unit.check(outputs, batch.targets)
             residuals = as_double(unit.residuals(outputs, batch.targets))
             squares = residuals.square().reshape(outputs.shape[0], -1).sum(0).cpu()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples
@@ -132,7 +133,7 @@ def sweep(
                 if index == skipped - 1:
                     summary = _taken_up(summary, done)
                 if observers:
-                    _show(observers, batch, keys, capture.run(batch, samples))
+                    _show(observers, batch, keys, _run(capture, batch, samples, index))
                 continue
             if share < 1:
                 picked = share_of(keys, share)
@@ -151,10 +152,16 @@ def show(
 ) -> None:
     """One pass of forward passes alone, for observers that no sweep over all the data was shown to."""
     with Bar(loader, "looking at the data", settings.progress) as bar:
-        for batch, samples in own_batches(loader, settings.reader):
+        for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
-            _show(observers, batch, keys, capture.run(batch, samples))
+            _show(observers, batch, keys, _run(capture, batch, samples, index))
             bar.advance(samples)
+
+
+def _run(capture: Capture, batch: Batch, samples: int, index: int) -> Recording:
+    """The recorded forward pass of a batch; an error of the model's own says what it was called with."""
+    with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
+        return capture.run(batch, samples)
 
 
 def _show(observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording) -> None:
@@ -200,7 +207,7 @@ def _sweep_batch(
     observers: Sequence[Observer],
 ) -> None:
     likelihood, samples = settings.likelihood, keys.shape[0]
-    recording = capture.run(batch, samples)
+    recording = _run(capture, batch, samples, index)
     outputs = recording.outputs.detach()
     if not bool(torch.isfinite(outputs).all()):
         raise _not_finite(f"Batch {index}: the model's outputs are not finite.")

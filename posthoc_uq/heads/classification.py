@@ -231,12 +231,15 @@ class ClassPrediction:
         """(batch,), in nats: log of the mean probability of the given classes.
 
         Args:
-            targets: (batch,), integer labels.
+            targets: (batch,), integer labels; of a binary model also (batch, 1), and floats 0 and 1, as `fit` takes
+                them.
 
         Raises:
             PosthocUQError: wrong shape, labels that are not integers or out of range.
         """
         inputs, classes = self.probs.shape
+        if self.logits_mean.shape[1] == 1:
+            targets = _binary_labels(targets)
         if targets.shape != (inputs,) or targets.is_floating_point() or targets.is_complex():
             raise PosthocUQError(
                 f"log_prob needs {inputs} integer labels of shape ({inputs},), not {targets.dtype} of shape "
@@ -300,6 +303,13 @@ class ClassPrediction:
             cat_known([p.votes for p in predictions]),
             cat_known([p.novelty_ratio for p in predictions]),
         )
+
+
+def _binary_labels(targets: Tensor) -> Tensor:
+    """Labels of one logit, without a second dimension of 1, as integers where they are whole numbers."""
+    flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
+    whole = flat.is_floating_point() and bool((flat == flat.round()).all())
+    return flat.long() if whole else flat
 
 
 _FIELDS = tuple(field.name for field in fields(ClassPrediction))

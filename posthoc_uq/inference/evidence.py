@@ -130,10 +130,8 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
         for _ in range(2):  # noise and prior in turn
             _set_noise(posterior, trials)
             _set_prior(posterior, per_layer, trials)
-        posterior.record.tuning["noise variance"] = "log marginal likelihood"
-    posterior.record.tuning["prior precision"] = "log marginal likelihood" + (
-        ", per layer" if per_layer else ""
-    )
+        posterior.record.tuning["noise variance"] = "by the log marginal likelihood"
+    posterior.record.tuning["prior precision"] = "by the log marginal likelihood"
     warn_edges(trials)
     return trials
 

@@ -17,13 +17,13 @@ from math import log
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jvp  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.contexts import Context
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.function_draws import ForwardDifferentiable
+from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.options import FunctionSpaceOptions
@@ -105,7 +105,7 @@ def linearised_draw(
         return network({**rest, **weights}, batch)
 
     try:
-        with ForwardDifferentiable():
+        with PlainAttention():
             values, tangents = cast(
                 tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], jvp(run, (moved,), (dict(deviations),))
             )
@@ -155,6 +155,10 @@ class FunctionSpaceObjective(Objective):
             assert isinstance(likelihood, Gaussian)
             like = next(iter(field.means.values()))
             self._log_noise = likelihood.noise_variance.log().to(like).requires_grad_()
+
+    @property
+    def network(self) -> nn.Module:
+        return self._network.twin
 
     def groups(self) -> list[Group]:
         found = self._field.groups(self._options.lr, self._options.log_variance_lr)

@@ -73,7 +73,8 @@ def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> 
         return own
     if isinstance(loader, (list, tuple)):
         shapes = replace(reader, device=torch.device("meta"))  # nothing is copied
-        return sum(count_samples(shapes.read(batch)) for batch in cast("list[Any]", loader))
+        read = map(shapes.read, cast("list[Any]", loader))
+        return sum(count_samples(batch) for batch in read if not batch.empty)
     in_batches = isinstance(loader, DataLoader) and loader.batch_sampler is None
     items = 0 if in_batches else known_length(sampler_of(loader))
     if items:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from math import cos, inf, isfinite, pi
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
+from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Tensors
@@ -59,6 +61,11 @@ class TrainingOptions:
 
 class Objective(ABC):
     """What is trained: named tensors, and a loss whose gradients by them can be drawn for a batch."""
+
+    @property
+    @abstractmethod
+    def network(self) -> nn.Module:
+        """The model, run as it is where a step fails, to tell whether it takes the batch at all."""
 
     @abstractmethod
     def groups(self) -> list[Group]:
@@ -230,7 +237,8 @@ class _Run:
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
-        terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step))
+        with self._explained(batch, f"batch {state.batch} of the loader"):
+            terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step))
         values = dict(
             zip(terms, torch.stack([t.detach().double() for t in terms.values()]).tolist(), strict=True)
         )
@@ -257,6 +265,9 @@ class _Run:
             state.sums[name] = state.sums.get(name, 0.0) + value * samples
         state.samples += samples
         state.step += 1
+
+    def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
+        return explained(lambda: self._objective.network, batch, what, LOADER)
 
     def _progress(self) -> float:
         """How much of the training is over, in [0, 1)."""
@@ -296,7 +307,8 @@ class _Run:
             for batch in batches(self._val_loader, self._reader):
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
-                found = self._objective.log_predictive(batch, self._options.val_draws)
+                with self._explained(batch, "a batch of val_loader"):
+                    found = self._objective.log_predictive(batch, self._options.val_draws)
                 total, count = total - float(found.double().sum()), count + len(found)
         return total / count
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.numbers import positive_number
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.record import Evidence, Record
@@ -98,7 +99,7 @@ class Posterior:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("scale", "noise_scale", "temperature"):
-            value = _positive(name, value)
+            value = positive_number(name, value)
         elif name == "residual_weight":
             value = float(value)
             if not 0.0 <= value <= 1.0:
@@ -115,8 +116,11 @@ class Posterior:
                 f"with prior_precision={value}, or set scale to widen or narrow the posterior."
             )
         if not isinstance(value, Mapping):
-            return _positive("prior_precision", value)
-        given = {str(k): _positive("prior_precision", v) for k, v in cast(Mapping[str, Any], value).items()}
+            return positive_number("prior_precision", value)
+        given = {
+            str(name): positive_number(f"prior_precision of layer '{name}'", number)
+            for name, number in cast(Mapping[str, Any], value).items()
+        }
         if given.keys() != self.layers.keys():
             missing = sorted(self.layers.keys() ^ given.keys())
             raise PosthocUQError(
@@ -431,13 +435,6 @@ class Posterior:
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
         return build_report(self)
-
-
-def _positive(name: str, value: Any) -> float:
-    number = float(value)
-    if not (0.0 < number < float("inf")):
-        raise PosthocUQError(f"{name} must be positive and finite, not {value}.")
-    return number
 
 
 def _normals(seed: int, shape: tuple[int, int, int], like: Tensor) -> Tensor:

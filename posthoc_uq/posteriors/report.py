@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any, cast
 
+from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tables import cell_text, text_table
 
@@ -35,8 +36,8 @@ class Report:
     Some of the lines above the table:
 
     * ``scale``: how many samples the statistics count as, the number of training samples unless tuned. ``prior
-      precision``: of every weight, or per layer, with how it was chosen. ``residual weight``: of the part of the exact
-      diagonal that the low rank of ``"inf"`` leaves. ``temperature``: logits are divided by it.
+      precision``: of every weight, or per layer, with how it was chosen. ``residual weight``, of ``"inf"`` alone: of
+      the part of the exact diagonal that its low rank leaves. ``temperature``: logits are divided by it.
     * ``fisher``: which labels the statistics were taken with, as the option of `fit`.
     * ``layers caught by``: which of two ways gave a layer's gradients. Both give the same.
 
@@ -125,9 +126,10 @@ def build_report(posterior: Posterior) -> Report:
         "bytes stored": sum(block.bytes() for block in blocks),
         "scale": posterior.scale,
         "prior precision": "per layer" if isinstance(prior, dict) else prior,
-        "residual weight": posterior.residual_weight,
-        "temperature": posterior.temperature,
     }
+    if any(isinstance(block, InformationBlock) for block in blocks):
+        summary["residual weight"] = posterior.residual_weight
+    summary["temperature"] = posterior.temperature
     if posterior.features is not None:
         summary["novelty"] = _novelty(posterior.features)
     noise = posterior.noise_variance

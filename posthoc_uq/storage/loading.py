@@ -26,7 +26,7 @@ from posthoc_uq.posteriors.state import (
     posterior_from_state,
     state_layers,
 )
-from posthoc_uq.replica import model_device, unwrap
+from posthoc_uq.replica import model_device, other_name, unwrap
 from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.hdf5 import ImageReader, Structure
 from posthoc_uq.storage.sandbox import SandboxReader
@@ -255,6 +255,13 @@ def _check_model(
         shapes = {layer.weight: layer.weight_shape}
         if layer.bias is not None:
             shapes[layer.bias] = (layer.groups * layer.outputs,)
+        called = None if layer.weight in mean else other_name(layer.weight, mean)
+        if called is not None:
+            raise PosteriorMismatchError(
+                f"'{path}' names a parameter '{layer.weight}' that the model calls '{called}': a part of the model is "
+                f"wrapped, as torch.compile does it, and was not when the posterior was fitted, or the other way "
+                f"round. Load it with the model as it was then, or fit again."
+            )
         for parameter, shape in shapes.items():
             if parameter not in mean:
                 raise PosteriorMismatchError(
