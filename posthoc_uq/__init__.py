@@ -12,7 +12,7 @@ from posthoc_uq.errors import (
     UnsupportedLayerError,
 )
 from posthoc_uq.evaluation import Evaluation, evaluate
-from posthoc_uq.exporting import export, exportable
+from posthoc_uq.exporting import export, export_onnx, exportable
 from posthoc_uq.fitting import fit
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -46,6 +46,7 @@ __all__ = [
     "UnsupportedLayerError",
     "evaluate",
     "export",
+    "export_onnx",
     "exportable",
     "fit",
     "function_space_kl",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import warnings
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from posthoc_uq.heads.prediction import Prediction, predict
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.replica import unwrap
 
 
 class ClassTensors(NamedTuple):
@@ -150,8 +154,48 @@ def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) ->
     Raises:
         PosthocUQError: the inputs are no tensors, or the model cannot be run on them.
     """
+    return _program(predictor, inputs, dynamic_batch, stacklevel=5)
+
+
+def export_onnx(
+    predictor: Predictor, path: str | os.PathLike[str], *inputs: Tensor, dynamic_batch: bool = True
+) -> None:
+    """Write a predictor to an ONNX file whose outputs have the names of the fields of `ClassTensors` or `ValueTensors`,
+    and whose inputs those of the arguments of the model's ``forward``.
+
+    Args:
+        predictor: as for `export`.
+        path: of the file.
+        inputs: as for `export`.
+        dynamic_batch: let the file take any number of samples.
+
+    Raises:
+        PosthocUQError: the inputs are no tensors, the model cannot be run on them, or the packages onnx and onnxscript
+            are not installed.
+    """
+    if find_spec("onnx") is None or find_spec("onnxscript") is None:
+        raise PosthocUQError(
+            "ONNX files are written by torch with two packages more: pip install onnx onnxscript"
+        )
+    program = _program(predictor, inputs, dynamic_batch, stacklevel=5)
+    kind: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
+    arguments = inspect.signature(unwrap(predictor.model).forward).parameters.values()
+    named = [own.name for own in arguments if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
+    torch.onnx.export(
+        program,
+        inputs,
+        os.fspath(path),
+        input_names=named[: len(inputs)] if len(named) >= len(inputs) else None,
+        output_names=list(kind._fields),
+        verbose=False,
+    )
+
+
+def _program(
+    predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool, stacklevel: int
+) -> torch.export.ExportedProgram:
     _check_inputs(inputs)
-    module = _exportable(predictor, stacklevel=4)
+    module = _exportable(predictor, stacklevel)
     shapes: Any = None
     if dynamic_batch:
         batch = torch.export.Dim("batch", min=1, max=2**16)

@@ -128,8 +128,27 @@ def test_onnx_files_give_equal_results(tmp_path: Path) -> None:
     net = cnn()
     predictor = uq.wrap(net, fitted(net), head="moments")
     x = torch.randn(3, 3, 32, 32)
-    torch.onnx.export(export(predictor, x), (x,), tmp_path / "p.onnx")
+    uq.export_onnx(predictor, tmp_path / "p.onnx", x)
     x = torch.randn(5, 3, 32, 32)  # another batch size
     session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
-    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(outputs[0]), predictor(x).probs, rtol=1e-3, atol=1e-5)
+    assert [value.name for value in session.get_inputs()] == ["input"]  # as in `nn.Sequential.forward`
+    names = [value.name for value in session.get_outputs()]
+    assert names == list(ClassTensors._fields)
+    outputs = dict(zip(names, session.run(None, {"input": x.numpy()}), strict=True))
+    expected = tensors_of(predictor(x))
+    for name in names:
+        torch.testing.assert_close(
+            torch.from_numpy(outputs[name]), getattr(expected, name), rtol=1e-3, atol=1e-5
+        )
+
+
+def test_an_onnx_file_of_a_regression_names_its_outputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3)
+    fit = uq.fit(net, [(x, x[:, :2])], likelihood="regression", prior_precision=1.0, progress=False)
+    predictor = uq.wrap(net, fit, head="linearized")
+    with pytest.warns(UserWarning, match="draws of the weights in its place") as said:
+        uq.export_onnx(predictor, tmp_path / "p.onnx", x)
+    assert said[0].filename == __file__
+    session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
+    assert [value.name for value in session.get_outputs()] == list(ValueTensors._fields)

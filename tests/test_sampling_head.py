@@ -6,7 +6,8 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
@@ -504,3 +505,33 @@ def test_options_are_checked(setting):
     for options, message in cases:
         with pytest.raises(PosthocUQError, match=message):
             uq.wrap(model, posterior, "sampling", **options)
+
+
+class Attending(nn.Module):
+    """Attention by torch's fused function, or by its module, whose fast path is one opaque call."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fused, self.out = fused, nn.Linear(8, 3)
+        self.inner = nn.Linear(8, 24) if fused else nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            return self.out(self.inner(x).mean(1))
+        query, key, value = self.inner(x).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_runs_batched_over_draws(fused: bool, layers: str) -> None:
+    model, x = Attending(fused), torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))
+    fitted = uq.fit(
+        model, [(x, torch.arange(6) % 3)], method="diag", layers=layers, prior_precision=10.0, progress=False
+    )
+    together = uq.wrap(model, fitted, "sampling", n_samples=4, batched=True)
+    alone = uq.wrap(model, fitted, "sampling", n_samples=4, batched=False)
+    torch.testing.assert_close(together.outputs(x), alone.outputs(x), rtol=1e-5, atol=1e-6)
+    assert together.ensemble.refused is None

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.heads.cost import cost_of
 from posthoc_uq.heads.cut import Cut, Saving, agree, described
+from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.heads.inputs import Inputs
 from posthoc_uq.heads.replay import Features, ReplayError
 from posthoc_uq.loaders import output_tensor
@@ -244,7 +245,10 @@ class Ensemble(nn.Module):
     def _together(self, work: Inputs | Features, start: int, stop: int) -> Tensor:
         """Outputs ``(draws, batch, ...)`` of several draws in one pass."""
         if isinstance(work, Features):
-            return torch.func.vmap(lambda weights: self.cut.run(work, weights))(self._weights(start, stop))
+            with PlainAttention():
+                return torch.func.vmap(lambda weights: self.cut.run(work, weights))(
+                    self._weights(start, stop)
+                )
         try:
             twin = self._twins.pop()  # a functional call writes to the module: one for each thread
         except IndexError:
@@ -254,7 +258,8 @@ class Ensemble(nn.Module):
         def run(weights: dict[str, Tensor]) -> Tensor:
             return output_tensor(torch.func.functional_call(twin, weights, args, kwargs))
 
-        outputs = torch.func.vmap(run)(self._weights(start, stop))
+        with PlainAttention():
+            outputs = torch.func.vmap(run)(self._weights(start, stop))
         self._twins.append(twin)  # not after an error, which may leave it half written
         return outputs
 

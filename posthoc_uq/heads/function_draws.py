@@ -44,8 +44,10 @@ def _attend(
     return scores.softmax(-1) @ value
 
 
-class ForwardDifferentiable(CallInterceptor):
-    """Replaces fused attention, which has no forward derivative; the interceptor opens multi-head attention."""
+class PlainAttention(CallInterceptor):
+    """Replaces fused attention, which has no forward derivative and no rule for `vmap`; the interceptor opens multi-head
+    attention.
+    """
 
     def __init__(self) -> None:
         super().__init__(set(), lambda use, output: None)
@@ -80,7 +82,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
         )
 
     outputs, found = None, list[Tensor]()
-    with _SWAPPING, torch.no_grad(), ForwardDifferentiable():
+    with _SWAPPING, torch.no_grad(), PlainAttention():
         for draw in range(draws):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
             try:
