@@ -17,6 +17,8 @@ import pytest
 from sklearn.datasets import load_digits
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+NO_RESULTS = "These numbers are not results."
+"""What every page of a smoke run says."""
 
 
 def run_recipe(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:

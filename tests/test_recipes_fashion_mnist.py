@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from recipe_helpers import RECIPES, run_recipe, write_fashion_mnist
+from recipe_helpers import NO_RESULTS, RECIPES, run_recipe, write_fashion_mnist
 from sklearn.datasets import load_digits
 
 RECIPE = RECIPES / "fashion_mnist"
@@ -57,6 +57,7 @@ def test_smoke(folder, tmp_path):
     assert results["deep ensemble of 2"]["bytes"] == 2 * results["plain"]["bytes"]
     table = (tmp_path / "600-1-0.01" / "table.md").read_text()
     assert all(f"| {name} |" in table for name in results) and table in done.stdout
+    assert NO_RESULTS in table.splitlines()[0]
 
 
 def test_help_names_the_options():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_helpers import RECIPES, recipe_modules, run_recipe, write_fashion_mnist
+from recipe_helpers import NO_RESULTS, RECIPES, recipe_modules, run_recipe, write_fashion_mnist
 from torch import nn
 
 import posthoc_uq as uq
@@ -33,6 +33,7 @@ def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     (results,) = json.loads((tmp_path / f"{script}.json").read_text())
     assert len(results) == rows and all(f"| {name} |" in done.stdout for name in results)
+    assert NO_RESULTS in done.stdout
     assert all(torch.tensor(list(row.values())).isfinite().all() for row in results.values())
     assert (tmp_path / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -43,6 +44,7 @@ def test_smoke_on_images(tmp_path: Path) -> None:
     options = ("--smoke", "--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
     done = run_recipe("function_space/images.py", *options)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert NO_RESULTS in done.stdout
     (results,) = json.loads((tmp_path / "out" / "images.json").read_text())
     contexts = ("monochrome", "distorted clothes", "photographs", "digits")
     rows = ["network", *(f"post hoc, {name}" for name in contexts)]

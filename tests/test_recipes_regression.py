@@ -18,7 +18,8 @@ import pandas as pd
 import pytest
 import rdata
 import torch
-from recipe_helpers import recipe_modules, run_recipe
+from matplotlib.figure import Figure
+from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe
 from scipy.integrate import quad
 from scipy.stats import norm
 from torch import nn
@@ -43,7 +44,14 @@ def _smoke(script: str, output: Path) -> str:
     """What a script prints in its smoke mode."""
     found = run_recipe(script, "--smoke", "--output", output)
     assert found.returncode == 0, found.stderr
+    assert NO_RESULTS in found.stdout
     return found.stdout
+
+
+def test_a_figure_of_a_smoke_run_says_so(toy: Namespace) -> None:
+    for smoke, texts in ((True, ["smoke run, not results"]), (False, [])):
+        figure = toy.compare.stamped(Figure(), smoke)
+        assert [text.get_text() for text in figure.texts] == texts
 
 
 # UCI: data

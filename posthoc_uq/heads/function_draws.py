@@ -45,8 +45,8 @@ def _attend(
 
 
 class PlainAttention(CallInterceptor):
-    """Replaces fused attention, which has no forward derivative and no rule for `vmap`; the interceptor opens multi-head
-    attention.
+    """Replaces fused attention, which `vmap` and forward differentiation have no rule for; the interceptor opens
+    multi-head attention.
     """
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from network import trained
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
 
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "active_learning"
 SETS = ("boston", "wine", "energy", "concrete")
@@ -175,10 +180,11 @@ def main() -> None:
             continue
         everything[name] = run(table, options)
         print(f"{name}: {options.splits} splits in {time.perf_counter() - begun:.0f} s")
-    print(f"\n{markdown([line for name, found in everything.items() for line in lines(name, found)])}\n")
+    table = markdown([line for name, found in everything.items() for line in lines(name, found)])
+    print(f"\n{marked(table, options.smoke)}\n")
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "active_learning.png"
-    picture(everything).savefig(path, dpi=110)
+    stamped(picture(everything), options.smoke).savefig(path, dpi=110)
     content: dict[str, Any] = {
         name: {strategy: values.tolist() for strategy, values in found.items()}
         for name, found in everything.items()

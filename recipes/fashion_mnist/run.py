@@ -82,7 +82,8 @@ def main() -> None:
     for seed, path in paths.items():
         one_seed(data, seed, folder, path, options)
         print(f"seed {seed} is done", flush=True)
-    print(write_table([json.loads(path.read_text()) for path in paths.values()], folder / "table.md"))
+    results = [json.loads(path.read_text()) for path in paths.values()]
+    print(write_table(results, folder / "table.md", options.smoke))
 
 
 def smaller(data: Data) -> Data:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked
 
 ORDER = (
     "plain",
@@ -20,7 +25,7 @@ ORDER = (
 SCORES = ("entropy", "mutual_information", "functional_variance", "novelty", "both")
 
 
-def write_table(results: list[dict[str, dict[str, Any]]], path: Path) -> str:
+def write_table(results: list[dict[str, dict[str, Any]]], path: Path, smoke: bool = False) -> str:
     """Mean ± standard deviation over seeds, one row a method; also written to `path`."""
     header = ["method", "accuracy", "NLL", "ECE", *(f"AUROC, {s.replace('_', ' ')}" for s in SCORES)]
     lines = [[*header, "time", "MB", "seeds"]]
@@ -40,7 +45,7 @@ def write_table(results: list[dict[str, dict[str, Any]]], path: Path) -> str:
         lines.append([name, *cells])
     rows = [f"| {' | '.join(line)} |" for line in lines]
     rows.insert(1, "| " + " | ".join(["---"] * len(lines[0])) + " |")
-    text = "\n".join(rows) + "\n"
+    text = marked("\n".join(rows) + "\n", smoke)
     path.write_text(text)
     return text
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,10 @@ from variational import function_space
 import posthoc_uq as uq
 from posthoc_uq import metrics
 from posthoc_uq.plots import referral_plot
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
 
 COLUMNS = ("accuracy", "NLL", "ECE", "AUROC, digits", "AUROC, letters", "accuracy, 20 % referred", "AURC")
 EPOCHS, RATE = 15, 0.01  # of the networks, as in recipes/fashion_mnist
@@ -97,7 +102,8 @@ def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, di
         curves[name] = prediction.entropy(), prediction.probs, data.test.labels
         print(f"seed {seed}, {name}: {results[name]}", flush=True)
     if seed == options.seeds[0]:
-        referral_plot(curves).savefig(options.output / "selective_prediction.png", dpi=110)
+        figure = stamped(referral_plot(curves), options.smoke)
+        figure.savefig(options.output / "selective_prediction.png", dpi=110)
     return results
 
 
@@ -129,7 +135,8 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     results = [one_seed(data, seed, options) for seed in options.seeds]
     (options.output / "images.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\n{spread(results, COLUMNS, '.4g')}\n\nPicture: {options.output / 'selective_prediction.png'}")
+    table = marked(spread(results, COLUMNS, ".4g"), options.smoke)
+    print(f"\n{table}\n\nPicture: {options.output / 'selective_prediction.png'}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
 
 NOISE, GAP, EDGE, REACH = 0.1, 0.8, 3.0, 6.0
 HEADS: dict[str, dict[str, Any]] = {"linearized": {}, "sampling": {"n_samples": 200}}
@@ -156,7 +161,8 @@ def main() -> None:
     for seed in options.seeds:
         found = posteriors(seed, options)
         if seed == options.seeds[0]:
-            picture(seed, found).savefig(options.output / "regression.png", dpi=110)
+            figure = stamped(picture(seed, found), options.smoke)
+            figure.savefig(options.output / "regression.png", dpi=110)
         results.append(
             {
                 f"{name}, {head}": measures(uq.wrap(model, posterior, head, **own), seed)
@@ -166,7 +172,8 @@ def main() -> None:
         )
         print(f"seed {seed} is done", flush=True)
     (options.output / "regression.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\n{spread(results, COLUMNS)}\n\nPicture: {options.output / 'regression.png'}")
+    table = marked(spread(results, COLUMNS), options.smoke)
+    print(f"\n{table}\n\nPicture: {options.output / 'regression.png'}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from variational import function_space
 
 import posthoc_uq as uq
 from posthoc_uq import metrics
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
 
 SHOWN = (0, 45, 90, 180)
 """Angles of the table."""
@@ -136,12 +141,14 @@ def main() -> None:
         rows = predictors(train, held_out, seed, options)
         results.append({name: measures(predict, test, angles) for name, predict in rows.items()})
         print(f"split {seed} is done", flush=True)
-    picture(results, angles).savefig(options.output / "rotated_digits.png", dpi=110)
+    figure = stamped(picture(results, angles), options.smoke)
+    figure.savefig(options.output / "rotated_digits.png", dpi=110)
     (options.output / "rotated_digits.json").write_text(json.dumps(results, indent=1) + "\n")
     columns = [
         f"{measure} at {angle}" for measure in ("Brier", "entropy") for angle in SHOWN if angle in angles
     ]
-    print(f"\n{spread(results, columns)}\n\nPicture: {options.output / 'rotated_digits.png'}")
+    table = marked(spread(results, columns), options.smoke)
+    print(f"\n{table}\n\nPicture: {options.output / 'rotated_digits.png'}")
 
 
 if __name__ == "__main__":

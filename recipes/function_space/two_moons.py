@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
 
 NOISE, REACH = 0.2, 10.0
 COLUMNS = ("accuracy", "NLL", "entropy, test", "entropy, far", "sd of p, test", "sd of p, far")
@@ -176,13 +181,13 @@ def main() -> None:
     for seed in options.seeds:
         found = fitted(seed, options)
         if seed == options.seeds[0]:
-            picture(seed, found, 31 if options.smoke else 121).savefig(
-                options.output / "two_moons.png", dpi=110
-            )
+            figure = picture(seed, found, 31 if options.smoke else 121)
+            stamped(figure, options.smoke).savefig(options.output / "two_moons.png", dpi=110)
         results.append({name: measures(draw, seed) for name, draw in found.items()})
         print(f"seed {seed} is done", flush=True)
     (options.output / "two_moons.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\n{spread(results, COLUMNS)}\n\nPicture: {options.output / 'two_moons.png'}")
+    table = marked(spread(results, COLUMNS), options.smoke)
+    print(f"\n{table}\n\nPicture: {options.output / 'two_moons.png'}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,10 @@ from posthoc_uq.plots.style import (
     wilson,
 )
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
+
 MEASURES = ("accuracy", "top-5 accuracy", "NLL", "Brier", "ECE", "ECE (equal mass)")
 
 
@@ -47,13 +53,13 @@ def plot_all(options: argparse.Namespace) -> None:
     if not rows:
         raise PosthocUQError("There is nothing to plot yet; run the stage evaluate first.")
     names = {row: METHODS.get(row, row) for row in rows}
-    calibration_figure({names[row]: found for row, found in rows.items()}).savefig(
-        options.output / "figure6.png"
-    )
-    entropy_figure({names[row]: found for row, found in rows.items()}).savefig(options.output / "figure7.png")
+    named = {names[row]: found for row, found in rows.items()}
+    pages = {"figure6": calibration_figure(named), "figure7": entropy_figure(named)}
     searched = [m for m in options.methods if trials(options.trials, m, options.budget)]
     if searched:
-        search_figure(searched, options).savefig(options.output / "search.png")
+        pages["search"] = search_figure(searched, options)
+    for name, figure in pages.items():
+        stamped(figure, options.smoke).savefig(options.output / f"{name}.png")
     fitted = [m for m in options.methods if posterior_file(options.posteriors, m).exists()]
     parts = [quality_table(rows), *foreign_tables(rows)]
     sizes = {m: numbers_and_bytes(options.posteriors, m) for m in fitted}
@@ -64,7 +70,7 @@ def plot_all(options: argparse.Namespace) -> None:
         parts.append(
             f"Best of {options.budget} trials by validation {options.select}:\n\n" + "\n".join(lines)
         )
-    text = "\n\n".join(parts) + "\n"
+    text = marked("\n\n".join(parts) + "\n", options.smoke)
     (options.output / "results.md").write_text(text)
     content = {
         "rows": {row: found["measures"] for row, found in rows.items()},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,10 @@ from torch import Tensor, nn
 from truth import Truth, nuts
 
 import posthoc_uq as uq
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
 
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "toy_regression"
 METHODS: dict[str, dict[str, Any]] = {
@@ -179,14 +184,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         trained = model(standardised(grid())).squeeze(1) * task.scale
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "toy_regression.png"
-    picture(task, trained, reference, curves).savefig(path, dpi=110)
+    stamped(picture(task, trained, reference, curves), options.smoke).savefig(path, dpi=110)
     print(
         f"Best maximum {found[0][0]:.2f}, worst {found[-1][0]:.2f} of {len(found)} starts, and all posteriors: "
         f"{fits - begun:.0f} s. NUTS: {len(starts)} chains of {options.draws} draws in {sampled - fits:.0f} s, "
         f"{describe(truth)}."
     )
     table = lines(reference, curves)
-    print(f"\n{markdown(table)}\n\nPicture: {path}")
+    print(f"\n{marked(markdown(table), options.smoke)}\n\nPicture: {path}")
     measures = {name: compare(reference, curve) for name, curve in curves.items()}
     content = {"measures": measures, "NUTS": {"r_hat": truth.r_hat, "effective": truth.effective}}
     (options.output / "toy_regression.json").write_text(json.dumps(content, indent=1) + "\n")

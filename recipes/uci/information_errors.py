@@ -6,8 +6,10 @@ python recipes/uci/information_errors.py --smoke    Boston, two splits; seconds
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from network import trained
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked
 
 SHARE = 0.05
 """Of the eigenvalues, that the low-rank INF keeps."""
@@ -154,7 +160,7 @@ def main() -> None:
         gap = max(abs(one["inf, clamp"].off_diagonal - one["efb"].off_diagonal) for one in found)
         print(f"{name}: off-diagonal errors of INF (clamp) and EFB differ by at most {gap:.1e}")
         print(f"{name}: {splits} splits in {time.perf_counter() - begun:.0f} s")
-    print(f"\n{markdown(table_lines)}\n")
+    print(f"\n{marked(markdown(table_lines), options.smoke)}\n")
     file = "information_errors_hidden_layer.json" if options.hidden_layer else "information_errors.json"
     write(options.output / file, everything)
 

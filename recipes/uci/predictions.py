@@ -11,9 +11,11 @@ are in the units of the data; splits are shared, so whatever is compared is comp
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,10 @@ from torch.func import functional_call, vmap
 
 import posthoc_uq as uq
 from posthoc_uq.heads.regression import RegressionPrediction
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked
 
 METHODS: dict[str, dict[str, Any]] = {
     "Diag": {"method": "diag"},
@@ -240,8 +246,12 @@ def main() -> None:
         print(f"{name}: {splits} splits in {time.perf_counter() - begun:.0f} s")
         for head in HEADS:
             print(f"  {edges(everything[name], head)}")
-    print(f"\n{markdown(table_lines)}\n\nPaired differences of the log-likelihood:\n")
-    print(f"{markdown(difference_lines)}\n")
+    for title, found in (
+        ("", table_lines),
+        ("Paired differences of the log-likelihood:\n\n", difference_lines),
+    ):
+        print(f"\n{title}{marked(markdown(found), options.smoke)}")
+    print()
     write(options.output / "predictions.json", everything)
 
 
