@@ -1,4 +1,4 @@
-"""A copy of a predictor predicts bit for bit what the original predicts: every method, every head, every way to copy."""
+"""A copy of a predictor predicts bit for bit what it predicts: every method, every head, every way to copy."""
 
 import copy
 import functools
