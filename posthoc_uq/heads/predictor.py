@@ -31,18 +31,6 @@ from posthoc_uq.replica import model_device, replicate
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
 
-def hyperparameters_of(posterior: Posterior) -> dict[str, Any]:
-    """What a prediction depends on beside the blocks, as plain values."""
-    prior = posterior.prior_precision
-    return {
-        "scale": posterior.scale,
-        "prior_precision": dict(prior) if isinstance(prior, dict) else prior,
-        "residual_weight": posterior.residual_weight,
-        "noise_scale": posterior.noise_scale,
-        "temperature": posterior.temperature,
-    }
-
-
 class GaussianOutputs(NamedTuple):
     """Outputs that are Gaussian under the posterior, before temperature and noise.
 
@@ -96,17 +84,38 @@ class Predictor(nn.Module, ABC):
         """Where it predicts: the device of its own weights, or of the user's model if it has none."""
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
 
-    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Prediction:
+        """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
+        `RegressionPrediction` by the likelihood.
+
+        Raises:
+            PosthocUQError: the head cannot serve this model, or no prediction is defined for the likelihood.
+        """
+        return self._predict(self._posterior.snapshot(), Batch(args, None, kwargs))
+
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
         every draw, ``(draws, batch, ...)``.
         """
+        return self._distribution(self._posterior.snapshot(), Batch(args, None, kwargs))
 
-    @abstractmethod
     def prediction_of(self, distribution: Any) -> Prediction:
         """The prediction that follows from a `distribution` of this head at the posterior's present temperature and
         noise. Trying out several of these costs no further run of the model.
         """
+        return self._prediction_of(self._posterior.snapshot(), distribution)
+
+    @abstractmethod
+    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
+        """See `forward`; `posterior` is a snapshot, whose settings nobody changes."""
+
+    @abstractmethod
+    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs | Tensor:
+        """See `distribution`."""
+
+    @abstractmethod
+    def _prediction_of(self, posterior: Posterior, distribution: Any) -> Prediction:
+        """See `prediction_of`."""
 
     def refresh(self, seed: int) -> None:
         """Take the posterior's present settings, where a head does not follow them by itself.
@@ -121,7 +130,7 @@ class Predictor(nn.Module, ABC):
 
     def hyperparameters(self) -> dict[str, Any]:
         """The posterior's hyperparameters that its predictions are made with, as plain values."""
-        return hyperparameters_of(self._posterior)
+        return self._posterior.settings.plain()
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """What enters the part of the model that has a posterior, for a batch. It stays the same whatever settings the
@@ -195,10 +204,11 @@ class Predictor(nn.Module, ABC):
                 f"{residual_weight}."
             )
         settings = RatioSettings(form, float(prior_precision), float(residual_weight))
-        key = (settings, self._posterior.noise_scale, model_device(network))
+        posterior = self._posterior.snapshot()
+        key = (settings, posterior.noise_scale, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
-                made = PosteriorRatio(network, self._posterior, settings, batch, model_device(network))
+                made = PosteriorRatio(network, posterior, settings, batch, model_device(network))
                 self._ratio = key, made
             ratio = self._ratio[1]
         return ratio(batch)
@@ -239,6 +249,7 @@ class Predictor(nn.Module, ABC):
         progress: bool = True,
     ) -> Prediction:
         """Predict every batch of a loader, on the predictor's device; results lie on the CPU, in the loader's order.
+        All are made under the posterior's settings of one moment.
 
         No gradients are kept, and the global random state is as it was afterwards, whatever the loader draws.
 
@@ -255,9 +266,9 @@ class Predictor(nn.Module, ABC):
         """
         check_loader(loader)
         reader = BatchReader(self.device, batch_to_inputs)
-        found: list[Prediction] = []
+        found, posterior = list[Prediction](), self._posterior.snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                found.append(self(*batch.args, **batch.kwargs).to("cpu"))
+                found.append(self._predict(posterior, batch).to("cpu"))
                 bar.advance(len(found[-1]))
         return cat(found)

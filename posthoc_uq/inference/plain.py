@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.contexts import Context
-from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.state import posterior_state
@@ -56,7 +55,7 @@ def _inside(value: Any) -> Any:
     if isinstance(value, Context):
         return value.identity()
     if isinstance(value, Posterior):
-        return {"blocks": posterior_state(value)["blocks"], "mean": value.mean, **hyperparameters_of(value)}
+        return {"blocks": posterior_state(value)["blocks"], "mean": value.mean, **value.settings.plain()}
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return None
