@@ -353,9 +353,7 @@ class Posterior(Adjustable):
             self._cache.put(block, key, factor)
         return factor
 
-    def _of_block(
-        self, block: str, settings: Hyperparameters, prior: Any, noise: float | Tensor
-    ) -> Settings:
+    def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise: float | Tensor) -> Settings:
         """What the block's precision depends on, for a prior precision and noise of these settings or others."""
         inner = self.members[block]
         if isinstance(prior, Mapping):

@@ -59,7 +59,7 @@ class Adjustable:
     """
 
     method: str
-    layers: Mapping[str, Layer]
+    layers: dict[str, Layer]
     takes_prior: bool
     _settings: Hyperparameters
     _prior_settled = False  # whether the prior is that of a training, which cannot be set again
@@ -126,7 +126,9 @@ class Adjustable:
         checked = {name: self._checked(name, value) for name, value in values.items()}
         with _SETTING:
             self._settings = replace(self._settings, **checked)
-            self._prior_settled = self._prior_settled or ("prior_precision" in values and not self.takes_prior)
+            self._prior_settled = self._prior_settled or (
+                "prior_precision" in values and not self.takes_prior
+            )
 
     def _checked(self, name: str, value: Any) -> Any:
         if name == "prior_precision":
