@@ -15,6 +15,7 @@ from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.chosen import ChosenOutputs, checked_outputs
 from posthoc_uq.heads.cut import Cut
+from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearization import Engine, Linearization
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
@@ -176,11 +177,14 @@ class LinearizedPredictor(Predictor):
         """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
 
         Raises:
+            NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
         with _own_modes():
-            found = self._at(self._posterior.snapshot(), Batch(args, None, kwargs))
-            return found.variance().reshape(found.mean.shape)
+            at = self._at(self._posterior.snapshot(), Batch(args, None, kwargs))
+            found = at.variance().reshape(at.mean.shape)
+            check_finite({"variance": found}, "functional variance")
+            return found
 
     def functional_covariance(self, *args: Any, joint: bool = False, **kwargs: Any) -> Tensor:
         """Covariance of the outputs by the weights.
@@ -194,10 +198,13 @@ class LinearizedPredictor(Predictor):
             as in ``functional_mean(...).topk(K).indices``.
 
         Raises:
+            NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
         with _own_modes():
-            return self._at(self._posterior.snapshot(), Batch(args, None, kwargs)).covariance(joint)
+            found = self._at(self._posterior.snapshot(), Batch(args, None, kwargs)).covariance(joint)
+            check_finite({"covariance": found}, "functional covariance")
+            return found
 
     def functional_trace(self, *args: Any, n_probes: int | None = None, **kwargs: Any) -> Tensor:
         """The sum of all outputs' variances for every input, ``(batch,)``: one number of uncertainty a sample.
@@ -210,13 +217,16 @@ class LinearizedPredictor(Predictor):
             n_probes: random vectors; by default the predictor's.
 
         Raises:
+            NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model, or there is no probe.
         """
         probes = self._n_probes if n_probes is None else n_probes
         if probes < 1:
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
         with _own_modes():
-            return self._at(self._posterior.snapshot(), Batch(args, None, kwargs)).trace(probes)
+            found = self._at(self._posterior.snapshot(), Batch(args, None, kwargs)).trace(probes)
+            check_finite({"trace": found}, "functional trace")
+            return found
 
     def _at(self, posterior: Posterior, batch: Batch) -> Linearization | Probes:
         """One batch under a posterior's settings."""

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
 from posthoc_uq.heads.cut import Cut
+from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction, with_novelty
@@ -256,10 +257,16 @@ class MomentsPredictor(Predictor):
         return self._moments(self._follow(self._posterior.snapshot()), Batch(args, None, kwargs))[0]
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The variance of the outputs, shaped like them, calibrated where a calibration fits."""
+        """The variance of the outputs, shaped like them, calibrated where a calibration fits.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
         taken = self._follow(self._posterior.snapshot())
         _, variance, _ = self._moments(taken, Batch(args, None, kwargs))
-        return variance if taken.calibration is None else taken.calibration.apply(variance)
+        found = variance if taken.calibration is None else taken.calibration.apply(variance)
+        check_finite({"variance": found}, "functional variance")
+        return found
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)

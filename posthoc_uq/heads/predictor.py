@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.finite import check_finite, checked
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
     RatioSettings,
@@ -89,9 +90,10 @@ class Predictor(nn.Module, ABC):
         `RegressionPrediction` by the likelihood.
 
         Raises:
+            NonFiniteError: an input's prediction is not finite.
             PosthocUQError: the head cannot serve this model, or no prediction is defined for the likelihood.
         """
-        return self._predict(self._posterior.snapshot(), Batch(args, None, kwargs))
+        return checked(self._predict(self._posterior.snapshot(), Batch(args, None, kwargs)))
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
@@ -154,8 +156,9 @@ class Predictor(nn.Module, ABC):
 
         Raises:
             ReplayError: the model went another way than when the features were made; predict from the batch.
+            NonFiniteError: an input's prediction is not finite.
         """
-        return self.prediction_of(self.distribution_from(features))
+        return checked(self.prediction_of(self.distribution_from(features)))
 
     def novelty(
         self,
@@ -197,7 +200,9 @@ class Predictor(nn.Module, ABC):
         form = checked_of(of, self._posterior)
         network = self._network()
         if form == "class":
-            return class_novelty(network, self._posterior, batch, smoothing)
+            found = class_novelty(network, self._posterior, batch, smoothing)
+            check_finite({"novelty": found}, "novelty")
+            return found
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
             raise PosthocUQError(
                 f"prior_precision must be positive and residual_weight in [0, 1], not {prior_precision} and "
@@ -211,7 +216,9 @@ class Predictor(nn.Module, ABC):
                 made = PosteriorRatio(network, posterior, settings, batch, model_device(network))
                 self._ratio = key, made
             ratio = self._ratio[1]
-        return ratio(batch)
+        found = ratio(batch)
+        check_finite({"novelty": found}, "novelty")
+        return found
 
     def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
         """What this head's predictions tell of the novelty of a batch: None where it is not asked for, the posterior
@@ -262,6 +269,7 @@ class Predictor(nn.Module, ABC):
             One prediction for all samples.
 
         Raises:
+            NonFiniteError: an input's prediction is not finite.
             PosthocUQError: the loader is none, yields no batch, or batches of an unknown form.
         """
         check_loader(loader)
@@ -269,6 +277,6 @@ class Predictor(nn.Module, ABC):
         found, posterior = list[Prediction](), self._posterior.snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                found.append(self._predict(posterior, batch).to("cpu"))
+                found.append(checked(self._predict(posterior, batch)).to("cpu"))
                 bar.advance(len(found[-1]))
         return cat(found)
