@@ -23,7 +23,7 @@ from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.probes import Probes, drawn_outputs
 from posthoc_uq.heads.replay import Features, Rest, intercept
-from posthoc_uq.heads.tracking import Tracked, own_copy, track_layers
+from posthoc_uq.heads.tracking import Tracked, track_layers
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
@@ -170,8 +170,9 @@ class LinearizedPredictor(Predictor):
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's outputs as it gives them."""
-        with _own_modes():
-            return own_copy(Batch(args, None, kwargs)).call(self._twin[0])
+        batch = Batch(args, None, kwargs)
+        with _own_modes(), self.explaining(batch):
+            return batch.copied().call(self._twin[0])
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
@@ -180,8 +181,9 @@ class LinearizedPredictor(Predictor):
             NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
-        with _own_modes():
-            at = self._at(self._posterior.snapshot(), Batch(args, None, kwargs))
+        batch = Batch(args, None, kwargs)
+        with _own_modes(), self.explaining(batch):
+            at = self._at(self._posterior.snapshot(), batch)
             found = at.variance().reshape(at.mean.shape)
             check_finite({"variance": found}, "functional variance")
             return found
@@ -201,8 +203,9 @@ class LinearizedPredictor(Predictor):
             NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
-        with _own_modes():
-            found = self._at(self._posterior.snapshot(), Batch(args, None, kwargs)).covariance(joint)
+        batch = Batch(args, None, kwargs)
+        with _own_modes(), self.explaining(batch):
+            found = self._at(self._posterior.snapshot(), batch).covariance(joint)
             check_finite({"covariance": found}, "functional covariance")
             return found
 
@@ -223,8 +226,9 @@ class LinearizedPredictor(Predictor):
         probes = self._n_probes if n_probes is None else n_probes
         if probes < 1:
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
-        with _own_modes():
-            found = self._at(self._posterior.snapshot(), Batch(args, None, kwargs)).trace(probes)
+        batch = Batch(args, None, kwargs)
+        with _own_modes(), self.explaining(batch):
+            found = self._at(self._posterior.snapshot(), batch).trace(probes)
             check_finite({"trace": found}, "functional trace")
             return found
 
@@ -278,7 +282,7 @@ class LinearizedPredictor(Predictor):
         if self._ready is None:
             with _PREPARING, isolated_random_state():
                 if self._ready is None:
-                    ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
+                    ready = track_layers(self._twin[0], self._posterior, batch.copied(), self._dtype)
                     if self._tells_novelty and self._posterior.features is not None:
                         ready.capture.watched = self._posterior.features.layer
                     self._ready = ready

@@ -254,7 +254,9 @@ class MomentsPredictor(Predictor):
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
-        return self._moments(self._follow(self._posterior.snapshot()), Batch(args, None, kwargs))[0]
+        batch = Batch(args, None, kwargs)
+        with self.explaining(batch):
+            return self._moments(self._follow(self._posterior.snapshot()), batch)[0]
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """The variance of the outputs, shaped like them, calibrated where a calibration fits.
@@ -262,8 +264,9 @@ class MomentsPredictor(Predictor):
         Raises:
             NonFiniteError: it is not finite.
         """
-        taken = self._follow(self._posterior.snapshot())
-        _, variance, _ = self._moments(taken, Batch(args, None, kwargs))
+        taken, batch = self._follow(self._posterior.snapshot()), Batch(args, None, kwargs)
+        with self.explaining(batch):
+            _, variance, _ = self._moments(taken, batch)
         found = variance if taken.calibration is None else taken.calibration.apply(variance)
         check_finite({"variance": found}, "functional variance")
         return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.arguments import explained
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.finite import check_finite, checked
@@ -93,7 +95,7 @@ class Predictor(nn.Module, ABC):
             NonFiniteError: an input's prediction is not finite.
             PosthocUQError: the head cannot serve this model, or no prediction is defined for the likelihood.
         """
-        return checked(self._predict(self._posterior.snapshot(), Batch(args, None, kwargs)))
+        return self._checked(self._posterior.snapshot(), Batch(args, None, kwargs))
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
@@ -106,6 +108,11 @@ class Predictor(nn.Module, ABC):
         noise. Trying out several of these costs no further run of the model.
         """
         return self._prediction_of(self._posterior.snapshot(), distribution)
+
+    def _checked(self, posterior: Posterior, batch: Batch) -> Prediction:
+        with self.explaining(batch):
+            found = self._predict(posterior, batch)
+        return checked(found)
 
     @abstractmethod
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
@@ -133,6 +140,10 @@ class Predictor(nn.Module, ABC):
     def hyperparameters(self) -> dict[str, Any]:
         """The posterior's hyperparameters that its predictions are made with, as plain values."""
         return self._posterior.settings.plain()
+
+    def explaining(self, batch: Batch) -> AbstractContextManager[None]:
+        """Within it, an error that the model itself raises on `batch` becomes one that says what it was given."""
+        return explained(self._network, batch)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """What enters the part of the model that has a posterior, for a batch. It stays the same whatever settings the
@@ -200,7 +211,8 @@ class Predictor(nn.Module, ABC):
         form = checked_of(of, self._posterior)
         network = self._network()
         if form == "class":
-            found = class_novelty(network, self._posterior, batch, smoothing)
+            with self.explaining(batch):
+                found = class_novelty(network, self._posterior, batch, smoothing)
             check_finite({"novelty": found}, "novelty")
             return found
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
@@ -277,6 +289,6 @@ class Predictor(nn.Module, ABC):
         found, posterior = list[Prediction](), self._posterior.snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                found.append(checked(self._predict(posterior, batch)).to("cpu"))
+                found.append(self._checked(posterior, batch).to("cpu"))
                 bar.advance(len(found[-1]))
         return cat(found)

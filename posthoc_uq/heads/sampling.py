@@ -154,7 +154,9 @@ class SamplingPredictor(Predictor):
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.
         """
-        return torch.cat(list(self._blocks(self._posterior.snapshot(), Batch(args, None, kwargs))))
+        batch = Batch(args, None, kwargs)
+        with self.explaining(batch):
+            return torch.cat(list(self._blocks(self._posterior.snapshot(), batch)))
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
