@@ -95,7 +95,7 @@ class Predictor(nn.Module, ABC):
             NonFiniteError: an input's prediction is not finite.
             PosthocUQError: the head cannot serve this model, or no prediction is defined for the likelihood.
         """
-        return self._checked(self._posterior.snapshot(), Batch(args, None, kwargs))
+        return self._answer(self._posterior.snapshot(), Batch(args, None, kwargs))
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
@@ -109,7 +109,7 @@ class Predictor(nn.Module, ABC):
         """
         return self._prediction_of(self._posterior.snapshot(), distribution)
 
-    def _checked(self, posterior: Posterior, batch: Batch) -> Prediction:
+    def _answer(self, posterior: Posterior, batch: Batch) -> Prediction:
         with self.explaining(batch):
             found = self._predict(posterior, batch)
         return checked(found)
@@ -289,6 +289,6 @@ class Predictor(nn.Module, ABC):
         found, posterior = list[Prediction](), self._posterior.snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                found.append(self._checked(posterior, batch).to("cpu"))
+                found.append(self._answer(posterior, batch).to("cpu"))
                 bar.advance(len(found[-1]))
         return cat(found)
