@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,11 +20,13 @@ def checked(prediction: Prediction) -> Prediction:
     Raises:
         NonFiniteError: something in it is not finite, but for classes that a model masks.
     """
+    if torch.compiler.is_compiling():  # numbers of samples are symbols, and numbers are not there
+        return prediction
     given = {field.name: getattr(prediction, field.name) for field in fields(prediction)}
     samples = len(prediction)
     check_finite(
         {
-            name: cast(Tensor, value)
+            name: value
             for name, value in given.items()
             if isinstance(value, Tensor)
             and value.is_floating_point()
