@@ -131,6 +131,10 @@ class Posterior(Adjustable):
         The i-th draw depends on the generator alone, not on `n`, the device or other draws; without a
         generator the draws differ from call to call. The global random state is never touched.
 
+        That holds for one fit. A fit that was rounded otherwise (another device, another order of the data) has the
+        same distribution to rounding, but with ``"kfac"`` and ``"efb"`` other draws of one seed: they are made along
+        eigenvectors, which turn freely among those of close eigenvalues.
+
         Returns:
             Parameter name to ``(n, *shape)``, in the parameters' dtype and on their device.
 
