@@ -73,9 +73,7 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
 def _threshold_rests_on(posterior: Posterior) -> dict[str, Any]:
     """What a threshold that is kept was set for, as far as tuning changes it."""
     calibrated = posterior.record.referral.get("head", {}).get("head") == MomentsPredictor.head
-    return posterior.settings.plain() | (
-        {"calibration": posterior.record.calibration} if calibrated else {}
-    )
+    return posterior.settings.plain() | ({"calibration": posterior.record.calibration} if calibrated else {})
 
 
 def _criterion(given: Mapping[str, Any]) -> str:
