@@ -162,6 +162,7 @@ def fit(
         NonFiniteError: outputs, activations, gradients or a loss are not finite.
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
+    asked = dict(locals())  # all of the arguments, for the identity of a checkpoint
     sweeping, training = method_options(method, options)
     trains = training is not None and training.epochs > 0
     law = resolve_likelihood(likelihood, noise_variance)
@@ -217,7 +218,7 @@ def fit(
     kept = KeptInputs(budget, wanted_for(run.layers.values()))
     run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
-        own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}
+        own = identity(asked, run, model, training)
         check_common(own)
         own["first batch"] = batch_hash(batch)
         if checkpoint is not None:

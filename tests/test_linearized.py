@@ -541,7 +541,8 @@ def test_many_classes_by_forward_derivatives() -> None:
 def predictor_covariance(predictor: LinearizedPredictor, x: Tensor) -> Tensor:
     """Of all outputs, from the kept draws."""
     batch = Batch((x,))
-    deviations = predictor._draw(batch, len(x))[1]  # pyright: ignore[reportPrivateUsage]
+    drawn = predictor._deviations(predictor.posterior)  # pyright: ignore[reportPrivateUsage]
+    deviations = predictor._draw(batch, len(x), drawn)[1]  # pyright: ignore[reportPrivateUsage]
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 
