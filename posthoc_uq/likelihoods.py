@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posthoc_uq.devices import host_double, widest
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.randomness import uniforms
 
@@ -205,7 +206,7 @@ class Gaussian(Likelihood):
     name = "regression"
 
     def __init__(self, noise_variance: Tensor | float = 1.0) -> None:
-        noise = torch.as_tensor(noise_variance, dtype=torch.float64).detach().cpu().flatten()
+        noise = host_double(noise_variance).detach().flatten()
         if noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
             raise PosthocUQError(f"noise_variance must be positive and finite, not {noise.tolist()}.")
         self.noise_variance = noise
@@ -289,9 +290,7 @@ def _divergence_of_classes(log_probs: Tensor, prediction: Any) -> Tensor:
 
 def _exact(numbers: Tensor, outputs: Tensor) -> Tensor:
     """Float64 numbers on the outputs' device, in float32 where it has nothing wider."""
-    return numbers.to(
-        device=outputs.device, dtype=torch.float32 if outputs.device.type == "mps" else torch.float64
-    )
+    return numbers.to(device=outputs.device, dtype=widest(outputs.device))
 
 
 def _wide(outputs: Tensor) -> Tensor:
@@ -329,6 +328,5 @@ def likelihood_from_attributes(attributes: dict[str, Any]) -> Likelihood:
     """The likelihood that `attributes` described."""
     name = str(attributes["name"])
     return resolve_likelihood(
-        name,
-        torch.tensor(attributes["noise_variance"], dtype=torch.float64) if name == Gaussian.name else None,
+        name, host_double(attributes["noise_variance"]) if name == Gaussian.name else None
     )

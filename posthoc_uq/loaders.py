@@ -141,7 +141,8 @@ class BatchReader:
         inputs, targets = self._split(batch)
         if self.batch_to_targets is not None:
             targets = self.batch_to_targets(batch)
-        targets = None if targets is None else torch.as_tensor(targets)
+        if targets is not None and not isinstance(targets, Tensor):
+            targets = torch.as_tensor(targets, device="cpu")
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):

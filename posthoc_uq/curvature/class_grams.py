@@ -13,11 +13,12 @@ from torch import Tensor
 
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.features import FeatureSource, feature_rows
+from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import add_up
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.numerics import as_double, eigh_descending, nystrom, positive_part
+from posthoc_uq.posteriors.numerics import eigh_descending, nystrom, positive_part
 
 MOST_NUMBERS = 2**20  # kept of all classes together, 4 MiB in float32
 MOST_DIRECTIONS = 32  # kept of a class
@@ -54,7 +55,9 @@ class ClassGrams:
         if classes == 1 or classes * size**2 * 8 <= budget:
             self.sums["grams"] = zero.new_zeros(classes, size, size)
         else:
-            drawn = torch.randn(size, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            drawn = torch.randn(
+                size, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu"
+            )
             self._test = torch.linalg.qr(drawn).Q.to(zero)
             self.sums["sketches"] = zero.new_zeros(classes, size, width)
             self.sums["traces"] = zero.new_zeros(classes)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from posthoc_uq.curvature.capture import Capture
 from posthoc_uq.curvature.sweep import SweepSettings, own_batches
+from posthoc_uq.devices import as_double
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Bar
-from posthoc_uq.posteriors.numerics import as_double
 
 
 def squared_residuals(

@@ -14,11 +14,11 @@ from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
+from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import check_items, own_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import mixed_seed, sample_keys, share_of
 
 KEYS_KEPT = 65536  # inputs whose hashes are remembered, to tell a data set of copies

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from posthoc_uq.curvature.operands import Operand, Rows
 from posthoc_uq.curvature.squares import TOUCH_COST
+from posthoc_uq.devices import as_double, placed
 from posthoc_uq.heads.products import Mode, gram, marginal, weighted_gram
 from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.numerics import as_double
 
 _ROTATED = 8  # limits that turned activations may take
 LEFT = 1e-2  # share of the diagonal's part below which float32 has lost too much
@@ -412,7 +412,8 @@ class LayerCovariance:
         assert self._low_rank is not None
         root, roots = self._low_rank.root[0], as_double(self._low_rank.roots).to(self._low_rank.root)[0]
         columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
-        return (torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots).to(cores.device)
+        solved = torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots
+        return placed(solved, cores.device)
 
     def own_covariance(self, activations: Tensor, joint: bool) -> Tensor:
         """Covariance of the layer's own outputs ``(samples, m, m)``, or with `joint` ``(samples * m, samples * m)``,

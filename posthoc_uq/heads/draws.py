@@ -58,7 +58,9 @@ def normals(n_draws: int, width: int) -> Tensor:
         edge = 0.5 / 2**30  # the engine's points are multiples of 2^-30, zero among them
         found = torch.special.ndtri(uniform.clamp(edge, 1 - edge))
         more = width - found.shape[1]
-        return torch.cat([found, torch.randn(n_draws, more, generator=generator, dtype=torch.float64)], 1)
+        return torch.cat(
+            [found, torch.randn(n_draws, more, generator=generator, dtype=torch.float64, device="cpu")], 1
+        )
 
 
 def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:

@@ -22,6 +22,7 @@ from torch.func import jvp  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.contexts import Context
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.function_draws import ForwardDifferentiable
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
@@ -30,7 +31,6 @@ from posthoc_uq.inference.options import FunctionSpaceOptions
 from posthoc_uq.inference.training import Group, Objective
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.loaders import Batch
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import mixed_seed
 
 _WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of a step's seed

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Tensors
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
@@ -232,7 +233,7 @@ class _Run:
         self._optimiser.zero_grad(set_to_none=True)
         terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step))
         values = dict(
-            zip(terms, torch.stack([t.detach().double() for t in terms.values()]).tolist(), strict=True)
+            zip(terms, torch.stack([as_double(t.detach()) for t in terms.values()]).tolist(), strict=True)
         )
         broken = [name for name, value in values.items() if not isfinite(value)]
         gradients = [
@@ -297,7 +298,7 @@ class _Run:
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
                 found = self._objective.log_predictive(batch, self._options.val_draws)
-                total, count = total - float(found.double().sum()), count + len(found)
+                total, count = total - float(as_double(found).sum()), count + len(found)
         return total / count
 
     def take_best(self) -> None:
