@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
+from posthoc_uq.devices import has_double
 from posthoc_uq.heads.draws import normals
+from posthoc_uq.randomness import device_generators
+
+CPU = torch.device("cpu")
+Work = Callable[[torch.device], dict[str, Any]]
 
 # torch's functions that make a tensor of nothing, on torch's default device unless they are told where
 MADE = frozenset(
@@ -60,13 +65,13 @@ def on_host(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @on_host
-def network(outputs: int = 3) -> nn.Module:
+def network(outputs: int = 3, device: torch.device = CPU) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, outputs)]
     model = nn.Sequential(*layers).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
-    return model
+    return model.to(device)
 
 
 @on_host
@@ -90,8 +95,12 @@ def batched(data: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(data[0].split(10), data[1].split(10), strict=True))
 
 
-def drawn(posterior: uq.Posterior) -> dict[str, Tensor]:
-    return posterior.sample(2, torch.Generator().manual_seed(5))
+def described(posterior: uq.Posterior) -> dict[str, Any]:
+    """What does not depend on the choice of an eigenbasis."""
+    return posterior.variance() | {
+        "log determinant": posterior.log_determinant(),
+        "prior": posterior.prior_precision,
+    }
 
 
 def fitted(model: nn.Module, method: str = "inf", **options: Any) -> uq.Posterior:
@@ -101,68 +110,70 @@ def fitted(model: nn.Module, method: str = "inf", **options: Any) -> uq.Posterio
     return uq.fit(model, data, method=method, progress=False, **given | options)
 
 
-def fits(method: str, **options: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: drawn(fitted(network(2 if "likelihood" in options else 3), method, **options))
+def fits(method: str, **options: Any) -> Work:
+    return lambda device: described(
+        fitted(network(2 if "likelihood" in options else 3, device), method, **options)
+    )
 
 
-def predicts(head: str, method: str = "inf", **options: Any) -> Callable[[], dict[str, Any]]:
-    def work() -> dict[str, Any]:
-        model, x = network(), images(6, 3)[0]
+def predicts(head: str, method: str = "inf", **options: Any) -> Work:
+    def work(device: torch.device) -> dict[str, Any]:
+        model, x = network(device=device), images(6, 3)[0]
         predictor = uq.wrap(model, fitted(model, method), head, **options)
-        found = predictor(x).to_dict() | {"top": predictor.novelty(x, of="top")}
+        found = predictor(x.to(device)).to_dict() | {"top": predictor.novelty(x.to(device), of="top")}
+        assert {tensor.device.type for tensor in found.values()} == {device.type}
         return found | {f"loader {k}": v for k, v in predictor.predict([x], progress=False).to_dict().items()}
 
     return work
 
 
-def regresses() -> dict[str, Any]:
-    model = network(2)
+def regresses(device: torch.device) -> dict[str, Any]:
+    model = network(2, device)
     posterior = fitted(model, likelihood="regression", noise_variance=0.1)
-    prediction = uq.wrap(model, posterior, "moments")(images(6, 3)[0])
+    prediction = uq.wrap(model, posterior, "moments")(images(6, 3)[0].to(device))
     return prediction.to_dict() | {"drawn": prediction.sample(2, torch.Generator().manual_seed(0))}
 
 
-def tunes() -> dict[str, Any]:
-    posterior = fitted(network())
+def tunes(device: torch.device) -> dict[str, Any]:
+    posterior = fitted(network(device=device))
     uq.tune(posterior, batched(images(seed=4)), progress=False, max_evaluations=2)
-    found = {"validation": posterior.prior_precision}
+    found: dict[str, Any] = {"validation": posterior.prior_precision}
     for name, options in {"evidence": {}, "by layer": {"per_layer": True}}.items():
         uq.tune(posterior, progress=False, **options)
-        found[name] = str(posterior.prior_precision)
+        found[name] = posterior.prior_precision
     return found
 
 
-def searches_faithfully() -> dict[str, Any]:
-    return {"prior": uq.fit(network(), batched(images()), progress=False).prior_precision}
+def searches_faithfully(device: torch.device) -> dict[str, Any]:
+    return {"prior": uq.fit(network(device=device), batched(images()), progress=False).prior_precision}
 
 
-def evaluates() -> dict[str, Any]:
-    model = network()
-    predictor = uq.wrap(model, fitted(model), n_samples=3)
-    return uq.evaluate(
-        predictor, batched(images(seed=4)), ood_loaders=[images()[0] * 3], progress=False
-    ).to_dict()
+def evaluates(device: torch.device) -> dict[str, Any]:
+    model = network(device=device)
+    predictor = uq.wrap(model, fitted(model, "diag"), n_samples=3)
+    result = uq.evaluate(predictor, batched(images(seed=4)), ood_loaders=[images()[0] * 3], progress=False)
+    return {"quality": result.to_dict()["quality"]}
 
 
-def stores() -> dict[str, Any]:
-    model = network()
+def stores(device: torch.device) -> dict[str, Any]:
+    model = network(device=device)
     with TemporaryDirectory() as folder:
         uq.save(fitted(model), Path(folder) / "posterior.h5")
-        return drawn(uq.load(Path(folder) / "posterior.h5", model))
+        return described(uq.load(Path(folder) / "posterior.h5", model))
 
 
-def scores() -> dict[str, Any]:
+def scores(device: torch.device) -> dict[str, Any]:
     from posthoc_uq import metrics
 
-    probs, labels = probabilities(12), images(12)[1]
-    errors = (labels == 0).double()
+    probs, labels = probabilities(12).to(device), images(12)[1].to(device)
+    errors = (labels == 0).to(probs)
     mean, sd, values = probs[:, 0], probs[:, 1] + 0.1, probs[:, 2]
     return {
         "top k": metrics.top_k_accuracy(probs, labels, 2),
         **{
             f"{score.__name__} {binning}": score(probs, labels, 5, binning)
             for score in (metrics.expected_calibration_error, metrics.classwise_calibration_error)
-            for binning in metrics.BINNINGS
+            for binning in ("equal_width", "equal_mass")
         },
         "auroc": metrics.ood_auroc(probs[:, 0], probs[:, 1]),
         "risk": metrics.risk_coverage(probs[:, 0], errors).risk,
@@ -172,26 +183,16 @@ def scores() -> dict[str, Any]:
     }
 
 
-WORKS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{method: fits(method) for method in ("inf", "efb", "kfac", "diag", "full", "function_space")},
+WORKS: dict[str, Work] = {
+    **{method: fits(method) for method in ("inf", "efb", "kfac", "diag", "full")},
     "exact Fisher": fits("inf", fisher="exact"),
     "sketch": fits("inf", basis="sketch", rank=4),
     "regression, its noise": fits("inf", likelihood="regression"),
-    **{
-        f"context {name}": fits("function_space", context=context, initial="diag")
-        for name, context in {
-            "batch": "batch",
-            "monochrome": "monochrome",
-            "uniform": "uniform",
-            "box": UniformBox(-1.0, torch.ones(1, 4, 4)),
-            "loader": [images(8, 6)[0]],
-        }.items()
-    },
-    "sampling": predicts("sampling", n_samples=3),
-    "sampling, seeds": predicts("sampling", n_samples=3, keep="seeds", antithetic=True),
+    "sampling": predicts("sampling", "diag", n_samples=3),
+    "sampling, seeds": predicts("sampling", "diag", n_samples=3, keep="seeds", antithetic=True),
     "linearized": predicts("linearized"),
     "linearized, dense": predicts("linearized", "full"),
-    "linearized, jvp": predicts("linearized", engine="jvp", n_probes=4),
+    "linearized, jvp": predicts("linearized", "diag", engine="jvp", n_probes=4),
     "linearized, two classes": predicts("linearized", outputs=2),
     "moments": predicts("moments"),
     "moments, full": predicts("moments", cov="full"),
@@ -203,33 +204,188 @@ WORKS: dict[str, Callable[[], dict[str, Any]]] = {
     "file": stores,
     "metrics": scores,
 }
+CONTEXTS: dict[str, Any] = {
+    "batch": "batch",
+    "monochrome": "monochrome",
+    "uniform": "uniform",
+    "box": UniformBox(-1.0, torch.ones(1, 4, 4)),
+    "loader": [images(8, 6)[0]],
+}
+TRAININGS = {
+    **{name: fits("function_space", context=context, initial="diag") for name, context in CONTEXTS.items()},
+    "initialised": fits("function_space", prior_mean="random_init"),
+}
 
 
-def assert_same(found: Any, expected: Any, where: str, exact: bool = True) -> None:
+def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
     if isinstance(expected, Tensor):
-        tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
-        torch.testing.assert_close(
-            found.cpu(), expected, equal_nan=True, msg=lambda m: f"{where}: {m}", **tolerance
-        )
+        if exact:
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{where}: {m}"
+            )
+        elif expected.is_floating_point() and "variation" not in where:  # counts jump at a tie
+            found, expected = found.cpu().to(expected.dtype), expected.cpu()
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3, msg=lambda m: f"{where}: {m}")
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for name, value in expected.items():
             assert_same(found[name], value, f"{where}, {name}", exact)
-    elif isinstance(expected, list):
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}, {index}", exact)
     elif isinstance(expected, float):
-        assert found == (expected if exact else pytest.approx(expected, rel=1e-4, nan_ok=True)), where
-    elif "seconds" not in where:
+        assert found == pytest.approx(expected, rel=0 if exact else 2e-2, nan_ok=True), where
+    else:
         assert found == expected, where
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("name", WORKS | TRAININGS)
 def test_torchs_default_device_changes_nothing(name: str) -> None:
     """Tensors of the default device ``meta`` have no numbers: nothing may be computed with one."""
-    expected = WORKS[name]()
+    work = (WORKS | TRAININGS)[name]
+    expected = work(CPU)
     normals.cache_clear()
     with torch.device("meta"):
-        found = WORKS[name]()
-    assert_same(found, expected, name)
+        found = work(CPU)
+    assert_same(found, expected, name, exact=True)
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", WORKS)
+def test_a_device_finds_what_the_cpu_does(name: str, device: torch.device) -> None:
+    assert_same(WORKS[name](device), WORKS[name](CPU), name, exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", WORKS | TRAININGS)
+def test_the_device_as_torchs_default_changes_nothing(name: str, device: torch.device) -> None:
+    work = (WORKS | TRAININGS)[name]
+    for place in (CPU, device):
+        expected = work(place)
+        normals.cache_clear()
+        with torch.device(device):
+            found = work(place)
+        assert_same(found, expected, name, exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_on_a_device(name: str, device: torch.device) -> None:
+    found = TRAININGS[name](device)
+    prior = found.pop("prior")
+    assert prior == TRAININGS[name](CPU)["prior"]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore:The posterior's prior precision")
+@pytest.mark.parametrize("head", ["sampling", "linearized", "moments"])
+@pytest.mark.parametrize("method", ["inf", "kfac", "diag", "full", "function_space"])
+def test_a_posterior_and_a_model_on_two_devices(head: str, method: str, device: torch.device) -> None:
+    far, near, x = network(device=device), network(), images(6, 3)[0]
+    options = {"n_samples": 3} if head == "sampling" else {}
+    posterior = fitted(far, method)
+    expected = uq.wrap(far, posterior, head, **options)(x.to(device)).to_dict()
+    with TemporaryDirectory() as folder:
+        uq.save(posterior, Path(folder) / "posterior.h5")
+        at_home = uq.load(Path(folder) / "posterior.h5", far, device="cpu")
+        away = uq.load(Path(folder) / "posterior.h5", near, device=device)
+    for model, own, place in ((near, posterior, CPU), (near, away, CPU), (far, at_home, device)):
+        found = uq.wrap(model, own, head, **options)(x.to(place)).to_dict()
+        assert {tensor.device.type for tensor in found.values()} == {place.type}
+        assert_same(found, expected, head, exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        ("sampling", {"n_samples": 3}),
+        ("sampling", {"n_samples": 3, "keep": "seeds"}),
+        ("linearized", {}),
+        ("linearized", {"engine": "jvp", "n_probes": 4}),
+        ("moments", {}),
+        ("moments", {"cov": "full"}),
+    ],
+    ids=str,
+)
+def test_a_predictor_moves(head: str, options: dict[str, Any], device: torch.device) -> None:
+    model, x = network(device=device), images(6, 3)[0]
+    before = {name: (p.device, p.clone()) for name, p in model.named_parameters()}
+    predictor = uq.wrap(model, fitted(model), head, **options)
+    expected = {name: tensor.cpu() for name, tensor in predictor(x.to(device)).to_dict().items()}
+    for place in (CPU, device):
+        assert predictor.to(place).device.type == place.type
+        found = predictor(x.to(place)).to_dict()
+        assert {tensor.device.type for tensor in found.values()} == {place.type}
+        assert_same(found, expected, head, exact=False)
+        assert_same(predictor.predict([x], progress=False).to_dict(), expected, head, exact=False)
+    for name, parameter in model.named_parameters():
+        assert parameter.device == before[name][0] and torch.equal(parameter, before[name][1])
+
+
+@pytest.mark.device
+def test_what_is_given_may_be_on_the_device(device: torch.device) -> None:
+    noise, low = torch.tensor([0.1, 0.2], device=device), torch.full((1, 4, 4), -1.0, device=device)
+    posterior = fitted(network(2, device), likelihood="regression", noise_variance=noise)
+    torch.testing.assert_close(posterior.noise_variance, torch.tensor([0.1, 0.2], dtype=torch.float64))
+    posterior.prior_precision = torch.tensor(2.0, device=device)
+    assert posterior.prior_precision == 2.0
+    fitted(network(device=device), "function_space", context=UniformBox(low, -low))
+    x, y = (tensor.to(device) for tensor in images())
+    found = uq.fit(network(device=device), [(x, y)], prior_precision=1.0, progress=False)
+    assert_same(found.variance(), fitted(network()).variance(), "a loader on the device", exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_fit_on_a_device_goes_on(likelihood: str, device: torch.device, tmp_path: Path) -> None:
+    data = batched(regression() if likelihood == "regression" else images())
+    options: dict[str, Any] = {"likelihood": likelihood, "prior_precision": 1.0, "progress": False}
+    model, read = network(2 if likelihood == "regression" else 3, device), 0
+
+    class Breaks:
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            nonlocal read
+            for batch in data:
+                read += 1
+                if read == 6:
+                    raise InterruptedError
+                yield batch
+
+    options |= {"checkpoint": tmp_path / "checkpoint.h5", "checkpoint_every": 1}
+    with pytest.raises(InterruptedError):
+        uq.fit(model, Breaks(), **options)
+    found = uq.fit(model, Breaks(), **options)
+    whole = uq.fit(model, data, **{**options, "checkpoint": None})
+    assert_same(described(found), described(whole), likelihood, exact=True)
+
+
+@pytest.mark.device
+def test_float64_is_refused_where_a_device_has_none(device: torch.device) -> None:
+    if has_double(device):
+        assert fitted(network(device=device), dtype=torch.float64).dtype == torch.float64
+    else:
+        with pytest.raises(uq.PosthocUQError, match=r"leave dtype out, or move the model to the CPU"):
+            fitted(network(device=device), dtype=torch.float64)
+
+
+@pytest.mark.device
+def test_the_devices_random_state_stays_as_it_was(device: torch.device) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network(device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 1e-3 * torch.randn(3, device=x.device)
+
+    model = Draws().eval()
+
+    def states() -> list[Tensor]:
+        return [module.get_rng_state(*place) for module, place in device_generators()]
+
+    before = states()
+    predictor = uq.wrap(model, fitted(model), n_samples=3)
+    predictor.predict([images(6)[0]], progress=False)
+    assert all(torch.equal(one, other) for one, other in zip(states(), before, strict=True))
