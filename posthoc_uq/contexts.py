@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from posthoc_uq.devices import host_double
+from posthoc_uq.devices import host_double, sent
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
@@ -67,7 +67,7 @@ class TrainingBatch(Context):
                 for _ in range(-(-n // len(inputs)))
             ]
         )
-        return inputs[order[:n].to(inputs.device)]
+        return inputs[sent(order[:n], inputs.device)]
 
 
 class Monochrome(Context):
@@ -136,7 +136,7 @@ class Monochrome(Context):
         if kept == 0:
             raise PosthocUQError("A monochrome context draws from training pixels, and has seen none yet.")
         places = torch.randint(kept, (channels, n), generator=generator, device="cpu")
-        colours = self.values.gather(1, places).T.to(like)
+        colours = sent(self.values.gather(1, places).T.to(like.dtype), like.device)
         # The present batch's size: a convolutional network may be trained on images of several.
         return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
 
@@ -205,7 +205,7 @@ class UniformBox(Context):
         like = single_input(batch)
         low, high = self.bounds()
         numbers = torch.rand(n, *like.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
-        return (low + (high - low) * numbers).to(like)
+        return sent((low + (high - low) * numbers).to(like.dtype), like.device)
 
 
 class Pool(Context):
@@ -255,7 +255,8 @@ class Pool(Context):
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         pool = self._read()
         like = single_input(batch)
-        return pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")].to(like)
+        drawn = pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")]
+        return sent(drawn.to(like.dtype), like.device)
 
 
 def _smallest(keys: Tensor, inputs: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from posthoc_uq.devices import sent
 from posthoc_uq.distributed import rank, sampler_of
 from posthoc_uq.errors import PosthocUQError
 
@@ -181,11 +182,7 @@ class BatchReader:
         )
 
     def _move(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if self.device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned():
-            value = value.pin_memory()  # a transfer from pageable memory makes the host wait
-        return value.to(self.device, non_blocking=True)
+        return sent(value, self.device) if isinstance(value, Tensor) else value
 
 
 def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
