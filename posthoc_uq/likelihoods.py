@@ -116,7 +116,7 @@ class Categorical(Likelihood):
     name = "classification"
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        fault = self.fault(outputs, targets)
+        fault = Categorical.fault(self, outputs, targets)
         if targets is not None and fault is not None and bool(fault):
             raise PosthocUQError(
                 f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {outputs.shape[1]} "
@@ -182,7 +182,7 @@ class Bernoulli(Likelihood):
     name = "binary"
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        fault = self.fault(outputs, targets)
+        fault = Bernoulli.fault(self, outputs, targets)
         if fault is not None and bool(fault):
             raise PosthocUQError("Labels for likelihood='binary' must be 0 or 1.")
 
@@ -246,7 +246,7 @@ class Gaussian(Likelihood):
         return noise.squeeze(0) if noise.numel() == 1 else noise
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        fault = self.fault(outputs, targets)
+        fault = Gaussian.fault(self, outputs, targets)
         if fault is not None and bool(fault):
             raise PosthocUQError("Some targets are not finite.")
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
-from posthoc_uq.devices import has_double
-from posthoc_uq.heads.draws import normals
+from posthoc_uq.devices import Checks, has_double, on_host
+from posthoc_uq.heads.draws import normals, placed_normals
+from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.randomness import device_generators
 
 CPU = torch.device("cpu")
@@ -53,7 +55,7 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
     assert not found
 
 
-def on_host(make: Callable[..., Any]) -> Callable[..., Any]:
+def made_on_host(make: Callable[..., Any]) -> Callable[..., Any]:
     """Make it on the CPU, whatever torch's default device is: it is the user's."""
 
     @wraps(make)
@@ -64,7 +66,7 @@ def on_host(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-@on_host
+@made_on_host
 def network(outputs: int = 3, device: torch.device = CPU) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, outputs)]
@@ -74,19 +76,19 @@ def network(outputs: int = 3, device: torch.device = CPU) -> nn.Module:
     return model.to(device)
 
 
-@on_host
+@made_on_host
 def images(samples: int = 24, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 3, (samples,), generator=generator)
     return torch.randn(samples, 1, 4, 4, generator=generator), labels
 
 
-@on_host
+@made_on_host
 def regression(samples: int = 24) -> tuple[Tensor, Tensor]:
     return images(samples)[0], torch.randn(samples, 2, generator=torch.Generator().manual_seed(2))
 
 
-@on_host
+@made_on_host
 def probabilities(samples: int) -> Tensor:
     return torch.rand(samples, 3, generator=torch.Generator().manual_seed(0)).softmax(1)
 
@@ -217,6 +219,11 @@ TRAININGS = {
 }
 
 
+def forget_draws() -> None:
+    for kept in (normals, placed_normals):
+        kept.cache_clear()
+
+
 def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
     if isinstance(expected, Tensor):
         if exact:
@@ -242,7 +249,7 @@ def test_torchs_default_device_changes_nothing(name: str) -> None:
     """Tensors of the default device ``meta`` have no numbers: nothing may be computed with one."""
     work = (WORKS | TRAININGS)[name]
     expected = work(CPU)
-    normals.cache_clear()
+    forget_draws()
     with torch.device("meta"):
         found = work(CPU)
     assert_same(found, expected, name, exact=True)
@@ -262,7 +269,7 @@ def test_the_device_as_torchs_default_changes_nothing(name: str, device: torch.d
     work = (WORKS | TRAININGS)[name]
     for place in (CPU, device):
         expected = work(place)
-        normals.cache_clear()
+        forget_draws()
         with torch.device(device):
             found = work(place)
         assert_same(found, expected, name, exact=False)
@@ -389,3 +396,148 @@ def test_the_devices_random_state_stays_as_it_was(device: torch.device) -> None:
     predictor = uq.wrap(model, fitted(model), n_samples=3)
     predictor.predict([images(6)[0]], progress=False)
     assert all(torch.equal(one, other) for one, other in zip(states(), before, strict=True))
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers and tensors that come to it, sizes that it must know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        source = args[1] if name == "copy_" else args[0] if args else None
+        if isinstance(source, Tensor) and source.device.type != "cpu":
+            copied = name in ("_to_copy", "copy_") and found.device.type == "cpu"
+            self.count += copied or name in (
+                "_local_scalar_dense",
+                "nonzero",
+                "_unique2",
+                "unique_dim",
+                "equal",
+            )
+        return found
+
+
+def waits_a_batch(work: Callable[[list[tuple[Tensor, Tensor]]], Any]) -> float:
+    """How many more there are for each batch more."""
+    counts: list[int] = []
+    for batches in (3, 7):
+        data = images(8 * batches)
+        loader = list(zip(data[0].split(8), data[1].split(8), strict=True))
+        with Waits() as waits:
+            work(loader)
+        counts.append(waits.count)
+    return (counts[1] - counts[0]) / 4
+
+
+def counting_device(device: torch.device) -> torch.device:
+    if not has_double(device):
+        pytest.skip(f"'{device}' has no float64, which is computed on the host")
+    return device
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("method", "sweeps"), [("inf", 2), ("kfac", 1), ("full", 1)])
+def test_a_sweep_looks_at_the_device_once_a_batch(method: str, sweeps: int, device: torch.device) -> None:
+    model = network(device=counting_device(device))
+    options: dict[str, Any] = {"layers": "last"} if method == "full" else {}
+    options |= {"method": method, "prior_precision": 1.0, "progress": False}
+    assert waits_a_batch(lambda loader: uq.fit(model, loader, **options)) <= sweeps
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_training_looks_at_the_device_twice_a_step(device: torch.device) -> None:
+    """Once for whether the covariances have Cholesky factors, on which its way depends, once for all else."""
+    model, counts = network(device=counting_device(device)), list[int]()
+    for epochs in (1, 3):
+        with Waits() as waits:
+            fitted(model, "function_space", epochs=epochs, context="batch", body="sample")
+        counts.append(waits.count)
+    assert counts[1] - counts[0] <= 2 * 2 * len(batched(images()))
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("head", "waits"), [("sampling", 1), ("linearized", 2), ("moments", 1)])
+def test_a_prediction_comes_in_one_copy(head: str, waits: int, device: torch.device) -> None:
+    """The linearised head looks once more, at what has lost too many digits."""
+    model = network(device=counting_device(device))
+    predictor = uq.wrap(model, fitted(model), head, **({"n_samples": 3} if head == "sampling" else {}))
+    predictor(images(8)[0].to(device))
+    assert waits_a_batch(lambda loader: predictor.predict(loader, progress=False)) <= waits
+
+
+@pytest.mark.device
+def test_an_evaluation_copies_little(device: torch.device) -> None:
+    model = network(device=counting_device(device))
+    predictor = uq.wrap(model, fitted(model), "moments")
+    assert waits_a_batch(lambda loader: uq.evaluate(predictor, loader, progress=False)) <= 5
+
+
+@pytest.mark.device
+def test_tensors_that_come_to_the_host_together_are_the_same(device: torch.device) -> None:
+    tensors = [
+        torch.tensor(True),
+        torch.arange(3, dtype=torch.uint8),
+        torch.tensor([[1.5, float("nan")], [-0.0, float("inf")]]),
+        torch.arange(-2, 2, dtype=torch.int64).reshape(2, 2).T,
+        torch.zeros(0, 3),
+        torch.tensor([1.25, -2.0], dtype=torch.bfloat16),
+        torch.tensor(7, dtype=torch.int16),
+    ]
+    far = [tensor.to(device) for tensor in tensors]
+    for found in (on_host(*far), on_host(*far[:3], *tensors[3:])):
+        for own, expected in zip(found, tensors, strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
+            assert (
+                own.untyped_storage().nbytes() <= max(1, own.numel() * own.element_size()) or own is expected
+            )
+    needs = torch.ones(2, device=device, requires_grad=True)
+    assert on_host(needs, far[0])[0].requires_grad
+
+
+class TestLooks:
+    """Of a batch that is read when it is done: the first error is the one that was asked for first."""
+
+    def test_labels_that_are_out_of_range(self) -> None:
+        for likelihood, x, y in (
+            ("classification", images(8)[0], torch.tensor([0, 1, 2, 0, 1, 2, 0, 3])),
+            ("classification", images(8)[0], torch.tensor([0, 1, 2, 0, 1, 2, 0, -100])),
+            ("regression", images(8)[0], torch.full((8, 3), float("inf"))),
+        ):
+            for fisher in ("mc", "empirical"):
+                with pytest.raises(uq.PosthocUQError, match=r"^Batch 1: (Labels run from|Some targets)"):
+                    good = (x, torch.zeros_like(y))
+                    options: dict[str, Any] = {"noise_variance": 1.0} if likelihood == "regression" else {}
+                    uq.fit(
+                        network(),
+                        [good, (x, y)],
+                        likelihood=likelihood,
+                        fisher=fisher,
+                        progress=False,
+                        **options,
+                    )
+
+    def test_a_likelihood_with_a_check_of_its_own(self) -> None:
+        class Strict(Categorical):
+            def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+                super().check(outputs, targets)
+                if targets is not None and bool((targets == 2).any()):
+                    raise uq.PosthocUQError("Class 2 is not wanted.")
+
+        with pytest.raises(uq.PosthocUQError, match=r"^Batch 0: Class 2 is not wanted"):
+            uq.fit(network(), batched(images()), likelihood=Strict(), prior_precision=1.0, progress=False)
+
+    def test_in_the_order_of_asking(self) -> None:
+        checks, found = Checks(), list[int]()
+        for number in range(3):
+            checks.later(torch.tensor(number), lambda value: found.append(int(value)))
+        assert not found
+        checks.look()
+        checks.look()
+        assert found == [0, 1, 2]

@@ -16,7 +16,7 @@ from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import Operand
 from posthoc_uq.devices import as_double
-from posthoc_uq.heads.contraction import LEFT, LayerCovariance
+from posthoc_uq.heads.contraction import LEFT, LayerCovariance, Unsettled, settled
 from posthoc_uq.heads.products import Mode, gram
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
@@ -105,27 +105,31 @@ class WeightCovariance:
                 raise AssertionError(f"block '{name}' has neither a form nor a dense factor")
 
     def contract(self, pulled: list[Pulled], samples: int, functions: int, mode: Mode) -> Tensor:
-        """``J Sigma J^T`` in the shapes of `gram`, in float64. What was pulled is given up layer by layer."""
+        """``J Sigma J^T`` in the shapes of `gram`, in float64. What was pulled is given up."""
         size = samples * functions
         shape = {
             "variance": (samples, functions),
             "covariance": (samples, functions, functions),
             "joint": (size, size),
         }
-        total = torch.zeros(shape[mode], dtype=torch.float64, device="cpu")
+        parts: list[Unsettled] = []
         kept: dict[str, Pulled] = {}
         while pulled:
             layer = pulled.pop()
             if layer.layer.name in self.layers:
                 own = self.layers[layer.layer.name]
-                found = own.contract(layer.activations, layer.stacked(functions), mode)
-                total = total.to(found.device) + found
+                parts.append(own.contract(layer.activations, layer.stacked(functions), mode))
             else:
                 kept[layer.layer.name] = layer
+        sums = settled(parts)
         for layers, factor in self._dense:
             if any(layer.name in kept for layer in layers):
-                found = self._contract_dense(layers, factor, kept, samples, functions, mode)
-                total = total.to(found.device) + found
+                sums.append(self._contract_dense(layers, factor, kept, samples, functions, mode))
+        if not sums:
+            return torch.zeros(shape[mode], dtype=torch.float64, device="cpu")
+        total = sums[0]
+        for part in sums[1:]:
+            total = total.to(part.device) + part
         return total
 
     def with_prior(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posthoc_uq.devices import as_double, host_double
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError
 
 _TRIES = 5  # of the Cholesky factors; the noise grows tenfold with each
@@ -111,7 +111,7 @@ def gaussian_kl(
     prior_mean, prior_covariance = as_double(prior_mean), as_double(prior_covariance)
     inputs = covariance.shape[-1]
     eye = torch.eye(inputs, dtype=torch.float64, device=covariance.device)
-    noise = host_double(noise).to(covariance.device)
+    noise = torch.as_tensor(noise, dtype=torch.float64, device=covariance.device)
     raised = 1
     for _ in range(_TRIES):
         root, failed = torch.linalg.cholesky_ex(covariance + noise * eye)
