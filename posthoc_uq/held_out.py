@@ -31,7 +31,7 @@ _LEVEL = 1e-3  # nats: a smaller change over a decade says that a wider search f
 _DECADES = 8  # that the prior precision is searched upwards
 _TOLERANCE = 0.1  # decades
 _TEMPERATURES = (-1.0, 1.5)  # decades
-_SPREAD = 0.3  # deviation of the logarithm of a temperature before any data: a few samples hardly move it
+SPREAD = 0.3  # deviation of the logarithm of a temperature before any data: a few samples hardly move it
 _HYPERPARAMETERS = ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature")
 
 
@@ -108,7 +108,7 @@ class HeldOutSearch:
             for batch in batches(self._loader, self._reader):
                 if batch.targets is None:
                     raise PosthocUQError(
-                        "Tuning on held-out data needs targets; val_loader yields inputs alone."
+                        "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs alone."
                     )
                 yield batch, batch.targets
 
@@ -129,7 +129,7 @@ class HeldOutSearch:
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(found) + (log(temperature) / _SPREAD) ** 2 / (2 * samples)
+                return self._mean(found) + (log(temperature) / SPREAD) ** 2 / (2 * samples)
 
             self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
             return self._mean(found)

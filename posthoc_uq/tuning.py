@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
@@ -98,6 +98,10 @@ def tune(
     Raises:
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
     """
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+        )
     criterion = _criterion(criterion, loader)
     if criterion == "evidence":
         if loader is not None or temperature or parameters is not None or prior_precisions is not None:

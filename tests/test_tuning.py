@@ -150,6 +150,16 @@ def test_held_out_data_that_ask_for_certainty_narrow_the_posterior(classifier):
     assert posterior.prior_precision > 1.5 * faithful
 
 
+def test_a_faithful_prior_without_settings_is_found_anew(classifier):
+    model, train, held_out = classifier
+    posterior = uq.fit(model, train, divergence=0.3, progress=False)
+    settings = posterior.record.faithful["settings"]
+    posterior.record.faithful |= {"settings": {}, "value": 1e-3}  # as `load` gives it of a file without them
+    uq.tune(posterior, held_out, divergence=0.3, temperature=False, progress=False)
+    assert posterior.record.faithful["settings"] == settings
+    assert posterior.record.faithful["value"] > 1e-2
+
+
 def test_what_is_asked_for_is_searched(classifier):
     model, train, held_out = classifier
     posterior = uq.fit(model, train, progress=False)
