@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
+from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
@@ -39,7 +40,7 @@ class Quadratic(Objective):
     def tensors(self) -> dict[str, Tensor]:
         return {"w": self.w}
 
-    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
         self.seeds.append(seed)
         loss = 0.5 * (self.w - batch.targets.float().mean()).square().sum()
         if len(self.seeds) - 1 == self.broken:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device
 

@@ -124,6 +124,21 @@ class LinearizedPredictor(Predictor):
         self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
         self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
 
+    def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
+        """Move, or change the precision of, the network; what was prepared for it is made anew."""
+        super()._apply(fn, recurse)
+        for network in {id(own): own for own in (*self._twin, *self._swapped)}.values():
+            network._apply(fn)
+        self._dtype = statistics_dtype(self._twin[0], None)
+        self._cut = Cut(self._twin[0], self._posterior.mean)
+        self._ready = self._weights = self._drawn = None
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where it predicts."""
+        return model_device(self._twin[0])
+
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
         own: dict[str, Any] = {"head": self.head, "link": self._link}

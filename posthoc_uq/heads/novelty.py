@@ -148,7 +148,7 @@ class PosteriorRatio:
             gradient = self._directions(outputs)
             item = torch.finfo(self._dtype).bits // 8
             step = max(1, 4 * self._budget // max(1, recording.numbers * item))
-            left = given = torch.zeros(samples, dtype=torch.float64)
+            left = given = torch.zeros(samples, dtype=torch.float64, device="cpu")
             with torch.autocast(outputs.device.type, enabled=False):
                 for start in range(0, number, step):
                     numbers = range(start, min(number, start + step))

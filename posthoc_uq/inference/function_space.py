@@ -34,7 +34,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.replica import replicate
+from posthoc_uq.replica import model_device, replicate
 
 PRIOR_PRECISION = 1.0  # where none is given
 N_CONTEXT = 32
@@ -243,7 +243,9 @@ def _prior(
 
 def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters and buffers of a new initialisation; a batch normalisation has none of the data's statistics then."""
+    device = model_device(model)
     own = replicate(model, {name: p.clone() for name, p in trained.items()})
+    own = own.to("cpu")  # whose random numbers are the same for every device
     kept: list[str] = []
     for prefix, module in own.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -260,8 +262,8 @@ def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, T
             UserWarning,
             stacklevel=5,
         )
-    tensors = {name: p.detach() for name, p in own.named_parameters()}
-    return tensors | {name: buffer.detach() for name, buffer in own.named_buffers()}
+    tensors = {name: p.detach().to(device) for name, p in own.named_parameters()}
+    return tensors | {name: buffer.detach().to(device) for name, buffer in own.named_buffers()}
 
 
 def _record(

@@ -85,6 +85,6 @@ def _value(entry: Mapping[str, Any], tensor: Tensor | None) -> Any:
     if "value" in entry:
         return entry["value"]
     if "numbers" in entry:
-        return torch.tensor(entry["numbers"], dtype=_WHOLE[entry["dtype"]])
+        return torch.tensor(entry["numbers"], dtype=_WHOLE[entry["dtype"]], device="cpu")
     assert tensor is not None
     return tensor.to(_FLOATS[entry["dtype"]])

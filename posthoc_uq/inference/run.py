@@ -14,6 +14,7 @@ from torch import Tensor
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, show, sweep
+from posthoc_uq.devices import placed
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
@@ -68,7 +69,9 @@ class Run:
         ahead = [number for number, summary in enumerate(done) if summary is not None]
         if ahead:
             tensors = hand_out(None if own is None else own.tensors, ahead[0], torch.device("cpu"))
-            tensors = {a: {b: t.to(self.device) for b, t in group.items()} for a, group in tensors.items()}
+            tensors = {
+                a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
+            }
             self.summary = done[ahead[0]]
         else:
             # The order in memory decides how products are rounded, so it must be as it comes out of a file.

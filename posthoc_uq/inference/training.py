@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Tensors
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
@@ -69,9 +70,9 @@ class Objective(ABC):
         """Every tensor that is trained, by name."""
 
     @abstractmethod
-    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
         """Add the gradients of one step's loss to the tensors' ``grad``; give the loss (``"loss"``) and its parts,
-        scalars, for the record.
+        scalars, for the record. What the host must know of the batch goes to `checks`, which are looked at after it.
         """
 
     @abstractmethod
@@ -230,16 +231,19 @@ class _Run:
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
-        terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step))
-        values = dict(
-            zip(terms, torch.stack([t.detach().double() for t in terms.values()]).tolist(), strict=True)
-        )
-        broken = [name for name, value in values.items() if not isfinite(value)]
+        checks, values = Checks(), dict[str, float]()
+        terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step), checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
         ]
-        if not broken and not isfinite(float(torch.stack([g.sum() for g in gradients]).sum())):
-            broken = ["gradient"]
+        terms = terms | {"gradient": torch.stack([g.sum() for g in gradients]).sum()}
+        for name, term in terms.items():
+            checks.later(term, lambda value, name=name: values.update({name: float(value)}))
+        checks.look()
+        broken = [name for name, value in values.items() if not isfinite(value)]
+        del values["gradient"]
+        if len(broken) > 1 and "gradient" in broken:
+            broken.remove("gradient")  # of a loss that is not finite
         if broken:
             raise NonFiniteError(
                 f"{where}: the {' and the '.join(broken)} is not finite; lower the learning rates, or look at the data "
@@ -297,7 +301,7 @@ class _Run:
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
                 found = self._objective.log_predictive(batch, self._options.val_draws)
-                total, count = total - float(found.double().sum()), count + len(found)
+                total, count = total - float(as_double(found).sum()), count + len(found)
         return total / count
 
     def take_best(self) -> None:

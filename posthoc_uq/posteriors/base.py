@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
@@ -178,7 +179,7 @@ class Posterior(Adjustable):
         """
         unique = list(dict.fromkeys(seeds))
         places = {seed: place for place, seed in enumerate(unique)}
-        index = torch.tensor([places[seed] for seed in seeds])
+        index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
         for layer, matrix in self._deviations(unique, factors):
             for name, deviation in layer.to_parameters(matrix).items():
@@ -186,7 +187,7 @@ class Posterior(Adjustable):
                 # A bias is a column of its layer's matrix: as a view it would keep all of it alive.
                 drawn = deviation.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
-                    sign = torch.tensor(signs).to(drawn).reshape(-1, *[1] * mean.ndim)
+                    sign = torch.tensor(signs, device="cpu").to(drawn).reshape(-1, *[1] * mean.ndim)
                     drawn = drawn[index.to(drawn.device)] * sign
                 elif len(unique) < len(seeds):
                     drawn = drawn[index.to(drawn.device)]
@@ -327,12 +328,7 @@ class Posterior(Adjustable):
         for name in self.members[block]:
             tau = prior[name] if isinstance(prior, Mapping) else prior
             layer = self.layers[name]
-            norm = sum(
-                float(self.mean[p].double().square().sum())
-                if self.mean[p].device.type != "mps"
-                else float(self.mean[p].square().sum())
-                for p in layer.parameter_names
-            )
+            norm = sum(float(as_double(self.mean[p]).square().sum()) for p in layer.parameter_names)
             logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
             total = total - layer.parameters * logarithm + tau * norm
         return total
@@ -365,10 +361,7 @@ class Posterior(Adjustable):
             if len(inner) == 1:
                 prior = by_layer[inner[0]]
             else:
-                parts = [
-                    torch.as_tensor(by_layer[n], dtype=torch.float64).expand(self.layers[n].parameters)
-                    for n in inner
-                ]
+                parts = [host_double(by_layer[n]).expand(self.layers[n].parameters) for n in inner]
                 prior = torch.cat(parts).reshape(1, 1, -1)
         return Settings(settings.scale / noise**self.evidence.noise_power, prior, settings.residual_weight)
 
@@ -422,4 +415,4 @@ class Posterior(Adjustable):
 def _normals(seed: int, shape: tuple[int, int, int], like: Tensor) -> Tensor:
     """Standard normals drawn on the CPU, so that every device gets the same."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import has_double
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.layers import Layer
@@ -346,7 +347,7 @@ def _restore(owner: str, name: str, tensor: Tensor, dtype: str, wanted: torch.dt
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "mps" and tensor.dtype == torch.float64:  # which MPS lacks
+    if tensor.dtype == torch.float64 and not has_double(device):
         tensor = tensor.float()
     return tensor.to(device)
 
