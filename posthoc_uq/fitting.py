@@ -213,7 +213,9 @@ def fit(
         own["first batch"] = batch_hash(batch)
         if checkpoint is not None:
             file, every = checkpoint, _checked_every(checkpoint_every)
-            run.checkpoint = together(lambda: Checkpoint(file, every, own, budget), "opening the checkpoint")
+            run.checkpoint = together(
+                lambda: Checkpoint(file, every, own, budget, model, run.layers), "opening the checkpoint"
+            )
             run.options = replace(sweeping, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"
     grams = None if trains else watch_features(run, features)

@@ -703,7 +703,7 @@ def test_nothing_is_read_before_the_length_is_checked(tmp_path: Path, reads: lis
             read()
     announced(path, "diag", 2**40, 2**40 + 512)  # as it says, but no posterior of this model is as large
     for untrusted in (False, True):
-        with pytest.raises(PosteriorMismatchError, match="method='diag'.*another model"):
+        with pytest.raises(PosteriorMismatchError, match=r"method='diag'.*another model"):
             load(path, model, untrusted=untrusted)
     with path.open("wb") as file:
         file.truncate(2**40)
@@ -716,14 +716,10 @@ def test_nothing_is_read_before_the_length_is_checked(tmp_path: Path, reads: lis
 def test_a_file_may_be_as_large_as_its_method_needs(kind: str | None, tmp_path: Path) -> None:
     """60,000 parameters: a dense Fisher of 28 GiB is never fitted, and a diagonal is small."""
     model = nn.Sequential(nn.Linear(200, 250), nn.Linear(250, 40))
-    numbers = {"diag": 60_290, "kfac": 300_000, "efb": 300_000, "inf": 350_000, "function_space": 420_000}
-    most = 8 * numbers.get(kind or "", 2**29)
-    version = 3 if kind is None else 4
-    announced(tmp_path / "p.h5", kind, most, most + 512, version)
-    with pytest.raises(PosthocUQError, match="damaged" if most < 2**31 else "damaged|memory"):
-        load(tmp_path / "p.h5", model)
-    most = int(1.5 * most) + 2**27
-    announced(tmp_path / "p.h5", kind, most, most + 512, version)
+    numbers = {"diag": 60_290, "kfac": 230_000, "efb": 230_000, "inf": 290_000, "function_space": 350_000}
+    most = sizes.size_limit(kind, model)
+    assert 8 * numbers.get(kind or "", 2**29) < most < 1.2 * 8 * numbers.get(kind or "", 2**29) + 2**26
+    announced(tmp_path / "p.h5", kind, most, most + 512, 3 if kind is None else 4)
     with pytest.raises(PosteriorMismatchError, match="takes at most"):
         load(tmp_path / "p.h5", model)
 
@@ -732,11 +728,11 @@ def test_a_file_may_be_as_large_as_its_method_needs(kind: str | None, tmp_path: 
 def test_no_posterior_is_larger_than_its_limit(case: str, tmp_path: Path) -> None:
     for model in (make_model(torch.float64), nn.Sequential(nn.Conv2d(8, 24, 3, groups=4))):
         save(make(case, model, torch.float64), tmp_path / "p.h5", compression="gzip")
-        assert (tmp_path / "p.h5").stat().st_size < sizes.size_limit(case, model) - sizes._SPARE + 40_000
+        assert (tmp_path / "p.h5").stat().st_size < sizes.size_limit(case, model) - sizes._SPARE + 100_000
 
 
 def test_the_method_in_the_user_block_is_that_of_the_description(
-    saved: tuple[Path, nn.Module, Posterior]
+    saved: tuple[Path, nn.Module, Posterior],
 ) -> None:
     path, model, _ = saved
     body = path.read_bytes()[512:]

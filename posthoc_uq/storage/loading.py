@@ -148,9 +148,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         }
 
 
-def _read(
-    path: str | os.PathLike[str], limit: Callable[[str | None], int]
-) -> tuple[bytes, userblock.Header]:
+def _read(path: str | os.PathLike[str], limit: Callable[[str | None], int]) -> tuple[bytes, userblock.Header]:
     """A posterior's file; a checkpoint is refused by its user block alone."""
 
     def of_posterior(kind: str | None) -> int:

@@ -172,7 +172,10 @@ _REFERRAL = OneOf(
         Record(
             {
                 "scores": Record(
-                    {}, dict.fromkeys(SCORES, Record({"threshold": _SUM, "quantiles": Items(_SUM, 1, QUANTILES)}))
+                    {},
+                    dict.fromkeys(
+                        SCORES, Record({"threshold": _SUM, "quantiles": Items(_SUM, 1, QUANTILES)})
+                    ),
                 ),
                 "shares": Items(_SHARE, 1, QUANTILES),
                 **_THRESHOLDS,
