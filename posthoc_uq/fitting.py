@@ -214,7 +214,8 @@ def fit(
         if checkpoint is not None:
             file, every = checkpoint, _checked_every(checkpoint_every)
             run.checkpoint = together(
-                lambda: Checkpoint(file, every, own, budget, model, run.layers), "opening the checkpoint"
+                lambda: Checkpoint(file, every, own, budget, model, run.layers, statistics),
+                "opening the checkpoint",
             )
             run.options = replace(sweeping, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.sweep import Summary
@@ -50,6 +51,7 @@ class Checkpoint:
         budget: the memory budget of a fit that begins here.
         model: that is fitted.
         layers: that get a posterior.
+        dtype: of the statistics.
 
     Attributes:
         stages: finished stages by name.
@@ -70,6 +72,7 @@ class Checkpoint:
         budget: int,
         model: nn.Module,
         layers: Mapping[str, Layer],
+        dtype: torch.dtype,
     ) -> None:
         target = atomic.checked_target(path)
         if world() > 1:
@@ -88,7 +91,7 @@ class Checkpoint:
             description, groups = read_snapshot(self._target, size_limit(CHECKPOINT, model))
             self._check_identity(description)
             with self.read_as_corrupt():
-                self._take(description, groups, layers)
+                self._take(description, groups, layers, dtype)
 
     @contextmanager
     def read_as_corrupt(self) -> Generator[None, None, None]:
@@ -109,13 +112,19 @@ class Checkpoint:
                     f"is {value!r:.200} now. Delete it to begin anew, or give another path."
                 )
 
-    def _take(self, description: Mapping[str, Any], groups: Tensors, layers: Mapping[str, Layer]) -> None:
+    def _take(
+        self,
+        description: Mapping[str, Any],
+        groups: Tensors,
+        layers: Mapping[str, Layer],
+        dtype: torch.dtype,
+    ) -> None:
         self.budget = description["memory_budget"]
         for name, summary in description["stages"].items():
             self.stages[name] = Stage(_group(groups, f"{name}/"), _summary(summary))
         done = {name: stage.tensors for name, stage in self.stages.items()}
         for name, stage in self.stages.items():
-            check_stage(name, stage.summary, stage.tensors, done, layers)
+            check_stage(name, stage.summary, stage.tensors, done, layers, dtype)
         sweep, training = description["sweep"], description["training"]
         if (description["summary"] is None) != (sweep is None):
             raise CorruptPosteriorError("it has a sweep without what was seen, or the other way round")

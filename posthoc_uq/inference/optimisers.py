@@ -75,18 +75,14 @@ def restore_optimiser(optimiser: Optimizer, plain: Mapping[str, Any], tensors: M
     if stray or not plain["state"].keys() <= {str(index) for index in range(len(values))}:
         raise CorruptPosteriorError("its optimiser has a state for parameters that are not trained")
     state, likes = optimiser.state_dict(), _after_a_step(optimiser)
-    state["state"] = {
-        int(index): {
-            name: _value(
-                name,
-                entry,
-                tensors.get(index, {}).get(name),
-                likes.get(int(index), {}).get(name, values[int(index)]),
-            )
+    for index, own in plain["state"].items():
+        known = likes.get(int(index), {})
+        if own and not known.keys() <= own.keys():
+            raise CorruptPosteriorError("its optimiser lacks a part of its state")
+        state["state"][int(index)] = {
+            name: _value(name, entry, tensors.get(index, {}).get(name), known.get(name))
             for name, entry in own.items()
         }
-        for index, own in plain["state"].items()
-    }
     if len(state["param_groups"]) != len(plain["groups"]):
         raise CorruptPosteriorError("its optimiser has another number of parameter groups")
     for group, own in zip(state["param_groups"], plain["groups"], strict=True):
@@ -106,7 +102,8 @@ def _check_group(group: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     for name, value in kept.items():
         own = group.get(name)
         numbers = type(own) in (int, float) and type(value) in (int, float) and name != "initial_lr"
-        if name not in group or not (value == own or (numbers and isfinite(value))):
+        same = type(value) is type(own) and value == own
+        if name not in group or not (same or (numbers and isfinite(value))):
             raise CorruptPosteriorError(f"its optimiser was set up in another way: '{name}' is {value!r:.60}")
 
 
@@ -122,17 +119,18 @@ def _after_a_step(optimiser: Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def _value(name: str, entry: Mapping[str, Any], tensor: Tensor | None, like: Any) -> Any:
-    """One value of the state, like that which an optimiser of this kind keeps."""
+    """One value of the state; `like` is what the optimiser keeps under that name after a step, None for nothing."""
     found, kind = entry.get("value"), entry.get("dtype")
-    if "numbers" in entry and kind in _WHOLE and isinstance(like, Tensor):
+    if "numbers" in entry and kind in _WHOLE:
         with suppress(ValueError, TypeError, RuntimeError, OverflowError):
             found = torch.tensor(entry["numbers"], dtype=_WHOLE[kind])
     elif tensor is not None and kind in _FLOATS:
         found = tensor.to(_FLOATS[kind])
+    fits = isinstance(found, Tensor) != ("value" in entry)
     if isinstance(like, Tensor):
-        fits = isinstance(found, Tensor) and found.shape == like.shape
-    else:
-        fits = type(found) is type(like) and tensor is None
-    if not fits or ("value" in entry) != (tensor is None and "numbers" not in entry):
+        fits = fits and isinstance(found, Tensor) and (found.shape, found.dtype) == (like.shape, like.dtype)
+    elif like is not None:
+        fits = fits and type(found) is type(like)
+    if not fits:
         raise CorruptPosteriorError(f"its optimiser's '{name}' is none that this optimiser keeps")
     return found

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from math import log
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from posthoc_uq.curvature.sweep import Summary
@@ -40,7 +41,12 @@ _AFTER = {"eigenvalues": "Kronecker factors", "eigenvalues and diagonal": "bases
 
 
 def check_stage(
-    name: str, summary: Summary, tensors: Tensors, stages: Mapping[str, Tensors], layers: Mapping[str, Layer]
+    name: str,
+    summary: Summary,
+    tensors: Tensors,
+    stages: Mapping[str, Tensors],
+    layers: Mapping[str, Layer],
+    dtype: torch.dtype,
 ) -> None:
     """Refuse the result of a stage that is not one of these layers.
 
@@ -50,6 +56,7 @@ def check_stage(
         tensors: its result, by layer and name.
         stages: the results of all stages that the file holds.
         layers: of the fit.
+        dtype: of its statistics.
 
     Raises:
         CorruptPosteriorError: says what is wrong.
@@ -64,7 +71,10 @@ def check_stage(
         if found.keys() != own.keys() or tensors.keys() != shapes.keys():
             raise CorruptPosteriorError(f"its part '{name}' has other tensors than this fit's")
         for tensor_name, shape in own.items():
-            _check_tensor(f"'{tensor_name}' of '{owner}' in '{name}'", tensor_name, found[tensor_name], shape)
+            what = f"'{tensor_name}' of '{owner}' in '{name}'"
+            if name != NOISE and found[tensor_name].dtype != dtype:
+                raise CorruptPosteriorError(f"{what} is not of {dtype}, as this fit's statistics are")
+            _check_tensor(what, tensor_name, found[tensor_name], shape)
     if name == "eigenvalues and diagonal":
         for owner, own in tensors.items():
             bases = stages["bases"].get(owner, {})
@@ -118,19 +128,18 @@ def check_summary(summary: Summary, *, finished: bool = True) -> None:
 
 
 def check_same(what: str, found: Tensors, wanted: Tensors) -> None:
-    """Refuse tensors with other names or shapes than `wanted`, both by owner and name.
+    """Refuse tensors with other names, shapes or number formats than `wanted`, both by owner and name.
 
     Raises:
         CorruptPosteriorError: names one.
     """
-    shapes = (
-        {(a, b): tuple(t.shape) for a, own in part.items() for b, t in own.items()}
+    first, second = (
+        {(a, b): (tuple(t.shape), t.dtype) for a, own in part.items() for b, t in own.items()}
         for part in (found, wanted)
     )
-    first, second = shapes
     if first != second:
         odd = next(iter(first.items() ^ second.items()))[0]
-        raise CorruptPosteriorError(f"{what} do not fit this fit: {odd} is missing or of another shape")
+        raise CorruptPosteriorError(f"{what} do not fit this fit: {odd} is missing or of another kind")
 
 
 def check_training(

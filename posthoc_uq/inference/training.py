@@ -131,7 +131,7 @@ def train(
         there were held-out data, ``seconds``.
 
     Raises:
-        NonFiniteError: a loss or a gradient is not finite; names the step.
+        NonFiniteError: a loss or a gradient is not finite, and names the step; or what was trained is not.
         PosthocUQError: the loader yields no targets, or not the data that the checkpoint was made from.
     """
     run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint)
@@ -140,6 +140,9 @@ def train(
         while run.state.epoch < options.epochs and not run.state.done:
             run.epoch(bar)
     run.take_best()
+    broken = [name for name, tensor in objective.tensors().items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise NonFiniteError(f"The training ended with '{broken[0]}' not finite; lower the learning rates.")
     return run.state.history
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any, cast
 
+from posthoc_uq.errors import printable
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tables import cell_text, text_table
 
@@ -32,8 +33,8 @@ class Report:
     tuning: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {_shown(value)}" for name, value in self.summary.items()]
-        lines += [f"{name}: {how}" for name, how in self.tuning.items()]
+        lines = [f"{printable(name)}: {_shown(value)}" for name, value in self.summary.items()]
+        lines += [f"{printable(name)}: {printable(how)}" for name, how in self.tuning.items()]
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         lines.append(text_table(columns, [[row.get(column) for column in columns] for row in self.rows]))
         reasons: dict[str, list[str]] = {}
@@ -41,7 +42,7 @@ class Report:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
-            lines.append(f"deterministic ({reason}): {shown}")
+            lines.append(printable(f"deterministic ({reason}): {shown}"))
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.attributes import check_attributes
 from posthoc_uq.storage.consistency import checked_layers
 from posthoc_uq.storage.hdf5 import ImageReader, Structure
-from posthoc_uq.storage.numbers import check_blocks, complaint
+from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
 from posthoc_uq.storage.plain import read_plain
 from posthoc_uq.storage.sandbox import SandboxReader
 from posthoc_uq.storage.sizes import size_limit
@@ -87,7 +87,7 @@ def load(
                 for own, dtype in block["dtypes"].items()
             }
         state["centre"] = {
-            name: _restore("the centre", "", tensors.pop(schema.centre_path(name)), dtype, mean[name].dtype)
+            name: _restore("the centre", name, tensors.pop(schema.centre_path(name)), dtype, mean[name].dtype)
             for name, dtype in state["centre"].items()
         }
         if state["features"] is not None:
@@ -95,6 +95,7 @@ def load(
                 name: _restore("the features", name, tensors.pop(schema.features_path(name)), dtype)
                 for name, dtype in state["features"]["dtypes"].items()
             }
+            check_features(state["features"]["tensors"])
         check_blocks(state, {name: block["tensors"] for name, block in state["blocks"].items()})
     state["centre"] = {name: _placed(tensor, mean[name].device) for name, tensor in state["centre"].items()}
     for block in state["blocks"].values():
@@ -328,7 +329,7 @@ def _restore(
         tensor = tensor.view(torch.bfloat16)
     if wanted is not None or dtype in ("bfloat16", "float16"):
         tensor = tensor.to(torch.float32 if wanted is None else wanted)
-    fault = complaint(name, tensor, padded=padded)
+    fault = complaint(name if wanted is None else "", tensor, padded=padded)  # a centre may be negative
     if fault is not None:
         raise CorruptPosteriorError(f"'{name}' of {owner} {fault}")
     return tensor

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.errors import CorruptPosteriorError
+from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.storage.schema import LARGEST
 
 ORTHONORMAL = 0.05
@@ -106,6 +107,18 @@ def check_blocks(state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Te
                     raise CorruptPosteriorError(
                         f"block '{name}' has an eigenvalue along a direction of '{basis}' that is zero"
                     )
+
+
+def check_features(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse Grams of features whose eigenvalues are larger than the mean of 1, to which they are scaled, allows.
+
+    Raises:
+        CorruptPosteriorError: they are.
+    """
+    most = 1.5 * tensors["basis"].shape[0]
+    traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
+    if float(traces.max()) > most or _largest(tensors["residual"]) > most:
+        raise CorruptPosteriorError("its features are not scaled to a mean eigenvalue of 1")
 
 
 def _largest_fisher(own: Mapping[str, Tensor]) -> float:

@@ -21,7 +21,7 @@ from posthoc_uq.posteriors.state import posterior_state
 from posthoc_uq.storage import atomic, hdf5, plain, schema, userblock
 from posthoc_uq.storage.attributes import attributes_of
 from posthoc_uq.storage.consistency import checked_layers
-from posthoc_uq.storage.numbers import check_blocks, complaint
+from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
 from posthoc_uq.storage.table import check_posterior
 
 _WIDER = "save with dtype=torch.bfloat16 or torch.float32"
@@ -111,6 +111,8 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         kept = plain.read_plain(text)  # as it comes out of a file
         check_posterior(kept)
         checked_layers(kept)
+        if state["features"] is not None:
+            check_features(state["features"]["tensors"])
         check_blocks(kept, {name: block["tensors"] for name, block in state["blocks"].items()})
         image = hdf5.build_image(text, attributes_of(described), arrays, userblock.SIZE, compression)
     except (PosthocUQError, TypeError, ValueError, KeyError) as error:
