@@ -6,10 +6,12 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
+from typing import BinaryIO
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.storage import userblock
@@ -51,38 +53,53 @@ def checked_target(path: str | os.PathLike[str]) -> Path:
 
 
 def write(target: Path, image: BytesIO) -> None:
-    """Put a file in place: temporary file in the same folder, flush, fsync, rename, fsync of the folder. A file that
-    stood there before gives it its permissions.
+    """Put a file in place, whole; see `replacing`.
 
     Raises:
         PosthocUQError: it could not be written.
     """
     try:
-        before = _status(target)
-        opened, temporary = _temporary(target, 0o666 if before is None else 0o600)
-        try:
-            with os.fdopen(opened, "wb") as file:
-                with image.getbuffer() as view:
-                    file.write(view)
-                file.flush()
-                if before is not None:
-                    _permit(file.fileno(), before)
-                os.fsync(file.fileno())
-                if fcntl is not None:  # in place before the lock is given up
-                    os.replace(temporary, target)
-            if fcntl is None:
-                os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        if os.name == "posix":
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        with replacing(target) as file, image.getbuffer() as view:
+            file.write(view)
     except OSError as error:
         raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error
+
+
+@contextmanager
+def replacing(target: Path) -> Generator[BinaryIO]:
+    """A temporary file in the same folder that takes the target's place at the end of the block: flush, fsync, rename,
+    fsync of the folder. Where the block fails it is deleted, and what stood there before stays; else that gives the new
+    file its permissions.
+
+    Raises:
+        PosthocUQError: no file can be made there.
+        OSError: it cannot be finished.
+    """
+    try:
+        before = _status(target)
+        opened, temporary = _temporary(target, 0o666 if before is None else 0o600)
+    except OSError as error:
+        raise PosthocUQError(f"'{target}' cannot be written: {error.strerror or error}.") from error
+    try:
+        with os.fdopen(opened, "wb") as file:
+            yield file
+            file.flush()
+            if before is not None:
+                _permit(file.fileno(), before)
+            os.fsync(file.fileno())
+            if fcntl is not None:  # in place before the lock is given up
+                os.replace(temporary, target)
+        if fcntl is None:
+            os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _temporary(target: Path, mode: int) -> tuple[int, Path]:
