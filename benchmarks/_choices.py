@@ -68,7 +68,10 @@ class Setting:
 
 SETTINGS: dict[str, Setting] = {
     "default": Setting(),
-    **{f"budget {b:g}": Setting(tune={"divergence": b}) for b in (0.001, 0.01, 0.015, 0.03, 0.1)},
+    **{
+        f"budget {b:g}": Setting(tune={"divergence": b})
+        for b in (0.001, 0.002, 0.003, 0.005, 0.01, 0.03, 0.1)
+    },
     **{
         f"budget {b:g}, matched temperature": Setting(tune={"divergence": b, "temperature": True})
         for b in (0.003, 0.01, 0.03)

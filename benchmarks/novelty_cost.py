@@ -6,6 +6,7 @@
 
 * By the last layer's inputs (``class``), and through an INF posterior of all layers (``top``, ``all``), for LeNet, a
   small CNN and a small ResNet with 10 classes; beside them one forward and backward pass with the weights' gradients.
+  For torchvision's ResNet-18 at 224 px with 1,000 classes, ``class`` alone, on batches of 8.
 * By the last layer's inputs alone, without the network, for one sample of 512 features and growing numbers of classes,
   in milliseconds.
 
@@ -34,6 +35,7 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.features import FeatureGrams
 
 NETWORKS = {"lenet": lenet, "cnn": cnn, "resnet": resnet}
+LARGE = "resnet18"
 PASSES = 5
 """Plain passes at a time, so that one is long enough to be timed."""
 
@@ -42,13 +44,16 @@ def costs(name: str, batch: int, forms: Sequence[str], repeats: int) -> list[Row
     """One line per form of novelty, and one for a forward and backward pass."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, images = NETWORKS[name]().eval(), torch.rand(3 * batch, 1, 28, 28)
+        model, shape = (_resnet18(), (3, 224, 224)) if name == LARGE else (NETWORKS[name](), (1, 28, 28))
+        images = torch.rand(3 * batch, *shape)
+    model.eval()
     settle_batchnorm(model, images[:batch])
     with torch.no_grad():
         labels = model(images).argmax(1)
     loader = list(zip(images.split(batch), labels.split(batch), strict=True))
+    layers, method = ("last", "diag") if name == LARGE else ("all", "inf")
     posterior = uq.fit(
-        model, loader, method="inf", layers="all", fisher="mc", prior_precision=1.0, progress=False
+        model, loader, method=method, layers=layers, fisher="mc", prior_precision=1.0, progress=False
     )
     predictor, own = uq.wrap(model, posterior, "linearized"), images[:batch]
 
@@ -68,6 +73,12 @@ def costs(name: str, batch: int, forms: Sequence[str], repeats: int) -> list[Row
         rows.append(row)
         print(row, flush=True)
     return rows
+
+
+def _resnet18() -> nn.Module:
+    from torchvision.models import resnet18
+
+    return resnet18(weights=None)
 
 
 def _backward(model: nn.Module, images: Tensor) -> None:
@@ -98,7 +109,7 @@ def growth(classes: Sequence[int], size: int, repeats: int) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--nets", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--nets", nargs="+", choices=[*NETWORKS, LARGE], default=[*NETWORKS, LARGE])
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--forms", nargs="+", default=["class", "top", "all"])
     parser.add_argument("--repeats", type=int, default=9)
@@ -109,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.smoke:
             rows, grown = costs("lenet", 10, ["class", "top"], 2), growth([10, 20], 32, 3)
         else:
-            rows = [r for name in given.nets for r in costs(name, given.batch, given.forms, given.repeats)]
+            small = [name for name in given.nets if name != LARGE]
+            rows = [r for name in small for r in costs(name, given.batch, given.forms, given.repeats)]
+            rows += costs(LARGE, 8, ["class"], given.repeats) if LARGE in given.nets else []
             grown = growth([10, 100, 1000], 512, 5 * given.repeats)
         about = machine()
     print(table(rows), table(grown), about, sep="\n\n")

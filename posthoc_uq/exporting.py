@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.prediction import Prediction, predict
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.loaders import output_tensor
+from posthoc_uq.loaders import Batch, output_tensor
 
 
 class ClassTensors(NamedTuple):
@@ -103,7 +104,20 @@ def exportable(predictor: Predictor) -> nn.Module:
     return _exportable(predictor, stacklevel=4)
 
 
-def _exportable(predictor: Predictor, stacklevel: int) -> nn.Module:
+def _check_inputs(inputs: tuple[Any, ...]) -> None:
+    if not inputs or not all(isinstance(value, Tensor) for value in inputs):
+        given = ", ".join(f"a {type(value).__name__}" for value in inputs) or "nothing"
+        raise PosthocUQError(
+            f"export takes a predictor and an example of the model's inputs as tensors, uq.export(predictor, x), and "
+            f"was given {given}; torch.as_tensor(x) makes a tensor of an array."
+        )
+
+
+def _exportable(predictor: Any, stacklevel: int) -> nn.Module:
+    if not isinstance(predictor, Predictor):
+        raise PosthocUQError(
+            f"export takes a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
+        )
     if isinstance(predictor, MomentsPredictor):
         return _Moments(predictor).eval()
     if not isinstance(predictor, SamplingPredictor):
@@ -132,12 +146,17 @@ def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) ->
             warning.
         inputs: an example of the model's positional arguments, of at least two samples.
         dynamic_batch: let the exported program take any number of samples.
+
+    Raises:
+        PosthocUQError: the inputs are no tensors, or the model cannot be run on them.
     """
+    _check_inputs(inputs)
     module = _exportable(predictor, stacklevel=4)
     shapes: Any = None
     if dynamic_batch:
         batch = torch.export.Dim("batch", min=1, max=2**16)
         shapes = (tuple({0: batch} for _ in inputs),)
     with torch.no_grad():
-        module(*inputs)  # what is made once and kept must be made before tracing
+        with predictor.explaining(Batch(inputs)):
+            module(*inputs)  # what is made once and kept must be made before tracing
         return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)

@@ -33,8 +33,10 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.replica import replicate
 
-DIVERGENCE = 0.003  # nats: the default budget, the largest that harmed none of the networks that chose it
-GUARDED = 0.03  # nats: where the likelihood of held-out data guards against harm
+DIVERGENCE = (
+    0.002  # nats: the default budget; the networks that chose it lose at most four fifths of what they may
+)
+GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
 TOLERANCE = 0.05  # decades of the prior precision
 TEMPERATURES = (0.3, 3.0)  # in which a matched temperature is looked for
 _ABOVE = 3  # decades above the weights' own precision at which a search begins

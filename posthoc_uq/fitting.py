@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.dryrun import Prepared, Selection, prepare
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.sweep import SweepSettings
@@ -29,6 +31,7 @@ from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, re
 from posthoc_uq.inference.laplace import FAMILIES, laplace
 from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.options import FunctionSpaceOptions, method_options
+from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.run import LaplaceOptions, Run, check_common
 from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable
@@ -180,6 +183,8 @@ def fit(
                 f"prior_precision a number or 'evidence'."
             )
         check_loader(loader)
+        if val_loader is not None:
+            check_loader(val_loader, "val_loader")
         device = model_device(unwrap(model))
         budget = default_budget(device) if memory_budget is None else _checked_budget(memory_budget)
         _check_every(checkpoint_every)
@@ -199,16 +204,20 @@ def fit(
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
     data, statistics = loader, statistics_dtype(model, dtype)
 
-    def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None]:
+    def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None, bool]:
         with isolated_random_state(seed):
             first, whole = _peek(data)
             batch = reader.read(first).copied()  # the dry run runs it several times
             samples = own_samples_of(whole, reader, batch) if fisher == "auto" else None
             autocast = torch.is_autocast_enabled(device.type)
-            prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
-            return whole, batch, prepared, find_features(model, batch, autocast), samples
+            with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
+                prepared = prepare(model, batch, layers, unsupported=unsupported, autocast=autocast)
+            features = find_features(model, batch, autocast)
+            return whole, batch, prepared, features, samples, gives_probabilities(model, batch, law)
 
-    loader, batch, prepared, features, samples = together(begin, "the dry run")
+    loader, batch, prepared, features, samples, probabilities = together(begin, "the dry run")
+    if probabilities:
+        warnings.warn(PROBABILITIES, UserWarning, stacklevel=2)
     kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples))
     settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite, log10
+from math import isfinite, log, log10
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ _LEVEL = 1e-3  # nats: a smaller change over a decade says that a wider search f
 _DECADES = 8  # that the prior precision is searched upwards
 _TOLERANCE = 0.1  # decades
 _TEMPERATURES = (-1.0, 1.5)  # decades
+_SPREAD = 0.3  # deviation of the logarithm of a temperature before any data: a few samples hardly move it
 _HYPERPARAMETERS = ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature")
 
 
@@ -106,13 +107,16 @@ class HeldOutSearch:
             for batch in batches(self._loader, self._reader):
                 if batch.targets is None:
                     raise PosthocUQError(
-                        "Tuning on held-out data needs targets; val_loader yields inputs alone."
+                        "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs alone."
                     )
                 yield batch, batch.targets
 
     def loss(self) -> float:
-        """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters; sets the best
+        """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters; sets the
         temperature first where that is searched too.
+
+        The temperature is the most probable one under a log-normal prior around 1. Without it a few samples that are
+        all predicted correctly ask for a temperature of nothing, and their number for none of the doubt that is left.
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():
@@ -120,13 +124,14 @@ class HeldOutSearch:
             if not self._tempered:
                 return self._mean(predicted)
             found = list(predicted)
+            samples = sum(len(targets) for _, targets in found)
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(found)
+                return self._mean(found) + (log(temperature) / _SPREAD) ** 2 / (2 * samples)
 
-            best, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
-            return at(best)
+            self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
+            return self._mean(found)
 
     def _mean(self, found: Iterable[tuple[Any, Tensor]]) -> float:
         total, count = 0.0, 0
@@ -219,7 +224,13 @@ class HeldOutSearch:
             f"the widest with a validation NLL of at most {SLACK:g} above the best; {loss - best:.2g} given up"
         )
         if self._tempered:
-            self.posterior.record.tuning["temperature"] = "validation NLL"
+            self._note_temperature()
+
+    def _note_temperature(self) -> None:
+        self.posterior.record.tuning["temperature"] = "validation NLL, and a log-normal prior around 1"
+        low, high = (10.0**decade for decade in _TEMPERATURES)
+        if not 1.05 * low < self.posterior.temperature < high / 1.05:
+            self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
 
     def _widen(self, base: dict[str, Any], factor: float) -> None:
         prior = base["prior_precision"]
@@ -271,10 +282,7 @@ class HeldOutSearch:
         """Set the temperature alone."""
         self._best_loss = self._evaluate()
         self._best = self._values()
-        self.posterior.record.tuning["temperature"] = "validation NLL"
-        low, high = (10.0**decade for decade in _TEMPERATURES)
-        if not 1.05 * low < self.posterior.temperature < high / 1.05:
-            self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
+        self._note_temperature()
 
     def finish(self) -> Trials:
         """Say what ended at an edge, and where even the best predicts held-out data worse than the model alone."""

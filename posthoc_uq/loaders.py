@@ -2,7 +2,8 @@
 
 A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch
 is a tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under a usual name), or whatever
-`batch_to_inputs` and `batch_to_targets` take apart.
+`batch_to_inputs` and `batch_to_targets` take apart. Arrays of NumPy and frames of pandas become tensors of their own
+type.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -139,9 +141,11 @@ class BatchReader:
             PosthocUQError: the batch has a form that needs `batch_to_inputs`.
         """
         inputs, targets = self._split(batch)
+        if self.batch_to_inputs is None:
+            inputs = _with_tensors(inputs)
         if self.batch_to_targets is not None:
             targets = self.batch_to_targets(batch)
-        targets = None if targets is None else torch.as_tensor(targets)
+        targets = None if targets is None else _target_tensor(targets)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -157,7 +161,7 @@ class BatchReader:
             inputs = self.batch_to_inputs(batch)
             pair = isinstance(batch, (tuple, list)) and len(cast(Sequence[Any], batch)) == 2
             return inputs, (batch[1] if pair and self.batch_to_targets is None else None)
-        if isinstance(batch, Tensor):
+        if isinstance(batch, Tensor) or is_array(batch):
             return batch, None
         if isinstance(batch, Mapping):
             named = dict(cast(Mapping[str, Any], batch))
@@ -185,6 +189,44 @@ class BatchReader:
         if self.device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned():
             value = value.pin_memory()  # a transfer from pageable memory makes the host wait
         return value.to(self.device, non_blocking=True)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy, or a frame or a series of pandas."""
+    return isinstance(value, np.ndarray) or (hasattr(value, "to_numpy") and hasattr(value, "shape"))
+
+
+def _with_tensors(inputs: Any) -> Any:
+    """Inputs whose arrays are tensors, also in a tuple or a mapping of them."""
+    if isinstance(inputs, Mapping):
+        return {name: _with_tensors(value) for name, value in cast(Mapping[str, Any], inputs).items()}
+    if isinstance(inputs, tuple):
+        return tuple(map(_with_tensors, cast(tuple[Any, ...], inputs)))
+    return _tensor_of(inputs) if is_array(inputs) else inputs
+
+
+def _target_tensor(targets: Any) -> Tensor:
+    if is_array(targets):
+        return _tensor_of(targets)
+    try:
+        return torch.as_tensor(targets)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PosthocUQError(
+            f"The targets are a {type(targets).__name__} that is no tensor of numbers ({error}); pass "
+            f"batch_to_targets=lambda batch: ... that makes one of them."
+        ) from error
+
+
+def _tensor_of(array: Any) -> Tensor:
+    """A copy, since torch can only share memory that it may write to."""
+    numbers = np.asarray(array)
+    try:
+        return torch.tensor(numbers).contiguous()
+    except (TypeError, ValueError) as error:
+        raise PosthocUQError(
+            f"The loader yields a {type(array).__name__} of {numbers.dtype} {numbers.shape}, which torch has no type "
+            f"for; make all of it numbers, such as array.astype('float32')."
+        ) from error
 
 
 def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
@@ -261,23 +303,28 @@ class Bar:
         self._bar.update(samples)
 
 
-def check_loader(loader: Any) -> None:
+def check_loader(loader: Any, name: str = "loader") -> None:
     """Refuse what is data but no loader.
+
+    Args:
+        loader: what was passed.
+        name: of the parameter that it was passed as.
 
     Raises:
         PosthocUQError: a tensor, an array, a data set, or one pair of inputs and targets.
     """
-    pair = isinstance(loader, tuple) and len(cast(tuple[Any, ...], loader)) == 2
-    pair = pair and all(isinstance(part, Tensor) for part in loader) and loader[0].ndim != loader[1].ndim
+    pair = isinstance(loader, (tuple, list)) and len(cast(Sequence[Any], loader)) == 2
+    pair = pair and all(isinstance(part, Tensor) or is_array(part) for part in loader)
+    pair = pair and len(loader[0].shape) != len(loader[1].shape)
     plain = isinstance(loader, (Tensor, Dataset, Mapping, str)) or hasattr(loader, "__array__")
     if pair or plain:
         kind = "one pair of inputs and targets" if pair else f"a {type(loader).__name__}"
         raise PosthocUQError(
-            f"The loader is {kind}, not an iterable of batches; wrap the data in torch.utils.data.DataLoader, "
+            f"The {name} is {kind}, not an iterable of batches; wrap the data in torch.utils.data.DataLoader, "
             f"or pass a list of batches such as [(x, y)]."
         )
     if not isinstance(loader, Iterable):
-        raise PosthocUQError(f"The loader must be an iterable of batches, not a {type(loader).__name__}.")
+        raise PosthocUQError(f"The {name} must be an iterable of batches, not a {type(loader).__name__}.")
 
 
 def check_reusable(loader: Iterable[Any], sweeps: int) -> None:

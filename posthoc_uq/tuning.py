@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
@@ -55,7 +55,8 @@ def tune(
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one, whose
       negative log-likelihood of held-out data is at most 0.01 nats above the best. Held-out data of the training
       distribution cannot judge uncertainty about foreign inputs, so what they hardly mind is kept. Where outputs are
-      logits every prior precision has the temperature that predicts best. `scale`, `residual_weight` and noise are
+      logits every prior precision has the temperature that predicts best, under a log-normal prior around 1 that keeps
+      a few samples from moving it far. `scale`, `residual_weight` and noise are
       searched where they are asked for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
@@ -68,7 +69,7 @@ def tune(
         loader: held-out batches with targets, read several times; for ``"faithful"`` training inputs, or others like
             them, read once.
         criterion: see above.
-        divergence: the budget of the faithful prior, in nats; by default 0.003 for ``"faithful"``, and 0.03 for
+        divergence: the budget of the faithful prior, in nats; by default 0.002 for ``"faithful"``, and 0.02 for
             ``"likelihood"``, where held-out data guard against harm.
         temperature: with held-out data: whether a temperature on the logits is searched, by default where outputs are
             logits. Of ``"faithful"``: whether the mean entropy on the training inputs is brought back to the network's,
@@ -97,6 +98,10 @@ def tune(
     Raises:
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
     """
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+        )
     criterion = _criterion(criterion, loader)
     if criterion == "evidence":
         if loader is not None or temperature or parameters is not None or prior_precisions is not None:

@@ -212,6 +212,12 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
             )
         same = parameter.data_ptr() == mean.data_ptr() and parameter.device == mean.device
         if not same and not torch.equal(parameter.detach().to(mean), mean):
+            if parameter.dtype != mean.dtype:
+                raise PosteriorMismatchError(
+                    f"Parameter '{name}' is {parameter.dtype}, and the posterior was fitted on {mean.dtype}; wrap the "
+                    f"model as it was then. head='sampling' runs it in half precision by itself, with "
+                    f"dtype=torch.float16 or torch.bfloat16."
+                )
             raise PosteriorMismatchError(
                 f"The values of parameter '{name}' are not those the posterior was fitted on; fit again "
                 f"after training."

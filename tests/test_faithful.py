@@ -155,10 +155,10 @@ def test_the_default_keeps_the_networks_predictions(classifier):
     own = model(x).softmax(1)
     probs = predictor(x).probs
     assert (probs.argmax(1) == own.argmax(1)).float().mean() >= 0.97  # a tie may fall to the other side
-    assert float((own * (own.log() - probs.log())).sum(1).mean().detach()) <= 0.0031
+    assert float((own * (own.log() - probs.log())).sum(1).mean().detach()) <= 0.0021
     assert float(predictor.functional_variance(x).mean()) > 1e-4  # and is no point estimate
     kept = posterior.record.faithful
-    assert 0 < kept["divergence"] <= kept["budget"] == 0.003
+    assert 0 < kept["divergence"] <= kept["budget"] == 0.002
     assert "faithful through head='linearized'" in str(posterior.report())
 
 
@@ -171,7 +171,7 @@ def test_every_method_and_head_stays_within_the_budget(method, head):
     probs = uq.wrap(model, posterior)(x).probs.detach()
     divergence = float((own * (own.log() - probs.log())).sum(1).mean())
     assert divergence == pytest.approx(posterior.record.faithful["divergence"], abs=1e-5)
-    assert 0.001 < divergence <= 0.003
+    assert 0.0007 < divergence <= 0.002
 
 
 def test_batch_size_and_order_do_not_matter(classifier):
@@ -203,7 +203,7 @@ def test_regression(shape):
     p = torch.distributions.Normal(model(x).detach(), noise.sqrt())
     q = torch.distributions.Normal(prediction.mean, prediction.standard_deviation)
     divergence = float(torch.distributions.kl_divergence(p, q).mean())
-    assert 0.0015 < divergence <= 0.003 + 1e-5
+    assert 0.001 < divergence <= 0.002 + 1e-5
     assert posterior.temperature == 1.0
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_reached_is_said_aloud():
     model, x = Brittle(), torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     with pytest.warns(UserWarning, match="narrowest posterior"):
         posterior = uq.fit(model, [x], method="diag", head="sampling", progress=False)
-    assert posterior.record.faithful["divergence"] > 0.003
+    assert posterior.record.faithful["divergence"] > 0.002
 
 
 def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(classifier, tmp_path):

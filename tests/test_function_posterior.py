@@ -355,7 +355,7 @@ def test_report_says_how_it_came_about() -> None:
         "monochrome",
         "KL mean part",
         "validation NLL",
-        "prior precision: the default",
+        "prior precision: 1, the default",
     ):
         assert words in text
     assert len(report.summary["loss"]) == 2 and report.summary["epochs"] == 2

@@ -137,7 +137,7 @@ def test_what_it_chooses_is_what_one_would_get_by_asking(
     assert found.record.fit["fisher"] == expected.record.fit["fisher"] == explicit["fisher"]
     assert found.record.fit.get("labels drawn per sample") == explicit.get("n_samples")
     assert found.record.fit["fisher chosen"] == "auto" and "fisher chosen" not in expected.record.fit
-    assert "fisher chosen: auto" in str(found.report())
+    assert f"fisher: {explicit['fisher']}, chosen by 'auto'" in str(found.report()).splitlines()
 
 
 def test_the_number_of_samples_decides_and_not_how_they_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from posterior_helpers import (
     statistics,
 )
 
+import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import sparsify
 from posthoc_uq.layers import Layer
@@ -358,3 +359,32 @@ def test_float32_survives_stiff_directions(scale, error, weight):
     )  # (G, n, n, m)
     truth = torch.einsum("rgi,gijo,rgj->rgo", x.double(), rows, x.double())
     torch.testing.assert_close(outputs, truth, atol=1e-9 / 1e-2 * float(x.square().sum(-1).max()), rtol=error)
+
+
+@pytest.mark.filterwarnings("ignore:1 steps at log_variance_lr")
+@pytest.mark.parametrize("method", ["inf", "efb", "kfac", "diag", "full", "function_space"])
+def test_the_report_says_everything_once_and_explains_its_columns(method):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 4, generator=generator)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    options = {"epochs": 1} if method == "function_space" else {}
+    posterior = uq.fit(model, [(x, torch.arange(12) % 2)], method=method, progress=False, **options)
+    report = posterior.report()
+    lines = str(report).splitlines()
+    table = next(i for i, line in enumerate(lines) if line.startswith("layer  "))
+    names = [line.split(": ")[0] for line in lines[:table]]
+    assert len(set(names)) == len(names)
+    assert sum(line.startswith("seconds") for line in lines) == 1
+    assert any(line.startswith("prior precision: ") and ", " in line for line in lines)
+    explained = {
+        part
+        for line in lines[table:]
+        if line.startswith("  ")
+        for part in line.strip().split(": ")[0].split(", ")
+    }
+    columns = {column for column in lines[table].split("  ") if column}
+    assert {column.strip() for column in columns} - {"layer", "kind"} == explained
+    assert "prior precision" not in explained
+    if posterior.takes_prior:
+        posterior.prior_precision = {"0": 1.0, "2": 2.0}
+        assert "  prior precision: of the layer's weights" in str(posterior.report()).splitlines()

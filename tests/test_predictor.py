@@ -121,7 +121,7 @@ def test_the_model_is_left_as_it_was(setting, options):
     predictor(x)
     predictor.train()
     predictor.redraw(3)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(uq.PosthocUQError, match="cannot be run on these inputs"):
         predictor(x[:, :, :4, :4])
     with pytest.raises(ZeroDivisionError):
         predictor.predict((part if len(part) == 8 else 1 / 0 for part in x.split(8)), progress=False)

@@ -626,6 +626,20 @@ def test_files_without_head_and_faithful_prior_load(saved: tuple[Path, nn.Module
     assert record.head == {} == record.faithful and inspect(path)["head"] == {}
 
 
+def test_a_faithful_prior_without_settings_loads(saved: tuple[Path, nn.Module, Posterior]) -> None:
+    """As files of this format were written first: it is known, and belongs to no settings."""
+    path, model, _ = saved
+
+    def forget(state: dict) -> None:
+        kept = faithful()
+        del kept["settings"]
+        state["attributes"]["record"]["faithful"] = kept
+
+    edit_state(path, forget)
+    assert load(path, model).record.faithful == faithful(settings={})
+    assert inspect(path)["faithful"]["value"] == 3.5
+
+
 def faithful(**other: object) -> dict[str, object]:
     whole = {"head": "linearized", "value": 3.5, "temperature": 0.8, "network_temperature": 1.1}
     settings = {"residual_weight": 1.0, "noise_scale": 1.0, "scale": 40.0}

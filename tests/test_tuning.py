@@ -126,7 +126,7 @@ def test_the_widest_that_held_out_data_hardly_mind(classifier, head):
     posterior = uq.fit(model, train, head=head, progress=False)
     trials = uq.tune(posterior, held_out, progress=False)
     faithful = posterior.record.faithful["value"]  # of a budget of its own, on held-out inputs
-    assert posterior.record.faithful["budget"] == 0.03
+    assert posterior.record.faithful["budget"] == 0.02
     chosen, best = _loss(model, posterior, held_out), trials.best["validation NLL"]
     assert posterior.prior_precision >= faithful * (1 - 1e-9)
     assert chosen <= best + 0.01 + 1e-6
@@ -148,6 +148,16 @@ def test_held_out_data_that_ask_for_certainty_narrow_the_posterior(classifier):
     uq.tune(posterior, own, divergence=0.3, temperature=False, progress=False)
     assert posterior.record.faithful["value"] == faithful  # the one on record, of the same budget
     assert posterior.prior_precision > 1.5 * faithful
+
+
+def test_a_faithful_prior_without_settings_is_found_anew(classifier):
+    model, train, held_out = classifier
+    posterior = uq.fit(model, train, divergence=0.3, progress=False)
+    settings = posterior.record.faithful["settings"]
+    posterior.record.faithful |= {"settings": {}, "value": 1e-3}  # as `load` gives it of a file without them
+    uq.tune(posterior, held_out, divergence=0.3, temperature=False, progress=False)
+    assert posterior.record.faithful["settings"] == settings
+    assert posterior.record.faithful["value"] > 1e-2
 
 
 def test_what_is_asked_for_is_searched(classifier):
@@ -197,13 +207,36 @@ def test_a_temperature_beside_the_prior_or_alone(classifier):
     prior = posterior.prior_precision
     uq.tune(posterior, held_out, parameters=(), progress=False)
     assert posterior.prior_precision == prior
-    best, found = _loss(model, posterior, held_out), posterior.temperature
-    assert found != 1.0 and posterior.record.tuning["temperature"] == "validation NLL"
+    samples = sum(len(labels) for _, labels in held_out)
+
+    def goal() -> float:  # the likelihood of a temperature, and of it a log-normal prior of deviation 0.3
+        return _loss(model, posterior, held_out) + np.log(posterior.temperature) ** 2 / (2 * 0.3**2 * samples)
+
+    best, found = goal(), posterior.temperature
+    assert found != 1.0 and posterior.record.tuning["temperature"].startswith("validation NLL")
     for temperature in np.logspace(-1, 1, 21):
         posterior.temperature = float(temperature)
-        assert _loss(model, posterior, held_out) >= best - 1e-4
+        assert goal() >= best - 1e-4
     trials = uq.tune(posterior, held_out, progress=False)
     assert len({trial["temperature"] for trial in trials.trials}) == len(trials.trials)  # one for each prior
+
+
+def test_a_few_samples_hardly_move_the_temperature():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2).requires_grad_()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[2.0, 0.0], [-2.0, 0.0]])), model.bias.zero_()
+    x = torch.randn(4000, 2)
+    labels = torch.distributions.Categorical(logits=model(x) / 2.5).sample()  # too sure of itself
+    posterior = uq.fit(model, [(x[:200], labels[:200])], prior_precision=1e4, progress=False)
+    right = model(x).argmax(1) == labels
+    few, many = (x[right][:30], labels[right][:30]), (x[1000:], labels[1000:])
+    uq.tune(posterior, [few], parameters=(), progress=False)
+    assert (
+        0.6 < posterior.temperature < 1
+    )  # all of them right: the likelihood alone asks for a temperature of zero
+    uq.tune(posterior, [many], parameters=(), progress=False)
+    assert posterior.temperature == pytest.approx(2.5, rel=0.1)
 
 
 def test_regression_on_held_out_data(regression):
@@ -419,11 +452,15 @@ class TestHeads:
 
     def test_temperature_through_the_linearised_head(self):
         uq.tune(self.posterior, [self.held_out], parameters=(), head="linearized", progress=False)
-        found, best = self.posterior.temperature, self.loss(head="linearized")
+
+        def goal() -> float:
+            return self.loss(head="linearized") + np.log(self.posterior.temperature) ** 2 / (2 * 0.3**2 * 200)
+
+        found, best = self.posterior.temperature, goal()
         assert found != 1.0
         for factor in (0.8, 1.25):
             self.posterior.temperature = found * factor
-            assert self.loss(head="linearized") > best
+            assert goal() > best
 
     def test_a_head_needs_held_out_data(self):
         with pytest.raises(uq.PosthocUQError, match="The evidence needs no head"):

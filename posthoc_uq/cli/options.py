@@ -96,7 +96,7 @@ divergence_option = click.option(
     "--divergence",
     type=click.FloatRange(0, min_open=True),
     metavar="NATS",
-    help="How far the predictions of a faithful posterior may be from the model's own [0.003].",
+    help="How far the predictions of a faithful posterior may be from the model's own [0.002].",
 )
 
 model_options = together(

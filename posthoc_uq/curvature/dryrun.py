@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.arguments import described
 from posthoc_uq.curvature.capture import Capture, Tracked, owners
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
@@ -107,7 +108,11 @@ def count_samples(batch: Batch) -> int:
     for tensor in batch.tensors():
         if tensor.ndim > 0 and tensor.shape[0] > 0:
             return tensor.shape[0]
-    raise PosthocUQError("A batch holds no input tensor with samples along its first dimension.")
+    advice = "" if batch.tensors() else "; torch.as_tensor(x) makes a tensor of an array or a list"
+    raise PosthocUQError(
+        f"A batch needs an input tensor with at least one sample along its first dimension, and holds "
+        f"{described(batch)}{advice}."
+    )
 
 
 def select(found: list[Tracked], selection: Selection, reference: _Reference) -> list[Tracked]:

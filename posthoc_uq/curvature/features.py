@@ -108,7 +108,7 @@ def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> Fea
             return None
         layer = found[-1].layer
         rows, outputs = _probe(capture.twin, layer, two, 2)
-    except Exception:  # the caller's batch has run before; the model may refuse two of its samples with any error
+    except Exception:  # the whole batch has run before; some models refuse two of its samples
         return None
     try:
         alone = [_probe(capture.twin, layer, two.narrow(i, 1, 2), 1)[0] for i in range(2)]

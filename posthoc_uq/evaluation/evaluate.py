@@ -75,8 +75,9 @@ def evaluate(
     """
     rows = rows_of(predictor, likelihood)
     foreign = _named_loaders(ood_loaders)
-    for one in (loader, *foreign.values()):
-        check_loader(one)
+    check_loader(loader)
+    for one in foreign.values():
+        check_loader(one, "loader of foreign inputs")
     if any(not 0 <= rate < 1 for rate in referral_rates):
         raise PosthocUQError(f"referral_rates are shares in [0, 1), not {list(referral_rates)}.")
     if score is not None and score not in SCORES:

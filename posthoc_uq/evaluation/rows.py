@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.prediction import (
     ClassPrediction,
@@ -77,9 +78,13 @@ def _row(name: str, one: Any, likelihood: Likelihood, noise: Tensor | None) -> R
     if isinstance(one, nn.Module):
         twin = replicate(one)
         device = model_device(twin)
-        return Row(
-            name or "model", lambda batch: _shaped(batch.call_any(twin), likelihood, noise), device, None
-        )
+
+        def predict(batch: Batch) -> Prediction:
+            with explained(lambda: twin, batch, "a batch of the loader", LOADER):
+                output = batch.copied().call_any(twin)
+            return _shaped(output, likelihood, noise)
+
+        return Row(name or "model", predict, device, None)
     if callable(one):
         return Row(
             name or "function",

@@ -62,7 +62,8 @@ class FeatureCache:
                     batch = self._let_go(kept)
             if found is None:
                 assert batch is not None
-                found = self._predictor.distribution(*batch.args, **batch.kwargs)
+                with self._predictor.explaining(batch):
+                    found = self._predictor.distribution(*batch.args, **batch.kwargs)
             yield found, partner
 
     def outputs(self, run: Callable[[Batch], Tensor]) -> Iterator[tuple[Tensor, Any]]:
@@ -77,7 +78,8 @@ class FeatureCache:
                 batch = self._of(kept)
             if outputs is None:
                 assert batch is not None
-                outputs = run(batch)
+                with self._predictor.explaining(batch):
+                    outputs = run(batch)
             yield outputs, partner
 
     def _all(self) -> Iterator[tuple[_Kept | None, Batch | None, Any]]:
@@ -100,7 +102,8 @@ class FeatureCache:
             return None
         if index >= self._tried:
             self._tried = index + 1
-            features = self._predictor.features(*batch.args, **batch.kwargs)
+            with self._predictor.explaining(batch):
+                features = self._predictor.features(*batch.args, **batch.kwargs)
             if features is not None:
                 kept = _Kept(features, partner, _key(batch))
                 if self.nbytes + features.nbytes <= self._budget:

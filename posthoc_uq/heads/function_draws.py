@@ -14,7 +14,6 @@ from torch.func import functional_call, jvp  # pyright: ignore[reportPrivateImpo
 
 from posthoc_uq.curvature.hooks import CallInterceptor
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.tracking import own_copy
 from posthoc_uq.loaders import Batch, output_tensor
 
 # `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.
@@ -77,7 +76,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
 
     def run(weights: dict[str, Tensor]) -> Tensor:
         return output_tensor(
-            own_copy(batch).call_any(lambda *args, **kwargs: functional_call(model, weights, args, kwargs))
+            batch.copied().call_any(lambda *args, **kwargs: functional_call(model, weights, args, kwargs))
         )
 
     outputs, found = None, list[Tensor]()

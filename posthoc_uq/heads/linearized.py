@@ -23,7 +23,7 @@ from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.products import Mode
 from posthoc_uq.heads.replay import Features, ReplayError, Rest, intercept
 from posthoc_uq.heads.spread import Spread, of_product
-from posthoc_uq.heads.tracking import Tracked, output_layer, own_copy, track_layers
+from posthoc_uq.heads.tracking import Tracked, output_layer, track_layers
 from posthoc_uq.layers import Call
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.loaders import Batch
@@ -142,8 +142,10 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model, or the likelihood is one that no prediction is defined
                 for.
         """
-        found, calls = self._distribution(args, kwargs)
-        ratio = self._known_novelty(Batch(args, None, kwargs), calls)
+        batch = Batch(args, None, kwargs)
+        with self.explaining(batch):
+            found, calls = self._distribution(args, kwargs)
+            ratio = self._known_novelty(batch, calls)
         return with_novelty(self.prediction_of(found), ratio)
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
@@ -188,8 +190,8 @@ class LinearizedPredictor(Predictor):
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's outputs as it gives them."""
-        with _own_modes():
-            return own_copy(_batch(args, kwargs)[0]).call(self._twin[0])
+        with _own_modes(), self.explaining(Batch(args, None, kwargs)):
+            return _batch(args, kwargs)[0].copied().call(self._twin[0])
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
@@ -197,7 +199,7 @@ class LinearizedPredictor(Predictor):
         Raises:
             PosthocUQError: the engine cannot serve this model.
         """
-        with _own_modes():
+        with _own_modes(), self.explaining(Batch(args, None, kwargs)):
             batch, samples = _batch(args, kwargs)
             if self._engine == "jvp":
                 mean, deviations = self._draw(batch, samples)
@@ -219,7 +221,7 @@ class LinearizedPredictor(Predictor):
         Raises:
             PosthocUQError: the engine cannot serve this model.
         """
-        with _own_modes():
+        with _own_modes(), self.explaining(Batch(args, None, kwargs)):
             batch, samples = _batch(args, kwargs)
             if self._engine == "jvp":
                 mean, deviations = self._draw(batch, samples)
@@ -250,7 +252,7 @@ class LinearizedPredictor(Predictor):
         probes = self._n_probes if n_probes is None else n_probes
         if probes < 1:
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
-        with _own_modes():
+        with _own_modes(), self.explaining(Batch(args, None, kwargs)):
             batch, samples = _batch(args, kwargs)
             if self._engine == "jvp":
                 return self._draw(batch, samples)[1].square().mean(0).sum(1)
@@ -499,7 +501,7 @@ class LinearizedPredictor(Predictor):
         if self._ready is None:
             with _PREPARING, isolated_random_state():
                 if self._ready is None:
-                    ready = track_layers(self._twin[0], self._posterior, own_copy(batch), self._dtype)
+                    ready = track_layers(self._twin[0], self._posterior, batch.copied(), self._dtype)
                     if self._tells_novelty and self._posterior.features is not None:
                         ready.capture.watched = self._posterior.features.layer
                     self._ready = ready

@@ -242,11 +242,13 @@ class MomentsPredictor(Predictor):
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
-        return self._moments(*args, **kwargs)[0]
+        with self.explaining(Batch(args, None, kwargs)):
+            return self._moments(*args, **kwargs)[0]
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """The variance of the outputs, shaped like them, calibrated where a calibration fits."""
-        _, variance, _ = self._moments(*args, **kwargs)
+        with self.explaining(Batch(args, None, kwargs)):
+            _, variance, _ = self._moments(*args, **kwargs)
         return variance if self._calibration is None else self._calibration.apply(variance)
 
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
@@ -255,8 +257,10 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function of the model has no rule, or the outputs do not fit the likelihood.
         """
-        ratio = self._known_novelty(Batch(args, None, kwargs))
-        return with_novelty(self.prediction_of(self.distribution(*args, **kwargs)), ratio)
+        batch = Batch(args, None, kwargs)
+        with self.explaining(batch):
+            ratio = self._known_novelty(batch)
+            return with_novelty(self.prediction_of(self.distribution(*args, **kwargs)), ratio)
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
         """See `Predictor`; calibrated where a calibration fits."""

@@ -14,7 +14,7 @@ from posthoc_uq.curvature.features import feature_rows, watching
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, pull
-from posthoc_uq.heads.tracking import Tracked, own_copy, track_layers
+from posthoc_uq.heads.tracking import Tracked, track_layers
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
@@ -56,7 +56,7 @@ def class_novelty(
         raise PosthocUQError(NOT_KEPT)
     with torch.inference_mode(False), torch.no_grad():
         with watching(network, features.layer) as calls:
-            own_copy(batch).call(network)
+            batch.copied().call(network)
         return novelty_of_calls(features, calls, count_samples(batch), smoothing)
 
 
@@ -128,7 +128,7 @@ class PosteriorRatio:
         self._budget = default_budget(device)
         self._posterior = WeightCovariance(own, self._dtype, device, temporary_limit(self._budget, device))
         with isolated_random_state():
-            self._tracked: Tracked = track_layers(network, posterior, own_copy(batch), self._dtype)
+            self._tracked: Tracked = track_layers(network, posterior, batch.copied(), self._dtype)
 
     def __call__(self, batch: Batch) -> Tensor:
         """``(samples,)`` in (0, 1].
@@ -138,7 +138,7 @@ class PosteriorRatio:
         """
         samples = count_samples(batch)
         with torch.inference_mode(False), torch.no_grad():
-            recording = self._tracked.capture.run(own_copy(batch), samples)
+            recording = self._tracked.capture.run(batch, samples)
             outputs = recording.outputs.detach()
             if outputs.ndim not in (1, 2) or outputs.shape[0] != samples:
                 raise PosthocUQError(

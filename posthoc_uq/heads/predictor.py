@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.arguments import explained
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.novelty import (
@@ -123,6 +125,10 @@ class Predictor(nn.Module, ABC):
         """The posterior's hyperparameters that its predictions are made with, as plain values."""
         return hyperparameters_of(self._posterior)
 
+    def explaining(self, batch: Batch) -> AbstractContextManager[None]:
+        """Within it, an error that the model itself raises on `batch` becomes one that says what it was given."""
+        return explained(self._network, batch)
+
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """What enters the part of the model that has a posterior, for a batch. It stays the same whatever settings the
         posterior takes, so that many of them can be tried without running the rest of the model again.
@@ -188,7 +194,8 @@ class Predictor(nn.Module, ABC):
         form = checked_of(of, self._posterior)
         network = self._network()
         if form == "class":
-            return class_novelty(network, self._posterior, batch, smoothing)
+            with self.explaining(batch):
+                return class_novelty(network, self._posterior, batch, smoothing)
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
             raise PosthocUQError(
                 f"prior_precision must be positive and residual_weight in [0, 1], not {prior_precision} and "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.prediction import Prediction
+from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.scores import score_of
 from posthoc_uq.metrics import (
@@ -54,9 +54,11 @@ def set_referral(
         has a score above its threshold.
 
     Raises:
-        PosthocUQError: a rate or a score that does not exist or that this head does not know, or a score twice.
+        PosthocUQError: a rate or a score that does not exist or that this head does not know, or a score twice; or
+            something else than a predictor and its prediction.
         NonFiniteError: a score is NaN, or one of several is infinite.
     """
+    _check_kinds(predictor, prediction)
     if isinstance(score, str):
         threshold = referral_threshold(_numbers(prediction, score), rate)
         rule: dict[str, Any] = {"score": score, "rate": float(rate), "threshold": threshold}
@@ -92,7 +94,8 @@ def refer(predictor: Predictor, prediction: Prediction) -> Tensor:
         prediction: of any inputs.
 
     Raises:
-        PosthocUQError: no threshold was set, or for another head, or before the posterior was tuned again.
+        PosthocUQError: no threshold was set, or for another head, or before the posterior was tuned again; or
+            something else than a predictor and its prediction.
     """
     return torch.stack(list(referral_reasons(predictor, prediction).values())).any(dim=0)
 
@@ -102,6 +105,7 @@ def referral_reasons(predictor: Predictor, prediction: Prediction) -> dict[str, 
 
     Args, Raises: as `refer`, which refers an input that any of them does.
     """
+    _check_kinds(predictor, prediction)
     _check_applies(predictor)
     kept = predictor.posterior.record.referral
     return {
@@ -123,6 +127,7 @@ def referral_tail(predictor: Predictor, prediction: Prediction) -> Tensor:
     Raises:
         PosthocUQError: as `refer`; or the threshold was set on one score by its name, which keeps no quantiles.
     """
+    _check_kinds(predictor, prediction)
     _check_applies(predictor)
     kept = predictor.posterior.record.referral
     if "scores" not in kept:
@@ -141,6 +146,18 @@ def referral_tail(predictor: Predictor, prediction: Prediction) -> Tensor:
 def referral_applies(predictor: Predictor) -> bool:
     """Whether the posterior has thresholds that were set for this head and these hyperparameters."""
     return _trouble(predictor) is None
+
+
+def _check_kinds(predictor: Any, prediction: Any) -> None:
+    if not isinstance(predictor, Predictor):
+        raise PosthocUQError(
+            f"The first argument is a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
+        )
+    if not isinstance(prediction, (ClassPrediction, RegressionPrediction)):
+        raise PosthocUQError(
+            f"The second argument is what the predictor returned for the inputs, predictor(x) or "
+            f"predictor.predict(loader), not a {type(prediction).__name__}."
+        )
 
 
 def _check_applies(predictor: Predictor) -> None:

@@ -161,7 +161,8 @@ class SamplingPredictor(Predictor):
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.
         """
-        return torch.cat(list(self._blocks(args, kwargs)))
+        with self.explaining(Batch(args, None, kwargs)):
+            return torch.cat(list(self._blocks(args, kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch: `ClassPrediction` or `RegressionPrediction` by the likelihood.
@@ -169,9 +170,10 @@ class SamplingPredictor(Predictor):
         Raises:
             PosthocUQError: the likelihood is one that no prediction is defined for.
         """
-        # before the draws: a model may change its inputs in place
-        ratio = self._known_novelty(Batch(args, None, kwargs))
-        return with_novelty(summarise(self._blocks(args, kwargs), self._posterior), ratio)
+        batch = Batch(args, None, kwargs)
+        with self.explaining(batch):
+            ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
+            return with_novelty(summarise(self._blocks(args, kwargs), self._posterior), ratio)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; they stay the same when the weights are drawn anew."""

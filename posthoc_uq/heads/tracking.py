@@ -31,11 +31,6 @@ class Tracked:
     last: str | None
 
 
-def own_copy(batch: Batch) -> Batch:
-    """A copy that belongs to no graph, for one run."""
-    return batch.copied()
-
-
 def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> Tracked:
     """Find the posterior's layers in a pass of the model, and prove that their gradients are caught.
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.tracking import own_copy
 from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import Batch, output_tensor
 from posthoc_uq.posteriors.blocks import Block
@@ -150,7 +149,7 @@ class FeatureNetwork:
             if _owner(layer) in modules:
                 handles.append(modules[_owner(layer)].register_forward_pre_hook(catch))
         with torch.no_grad():
-            outputs = own_copy(batch).call(self.twin)
+            outputs = batch.copied().call(self.twin)
         for handle in handles:
             handle.remove()
         flat, parameters = (
@@ -178,14 +177,14 @@ class FeatureNetwork:
 
     def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """The model's outputs with these weights, as it gives them."""
-        own = own_copy(batch)
+        own = batch.copied()
         found = output_tensor(functional_call(self.twin, dict(weights), own.args, own.kwargs))
         self._features = None
         return found
 
     def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """Outputs ``(samples, outputs)`` and features ``(samples, H)``."""
-        own = own_copy(batch)
+        own = batch.copied()
         outputs = output_tensor(functional_call(self.twin, dict(weights), own.args, own.kwargs))
         features, self._features = self._features, None
         assert features is not None

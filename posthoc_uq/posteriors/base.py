@@ -429,7 +429,7 @@ class Posterior:
         return torch.cat(parts, dim=1).reshape(like.shape[0], 1, 1, -1)
 
     def report(self) -> Report:
-        """A table of what was fitted and how; prints itself."""
+        """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
         return build_report(self)
 
 

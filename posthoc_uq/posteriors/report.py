@@ -16,9 +16,30 @@ if TYPE_CHECKING:
     from posthoc_uq.posteriors.features import FeatureGrams
 
 
+_SECONDS = "seconds, "  # and what took them
+# Columns of the table whose names do not say it.
+COLUMNS = {
+    "shape": "groups x outputs x inputs of the layer's weights; a bias counts as one more input",
+    "prior precision": "of the layer's weights",
+    "numbers, bytes": "what the posterior stores of the layer",
+    "a, g, kept": "input and output directions of the low rank, and how many of its a times g eigenvalues are not zero",
+    "corrected": "share of the weights whose information the low rank overstates, so that it is corrected",
+    "change": "size of that correction, relative to the exact diagonal (Frobenius norms)",
+    "median sd, largest sd": "standard deviations of the layer's weights",
+}
+
+
 @dataclass(frozen=True)
 class Report:
-    """What `Posterior.report` gives.
+    """What `Posterior.report` gives; as text it explains its columns.
+
+    Some of the lines above the table:
+
+    * ``scale``: how many samples the statistics count as, the number of training samples unless tuned. ``prior
+      precision``: of every weight, or per layer, with how it was chosen. ``residual weight``: of the part of the exact
+      diagonal that the low rank of ``"inf"`` leaves. ``temperature``: logits are divided by it.
+    * ``fisher``: which labels the statistics were taken with, as the option of `fit`.
+    * ``layers caught by``: which of two ways gave a layer's gradients. Both give the same.
 
     Attributes:
         summary: plain values: method, numbers, bytes, hyperparameters, timings.
@@ -33,10 +54,12 @@ class Report:
     tuning: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{printable(name)}: {_shown(value)}" for name, value in self.summary.items()]
-        lines += [f"{printable(name)}: {printable(how)}" for name, how in self.tuning.items()]
+        lines = [printable(f"{name}: {text}") for name, text in self._lines().items()]
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
+        if self.summary.get("prior precision") != "per layer":
+            columns = [column for column in columns if column != "prior precision"]
         lines.append(text_table(columns, [[row.get(column) for column in columns] for row in self.rows]))
+        lines += [f"  {name}: {text}" for name, text in COLUMNS.items() if name.split(", ")[0] in columns]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.deterministic.items():
             reasons.setdefault(reason, []).append(name)
@@ -44,6 +67,21 @@ class Report:
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
             lines.append(printable(f"deterministic ({reason}): {shown}"))
         return "\n".join(lines)
+
+    def _lines(self) -> dict[str, str]:
+        """Name to value in words, with how it was chosen, and all timings as one."""
+        timings = {name: value for name, value in self.summary.items() if name.startswith(_SECONDS)}
+        hidden = {*timings, "fisher chosen"}
+        lines = {name: _shown(value) for name, value in self.summary.items() if name not in hidden}
+        if "fisher chosen" in self.summary and "fisher" in lines:
+            lines["fisher"] += f", chosen by {self.summary['fisher chosen']!r}"
+        if timings:
+            lines["seconds"] = ", ".join(
+                f"{name[len(_SECONDS) :]} {_shown(v)}" for name, v in timings.items()
+            )
+        for name, how in self.tuning.items():
+            lines[name] = f"{lines[name]}, {how}" if name in lines else how
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, fit for JSON."""
@@ -109,8 +147,9 @@ def build_report(posterior: Posterior) -> Report:
 def _novelty(kept: FeatureGrams) -> str:
     """How novel inputs are told, in words."""
     what = "inputs" if kept.source == "outputs" else "pooled inputs"
+    grams = "1 Gram" if kept.classes == 1 else f"{kept.classes} Grams"
     return (
-        f"by {what} of '{kept.layer.name}', {kept.classes} Grams of {kept.basis.shape[0]} features, "
+        f"by {what} of '{kept.layer.name}', {grams} of {kept.basis.shape[0]} features, "
         f"{kept.factors.shape[2]} directions each, {kept.bytes()} bytes, smoothing {kept.smoothing:g}"
     )
 

@@ -210,7 +210,7 @@ def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any
             f"a faithful prior has a head and a divergence, not {kept['head']!r} and {divergence}"
         )
     whole = values if isinstance(value, Mapping) else values[""]
-    settings = {str(name): float(number) for name, number in dict(kept["settings"]).items()}
+    settings = {str(name): float(number) for name, number in dict(kept.get("settings", {})).items()}
     if not settings.keys() <= {"residual_weight", "noise_scale", "scale"} or not all(
         0.0 <= number < float("inf") for number in settings.values()
     ):

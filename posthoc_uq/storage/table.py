@@ -139,11 +139,13 @@ _FAITHFUL = Record(
         "temperature": _TEMPERATURE,
         "network_temperature": _TEMPERATURE,
         "budget": Number(1e-300, _ANY),
+    },
+    {
+        "divergence": _SUM,
         "settings": Record(
             {}, {name: _HYPERPARAMETERS[name] for name in ("residual_weight", "noise_scale", "scale")}
-        ),
+        ),  # which older files have not
     },
-    {"divergence": _SUM},
 )
 
 _CALIBRATION = Record(

@@ -1,0 +1,64 @@
+"""Whether a model gives probabilities where a likelihood takes logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Likelihood
+from posthoc_uq.loaders import Batch
+from posthoc_uq.replica import replicate
+
+PROBABILITIES = (
+    "The model's outputs look like probabilities: it seems to end in a softmax or a sigmoid. They are taken as logits, "
+    "to which another one is applied, so the posterior and all predictions will be wrong. Pass the model without its "
+    "last softmax or sigmoid, for example model[:-1] of an nn.Sequential; log_softmax outputs are fine."
+)
+_SAMPLES = 16  # of the first batch
+_TOLERANCE = 1e-4  # of a sum of probabilities, and more where half precision rounds it
+# Autograd's nodes that pass values on, by the start of their names.
+_PASSING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone", "ToCopy")
+
+
+def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) -> bool:
+    """Whether the outputs for some samples of a batch are probabilities, and the likelihood takes logits.
+
+    Of several classes that is so where every row is non-negative and sums to 1, unless it is one and the same row:
+    then, and for a single logit, the outputs must come out of a softmax or a sigmoid.
+
+    Args:
+        model: run on a copy.
+        batch: on which the model runs.
+        likelihood: of the fit.
+    """
+    if not isinstance(likelihood, (Categorical, Bernoulli)):
+        return False
+    samples = count_samples(batch)
+    some = batch.narrow(0, min(samples, _SAMPLES), samples).copied()
+    try:
+        with torch.enable_grad():
+            outputs = some.call(replicate(model).requires_grad_(True))
+    except Exception:  # a model that takes no other number of samples than the whole batch
+        return False
+    values = outputs.detach().float()
+    if bool(((values < 0) | (values > 1 + _TOLERANCE)).any()):
+        return False
+    if isinstance(likelihood, Bernoulli):
+        return _last_function(outputs).startswith("Sigmoid")
+    if values.ndim != 2 or values.shape[1] < 2:
+        return False
+    tolerance = max(_TOLERANCE, torch.finfo(outputs.dtype).eps)
+    if not bool(((values.sum(1) - 1).abs() <= tolerance).all()):
+        return False
+    return bool((values != values[0]).any()) or _last_function(outputs).startswith("Softmax")
+
+
+def _last_function(outputs: Tensor) -> str:
+    """The name of the autograd node that the outputs come from, behind changes of their shape."""
+    node: Any = outputs.grad_fn
+    while node is not None and node.name().startswith(_PASSING):
+        node = node.next_functions[0][0]
+    return "" if node is None else node.name()
