@@ -30,7 +30,7 @@ _LEVEL = 1e-3  # nats: a smaller change over a decade says that a wider search f
 _DECADES = 8  # that the prior precision is searched upwards
 _TOLERANCE = 0.1  # decades
 _TEMPERATURES = (-1.0, 1.5)  # decades
-_SPREAD = 0.3  # deviation of the logarithm of a temperature before any data: a few samples hardly move it
+SPREAD = 0.3  # deviation of the logarithm of a temperature before any data: a few samples hardly move it
 _HYPERPARAMETERS = ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature")
 
 
@@ -128,7 +128,7 @@ class HeldOutSearch:
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(found) + (log(temperature) / _SPREAD) ** 2 / (2 * samples)
+                return self._mean(found) + (log(temperature) / SPREAD) ** 2 / (2 * samples)
 
             self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
             return self._mean(found)
