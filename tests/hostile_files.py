@@ -89,6 +89,9 @@ class Stops:
     def __init__(self, data: list[Any], after: int) -> None:
         self.data, self.left = data, after
 
+    def __len__(self) -> int:
+        return len(self.data)
+
     def __iter__(self) -> Iterator[Any]:
         for batch in self.data:
             if self.left == 0:

@@ -63,6 +63,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def own_model(method: str) -> nn.Module:
+    return model(hostile_files.METHODS[method].get("likelihood", "classification"))
+
+
 def put(*keys: Any, value: Any) -> Callable[[Image], None]:
     """Replace one value of the description."""
 
@@ -181,7 +185,7 @@ def test_posteriors_that_cannot_be(case: str, files: Path, tmp_path: Path) -> No
     change(image)
     path = tmp_path / "p.h5"
     image.write(path)
-    own = model(hostile_files.METHODS[method].get("likelihood", "classification"))
+    own = own_model(method)
     if words is None:
         hostile_files.check_finite(uq.load(path, own), batches("binary")[0][0])
         image.state["attributes"]["scale"] = 1e8
@@ -321,8 +325,18 @@ def test_checkpoints_that_cannot_be(case: str, files: Path, tmp_path: Path) -> N
     with pytest.raises(PosthocUQError, match=words):
         fit(method, checkpoint=path)
     assert path.read_bytes() == before
-    (tmp_path / "fresh").write_bytes((files / f"{method}.checkpoint").read_bytes())
-    fit(method, checkpoint=tmp_path / "fresh")  # the file as it was
+
+
+@pytest.mark.parametrize("method", ["diag", "inf", "function_space"])
+def test_a_checkpoint_that_was_only_written_again_is_taken_up(
+    method: str, files: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.checkpoint"
+    Image(files / f"{method}.checkpoint").write(path)
+    resumed, whole = fit(method, checkpoint=path), uq.load(files / f"{method}.h5", own_model(method))
+    for name, block in whole.blocks.items():
+        for tensor, value in block.tensors().items():
+            assert torch.equal(resumed.blocks[name].tensors()[tensor], value)
 
 
 # Temporary files and permissions

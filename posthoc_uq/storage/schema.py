@@ -27,8 +27,7 @@ CENTRE = "centre"  # the group of parameters that stand in place of the model's 
 FEATURES = "features"  # the group of the last layer's inputs
 
 LARGEST = 1e30
-"""The largest number of a statistic, a hyperparameter or its inverse: float32 computes with their squares' roots and
-their products with the number of samples."""
+"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
 
 METHODS: dict[str, tuple[str, ...]] = {
     "diag": ("diagonal",),
