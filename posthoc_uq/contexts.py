@@ -44,6 +44,10 @@ class Context(ABC):
         """A context of the same settings that has seen no data: what a fit uses, so that one context may serve many."""
         return self
 
+    def identity(self) -> dict[str, Any]:
+        """What its draws depend on beside the data: its attributes before it has seen any."""
+        return dict(vars(self.fresh()))
+
     @abstractmethod
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Any:
         """`n` inputs, on the device of the batch: a tensor ``(n, ...)``, or whatever a loader may yield as inputs.
@@ -225,6 +229,9 @@ class Pool(Context):
         self._loader, self._kept, self._seed = loader, kept, seed
         self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
         self._inputs: Tensor | None = None
+
+    def identity(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_inputs"}
 
     def _read(self) -> Tensor:
         if self._inputs is not None:

@@ -162,6 +162,7 @@ def fit(
         NonFiniteError: outputs, activations, gradients or a loss are not finite.
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
+    asked = dict(locals())  # all of the arguments, for the identity of a checkpoint
 
     def settle() -> tuple[LaplaceOptions, FunctionSpaceOptions | None, Likelihood]:
         """The options, once all of them have been checked that need no data."""
@@ -226,9 +227,8 @@ def fit(
     kept = KeptInputs(budget, wanted_for(run.layers.values()))
     run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
-        own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}
-        asked = {"prior_precision": prior_precision, "divergence": divergence, "head": head}
-        check_common(own | asked | {"checkpoint": "none" if checkpoint is None else "given"})
+        own = identity(asked, run, model, training)
+        check_common(own | {"checkpoint": "none" if checkpoint is None else "given"})
         own["first batch"] = batch_hash(batch)
         if checkpoint is not None:
             file, every = checkpoint, int(checkpoint_every)

@@ -303,7 +303,7 @@ CHECKPOINTS: dict[str, tuple[str, Callable[[Image], None], str]] = {
     ),
     "deep": (
         "diag",
-        put(DESCRIPTION, "identity", "evil", value=[[[[[[[[[[]]]]]]]]]]),
+        put(DESCRIPTION, "identity", "evil", value=json.loads("[" * 60 + "]" * 60)),
         "nested at most",
     ),
 }

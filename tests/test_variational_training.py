@@ -263,7 +263,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def fitted(scenario: str, path: Path | None, loader: Any) -> uq.Posterior:
+def fitted(scenario: str, path: Path | None, loader: Any, **more: Any) -> uq.Posterior:
     return uq.fit(
         net(),
         loader,
@@ -276,6 +276,7 @@ def fitted(scenario: str, path: Path | None, loader: Any) -> uq.Posterior:
         checkpoint_every=2,
         progress=False,
         **SCENARIOS[scenario],
+        **more,
     )
 
 
@@ -316,11 +317,19 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.h5"
     with pytest.raises(RuntimeError, match="the power"):
         fitted("plain", path, Fragile(13))
-    with pytest.raises(PosthocUQError, match=r"the checkpoint of another fit: its options"):
+    with pytest.raises(PosthocUQError, match=r"the checkpoint of another fit: its patience was None"):
         fitted("held-out data", path, Fragile(None))
+    for name, value in {"prior_precision": 100.0, "divergence": 0.1}.items():
+        with pytest.raises(PosthocUQError, match=f"the checkpoint of another fit: its {name} was"):
+            fitted("plain", path, Fragile(None), **{name: value})
     other = DataLoader(data(40, 5), batch_size=8)
     with pytest.raises(PosthocUQError, match="first batch"):
         fitted("plain", path, other)
+    path3 = tmp_path / "e.h5"
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("held-out data", path3, Fragile(13))
+    with pytest.raises(PosthocUQError, match="its held-out data was"):
+        fitted("plain", path3, Fragile(None), val_loader=[data(12, 3)[:]], patience=3)
     # The same first batch, but others after it.
     path2 = tmp_path / "d.h5"
     own = DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))

@@ -14,6 +14,7 @@ from torch import Tensor
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.features import FeatureSource, feature_rows
 from posthoc_uq.distributed import add_up
+from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.features import FeatureGrams
@@ -89,7 +90,11 @@ class ClassGrams:
         return (outputs.reshape(samples) > 0).long()
 
     def result(self, dtype: torch.dtype) -> FeatureGrams:
-        """What is kept of all processes' samples, in `dtype`; every process takes part."""
+        """What is kept of all processes' samples, in `dtype`; every process takes part.
+
+        Raises:
+            NonFiniteError: it is not finite in this dtype.
+        """
         add_up(self.sums)
         sums = self.sums
         if self._test is None:
@@ -99,12 +104,17 @@ class ClassGrams:
             sketches, traces = (_shared(sums[name], sums["counts"]) for name in ("sketches", "traces"))
             total = sums["total"]
             grams = _Sketched(sketches, self._test, traces, total)
-        tensors = compressed(grams, total)
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in compressed(grams, total).items()}
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            raise NonFiniteError(
+                f"The second moments of what enters layer '{self.source.layer.name}' are not finite in {dtype}: bring "
+                f"the inputs to about unit size, or fit with dtype=torch.float64."
+            )
         return FeatureGrams(
             self.source.layer,
             self.source.source,
             int(sums["counts"].sum()),
-            {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
+            tensors,
         )
 
 

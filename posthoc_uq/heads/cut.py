@@ -77,7 +77,10 @@ class Cut:
         self.refused: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": deque(), "_savings": {}}
+        return {
+            **self.__dict__,
+            "_twins": deque(),
+        }  # what was settled stays, so that a copy takes the same way
 
     def features(
         self,
@@ -101,7 +104,7 @@ class Cut:
             if len(self._savings) >= _SHAPES:
                 self._savings.clear()
             self._savings[key] = saving
-        if saving is _NONE or not wanted(saving):
+        if saving == _NONE or not wanted(saving):
             return None
         try:
             with _counting_versions(torch.is_grad_enabled()), self._lent() as twin:

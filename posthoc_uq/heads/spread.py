@@ -70,7 +70,7 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> Spread:
 
 
 def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
-    """From the products of a covariance whose diagonal is `variance`: `DIRECTIONS` directions ``L`` of
+    """From the products of a covariance whose diagonal is `variance`: up to `DIRECTIONS` directions ``L`` of
     ``S = H Sigma H``, and what they leave of its diagonal as independent.
 
     The directions are ``S Y (Y^T S Y)^(-1/2)`` (Nystroem), so that ``S - L L^T`` is a covariance again, with ``Y`` by
@@ -94,7 +94,7 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
         found = as_double(product((x - x.mean(1, keepdim=True)).to(mean)))
         return weights * (found - found.mean(1, keepdim=True)).masked_fill(broken.unsqueeze(-1), 0.0)
 
-    first = weights[:, :, 0].topk(DIRECTIONS).indices
+    first = weights[:, :, 0].topk(min(DIRECTIONS, classes)).indices
     basis = torch.nn.functional.one_hot(first, classes).transpose(1, 2).to(weights)
     for _ in range(_ROUNDS):
         basis = torch.linalg.qr(weighted(basis)).Q

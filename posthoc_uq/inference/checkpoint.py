@@ -79,9 +79,7 @@ class Checkpoint:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
         self._target = target
         self.every = every
-        self._identity: dict[str, Any] = json.loads(
-            json.dumps(identity, default=str)
-        )  # as it comes out of a file
+        self._identity: dict[str, Any] = json.loads(json.dumps(identity))  # as it comes out of a file
         self._partial: tuple[str, Summary, Tensors] | None = None
         self.stages: dict[str, Stage] = {}
         self.training: tuple[dict[str, Any], Tensors] | None = None
@@ -105,7 +103,8 @@ class Checkpoint:
 
     def _check_identity(self, description: Mapping[str, Any]) -> None:
         found: dict[str, Any] = description["identity"]
-        for name, value in self._identity.items():
+        for name in {**self._identity, **found}:
+            value = self._identity.get(name)
             if found.get(name) != value:
                 raise PosthocUQError(
                     f"'{self._target}' is the checkpoint of another fit: its {name} was {found.get(name)!r:.200}, and "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
-from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_noise
@@ -96,6 +96,7 @@ def fit_function_space(
         progress=settings.progress,
     )
     run.seconds["training"] = time.perf_counter() - start
+    _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(batch))))
     posterior = Posterior(
         FUNCTION_SPACE,
@@ -117,6 +118,16 @@ def fit_function_space(
         posterior.record.tuning["noise variance"] = "learned with the posterior"
     posterior.model = model
     return posterior
+
+
+def _check_trained(field: MeanField) -> None:
+    for name, mean in field.means.items():
+        variance = field.log_variances[name].detach().exp()
+        if not bool((torch.isfinite(mean.detach()) & torch.isfinite(variance)).all()):
+            raise NonFiniteError(
+                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
+                f"rates, or bring the inputs to about unit size."
+            )
 
 
 def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> FunctionSpaceOptions:

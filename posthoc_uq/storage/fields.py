@@ -215,13 +215,14 @@ class Plain(Field):
     """Any plain value, kept for people as it is: nothing is computed from it."""
 
     finite: bool = True
+    depth: int = _DEPTH
 
     def check(self, value: Any, where: str) -> None:
-        self._check(value, where, _DEPTH)
+        self._check(value, where, self.depth)
 
     def _check(self, value: Any, where: str, depth: int) -> None:
         if depth == 0:
-            raise refuse(where, f"nested at most {_DEPTH} deep", value)
+            raise refuse(where, f"nested at most {self.depth} deep", value)
         if isinstance(value, dict):
             for name, own in cast(dict[str, Any], value).items():
                 self._check(own, where, depth - 1)

@@ -276,7 +276,7 @@ _CHECKPOINT = Record(
         "kind": Text((schema.CHECKPOINT,)),
         "description": Record(
             {
-                "identity": Named(Plain(finite=False)),
+                "identity": Named(Plain(finite=False, depth=50)),
                 "memory_budget": Whole(2**20),
                 "stages": Named(_SUMMARY),
                 "sweep": maybe(_NAME),
