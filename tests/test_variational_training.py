@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
-from posthoc_uq.inference.training import Group, Objective, TrainingOptions, cosine, train
+from posthoc_uq.inference.training import Group, Objective, TrainingOptions, _State, cosine, train
 from posthoc_uq.loaders import Batch, BatchReader
 
 READER = BatchReader(torch.device("cpu"))
@@ -187,13 +188,17 @@ def test_state_of_an_optimiser_goes_through_a_file(name: str, dtype: torch.dtype
     for _ in range(3):
         step(first, own)
     plain, tensors = optimiser_state(own)
-    file = Checkpoint(tmp_path / "c.h5", 1, {}, 0)
-    file.keep_training({"optimiser": plain}, tensors | {"tensors": {str(i): v for i, v in enumerate(first)}})
-    kept = Checkpoint(tmp_path / "c.h5", 1, {}, 0).training
+    settings: Any = (tmp_path / "c.h5", 1, {}, 2**20, nn.Linear(1, 1), {}, dtype)
+    description = {"state": asdict(_State()), "optimiser": plain}
+    Checkpoint(*settings).keep_training(
+        description, tensors | {"tensors": {str(i): v for i, v in enumerate(first)}}
+    )
+    kept = Checkpoint(*settings).training
+    trained = kept[1].pop("tensors")
     second, other = make()
     with torch.no_grad():
         for index, value in enumerate(second):
-            value.copy_(kept[1]["tensors"][str(index)])
+            value.copy_(trained[str(index)])
     restore_optimiser(other, kept[0]["optimiser"], kept[1])
     for _ in range(3):
         step(first, own)

@@ -18,6 +18,7 @@ from posthoc_uq.devices import placed
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
+from posthoc_uq.inference.resumable import check_same
 from posthoc_uq.layers import Layer
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.information import Correction
@@ -144,8 +145,10 @@ class Run:
     ) -> Summary:
         checkpoint, done = self.checkpoint, None
         left = checkpoint.interrupted(description) if checkpoint is not None else None
-        if left is not None:
+        if checkpoint is not None and left is not None:
             done = left[0]
+            with checkpoint.read_as_corrupt():
+                check_same("its sums", left[1], sums)
             for name, group in sums.items():
                 for inner, tensor in group.items():
                     tensor.copy_(left[1][name][inner])

@@ -16,6 +16,8 @@ from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape
 from posthoc_uq.posteriors.numerics import cholesky, positive_part
 from posthoc_uq.posteriors.rows import DenseRows, Rows
 
+LARGEST_BYTES = 4 * 2**30  # that the Fisher may take in float64
+
 
 class DenseFactor(Factor):
     """``P = R R^T`` over the parameters of all layers, flattened one after the other; tensors are ``(..., 1,
