@@ -203,7 +203,7 @@ class _Reference:
     def cotangent(outputs: Tensor) -> Tensor:
         """Fixed numbers without structure, shaped like the outputs; the same for every sample."""
         size = outputs[0].numel()
-        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64) ** 2).to(outputs.dtype)
+        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(outputs.dtype)
         return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
 
     def _gradients(
