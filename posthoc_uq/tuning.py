@@ -20,7 +20,7 @@ from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.wrapping import head_class, recorded_head, wrap
 
@@ -336,7 +336,7 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
     available = [
         p
         for p in PARAMETERS
-        if (p != "residual_weight" or _has_residual(posterior))
+        if (p != "residual_weight" or has_residual(posterior.blocks.values()))
         and (p != "noise" or regression)
         and (p != "prior_precision" or posterior.takes_prior)
     ]
@@ -349,7 +349,3 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
             f"parameters must be among {available} for this posterior; not {list(parameters)}."
         )
     return list(parameters)
-
-
-def _has_residual(posterior: Posterior) -> bool:
-    return any(isinstance(block, InformationBlock) for block in posterior.blocks.values())

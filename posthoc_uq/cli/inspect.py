@@ -57,6 +57,7 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
     prior: Any = found["prior_precision"]
     likelihood: Mapping[str, Any] = found["likelihood"]
     numbers = sum(_numbers(block) for block in found["blocks"].values())
+    weight = [("residual weight", f"{found['residual_weight']:.6g}")]
     lines = [
         ("file", f"{path}, {found['bytes']:,} bytes, format {found['format_version']}"),
         ("written by", f"posthoc_uq {found['library_version']}"),
@@ -65,7 +66,7 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{found['parameters']:,} with a posterior, {numbers:,} numbers stored"),
         ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
         ("scale", f"{found['scale']:.6g}"),
-        ("residual weight", f"{found['residual_weight']:.6g}"),
+        *(weight if any(block["kind"] == "inf" for block in found["blocks"].values()) else []),
         ("temperature", f"{found['temperature']:.6g}"),
     ]
     if "noise_variance" in likelihood:

@@ -22,6 +22,7 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.referral import set_referral
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
 
@@ -50,7 +51,7 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "prior precision": "per layer" if isinstance(prior, dict) else prior,
         "scale": posterior.scale,
-        "residual weight": posterior.residual_weight,
+        **({"residual weight": posterior.residual_weight} if has_residual(posterior.blocks.values()) else {}),
         "temperature": posterior.temperature,
     }
     if posterior.noise_variance is not None:

@@ -34,8 +34,13 @@ def squared_residuals(
                 return None
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
                 outputs = batch.call(capture.twin)
-            residuals, fault = unit.residuals(outputs, batch.targets), unit.fault(outputs, batch.targets)
-            squares = as_double(residuals).square().reshape(outputs.shape[0], -1).sum(0)
+            fault = unit.fault(outputs, batch.targets)
+            squares = (
+                as_double(unit.residuals(outputs, batch.targets))
+                .square()
+                .reshape(outputs.shape[0], -1)
+                .sum(0)
+            )
             found, *wrong = on_host(squares, *([] if fault is None else [fault]))
             if any(wrong):
                 unit.check(outputs, batch.targets)

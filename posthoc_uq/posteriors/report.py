@@ -8,7 +8,7 @@ from math import exp
 from typing import TYPE_CHECKING, Any, cast
 
 from posthoc_uq.errors import printable
-from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tables import cell_text, text_table
 
@@ -128,7 +128,7 @@ def build_report(posterior: Posterior) -> Report:
         "scale": posterior.scale,
         "prior precision": "per layer" if isinstance(prior, dict) else prior,
     }
-    if any(isinstance(block, InformationBlock) for block in blocks):
+    if has_residual(blocks):
         summary["residual weight"] = posterior.residual_weight
     summary["temperature"] = posterior.temperature
     if posterior.features is not None:
