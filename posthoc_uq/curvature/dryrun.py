@@ -302,7 +302,7 @@ def _settle(
         if not bad:
             break
         layers = [
-            replace(t, batch_axis=axis) if t.layer.name in bad and t.layer.kind == "linear" else t
+            replace(t, batch_axis=axis) if t.layer.name in bad and not t.layer.convolutional else t
             for t in layers
         ]
         capture, bad = attempt(layers)

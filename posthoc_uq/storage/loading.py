@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.scores import SCORES
-from posthoc_uq.layers import Layer
+from posthoc_uq.layers import Layer, matrix_sides
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.referral import checked_referral, thresholds_of
 from posthoc_uq.posteriors.state import (
@@ -228,8 +228,8 @@ def _checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
     for name, layer in layers.items():
         shape = layer.weight_shape
         fits = len(shape) >= 2 and min(shape) >= 1 and layer.groups >= 1
-        fits = fits and layer.groups * layer.outputs == prod(shape[:1])
-        if not fits or layer.inputs != prod(shape[1:]) + (layer.bias is not None):
+        sides = layer.groups * layer.outputs, layer.inputs - (layer.bias is not None)
+        if not fits or sides != matrix_sides(layer.kind, shape):
             raise CorruptPosteriorError(
                 f"layer '{name}' has a weight of shape {shape}, which is not {layer.groups} matrices of "
                 f"({layer.outputs}, {layer.inputs})"
