@@ -8,7 +8,7 @@ that nothing was missed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,7 +31,12 @@ Sink = Callable[[Caught], None]
 
 @dataclass
 class Tracked:
-    """A layer as the first batch showed it."""
+    """A layer as the first batch showed it.
+
+    Attributes:
+        holders: the modules that hold the weight, with their names and attributes; several where it is tied.
+        product: whether the weight was seen as a factor of a product of matrices.
+    """
 
     layer: Layer
     module: nn.Module | None
@@ -40,6 +45,13 @@ class Tracked:
     uses: int = 0
     batch_axis: int = 0
     keep_input: bool = False  # the input is changed in place after the call: keep a copy of it
+    holders: Sequence[tuple[str, str, nn.Module]] = ()
+    product: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """By which the layer may be asked for."""
+        return [self.layer.name, *(name for name, _, _ in self.holders)]
 
 
 def owners(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
@@ -135,13 +147,17 @@ class Capture:
         return next((key for key, name in self._names.items() if name == self.watched.weight), None)
 
     def _describe(self, use: Use) -> Tracked:
-        module_name, attribute, module = self._owners[id(use.weight)][0]
+        holders = self._owners[id(use.weight)]
+        # an embedding that shares its weight with a layer is the other use of it
+        module_name, attribute, module = next(
+            (owner for owner in holders if not isinstance(owner[2], nn.Embedding)), holders[0]
+        )
         weight_name = self._names[id(use.weight)]
         bias_name = self._names.get(id(use.bias)) if use.bias is not None else None
         bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
         name = module_name if attribute == "weight" and module_name else weight_name
         layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
-        return Tracked(layer, module)
+        return Tracked(layer, module, holders=holders, product=use.product)
 
     def _is_plain(self, tracked: Tracked, use: Use) -> bool:
         """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's

@@ -7,8 +7,7 @@ For every layer the caught pairs must rebuild autograd's own gradient, of the ba
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +17,12 @@ from posthoc_uq.arguments import described
 from posthoc_uq.curvature.capture import Capture, Tracked, owners
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
+from posthoc_uq.curvature.selection import Selection, asked_by_name, no_such_layer, wanted_names
+from posthoc_uq.curvature.uncovered import Owner, home_of, why_not_caught, why_not_rebuilt, without_posterior
 from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
 from posthoc_uq.layers import BATCH_AXES, WEIGHTED_MODULES, Layer
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import parameter_names, replicate
-
-Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 PROBE_SAMPLES = 2
 _HOLD_WEIGHTS = (
@@ -46,11 +45,13 @@ class Prepared:
         capture: ready to run.
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
+        warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
     """
 
     capture: Capture
     deterministic: dict[str, str]
     outputs: int
+    warning: str | None = None
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -86,17 +87,26 @@ def prepare(
     failures: dict[str, str] = {}
     names = {t.layer.weight for t in found}
     for name, parameter_name in reference.missed_weights(names, selection):
-        failures[name] = f"its weight '{parameter_name}' is used in a way that cannot be caught"
+        failures[name] = reference.why_not_caught(parameter_name)
     capture, broken = _settle(model, probe, chosen, reference, 0.1 if autocast else None)
-    failures |= {name: "what was caught does not rebuild its gradient" for name in broken}
-    if failures and unsupported == "raise":
-        listed = "; ".join(f"'{name}': {why}" for name, why in failures.items())
+    failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders) for t in broken}
+    # A parameter that meets a product may be anything; only its module's type, its ties or its name make it a layer.
+    loose = {t.layer.name for t in broken if _is_loose(t) and (selection == "all" or callable(selection))}
+    errors = {name: why for name, why in failures.items() if name not in loose}
+    if errors and unsupported == "raise":
+        listed = "; ".join(f"'{name}': {why}" for name, why in errors.items())
         raise UnsupportedLayerError(
             f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
         )
     if not capture.tracked:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
-    return Prepared(capture, reference.deterministic(capture, failures), reference.pull[0].numel())
+    covered = {name for t in capture.tracked.values() for name in t.layer.parameter_names}
+    warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
+    return Prepared(capture, reference.deterministic(covered, failures), reference.pull[0].numel(), warning)
+
+
+def _is_loose(tracked: Tracked) -> bool:
+    return tracked.product and len(tracked.holders) < 2 and not isinstance(tracked.module, _HOLD_WEIGHTS)
 
 
 def count_samples(batch: Batch) -> int:
@@ -116,7 +126,7 @@ def count_samples(batch: Batch) -> int:
 
 
 def select(found: list[Tracked], selection: Selection, reference: _Reference) -> list[Tracked]:
-    """The layers that the user asked for: all, the last, by name or prefix, or by predicate."""
+    """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
     if callable(selection):
         chosen = [t for t in found if t.module is not None and selection(t.layer.name, t.module)]
     elif selection == "all":
@@ -124,21 +134,12 @@ def select(found: list[Tracked], selection: Selection, reference: _Reference) ->
     elif selection == "last":
         chosen = found[-1:]
     else:
-        wanted = [selection] if isinstance(selection, str) else list(selection)
-        names = [t.layer.name for t in found]
+        wanted = wanted_names(selection) or []
         for want in wanted:
-            if not any(n == want or n.startswith(want + ".") for n in names) and not reference.holds_missed(
-                want
-            ):
-                near = difflib.get_close_matches(want, names, n=3, cutoff=0.3)
-                known = f"the nearest are {near}" if near else f"there are {names[:5]}"
-                more = ", ..." if not near and len(names) > 5 else ""
-                raise PosthocUQError(
-                    f"There is no weighted layer '{want}' in the forward pass; {known}{more}."
-                )
-        chosen = [
-            t for t in found if any(t.layer.name == w or t.layer.name.startswith(w + ".") for w in wanted)
-        ]
+            known = any(asked_by_name([want], t.names) for t in found)
+            if not known and not reference.holds_missed(want):
+                raise no_such_layer(want, [t.layer.name for t in found])
+        chosen = [t for t in found if asked_by_name(wanted, t.names)]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
 
 
@@ -167,7 +168,9 @@ class _Reference:
         twin = replicate(model).requires_grad_(True)
         self.names = parameter_names(twin)
         self.order = {name: index for index, name in enumerate(self.names.values())}
+        self.parameters = dict(twin.named_parameters())
         self._owners = owners(twin)
+        self._modules = dict(twin.named_modules())
         try:
             self._differentiate(twin, probe)
         except RuntimeError as error:
@@ -209,10 +212,19 @@ class _Reference:
         found = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
         return {self.names[id(p)]: g for p, g in zip(parameters, found, strict=True)}
 
+    def _owner(self, parameter: str) -> Owner:
+        return self._owners[id(self.parameters[parameter])][0]
+
     def _home(self, parameter: str) -> tuple[str, nn.Module]:
-        key = next(key for key, name in self.names.items() if name == parameter)
-        module_name, _, module = self._owners[key][0]
-        return module_name, module
+        return home_of(self._owner(parameter), self._modules)
+
+    def _names_of(self, parameter: str) -> list[str]:
+        """The modules that hold a parameter."""
+        return [name for name, _, _ in self._owners[id(self.parameters[parameter])]]
+
+    def why_not_caught(self, parameter: str) -> str:
+        """See `uncovered.why_not_caught`."""
+        return why_not_caught(parameter, self._owner(parameter), self._modules)
 
     def _used(self, name: str) -> bool:
         gradient = self.total[name]
@@ -238,24 +250,35 @@ class _Reference:
         missed = self._missed(caught)
         if selection == "all":
             return missed
-        if selection == "last":
-            return []
+        if selection == "last":  # one that comes after all that was caught would be it
+            end = max((self.order[name] for name in caught), default=-1)
+            return [
+                (module, name)
+                for module, name in missed
+                if self.order[name] > end and isinstance(self._home(name)[1], WEIGHTED_MODULES)
+            ]
         if callable(selection):
             return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]
-        wanted = [selection] if isinstance(selection, str) else list(selection)
-        return [
-            (module, name)
-            for module, name in missed
-            if any(module == w or module.startswith(w + ".") for w in wanted)
-        ]
+        wanted = wanted_names(selection) or []
+        return [(module, name) for module, name in missed if asked_by_name(wanted, [module])]
 
-    def holds_missed(self, prefix: str) -> bool:
-        """Whether a module of that name or prefix holds weights that no use was seen of."""
-        return any(module == prefix or module.startswith(prefix + ".") for module, _ in self._missed(set()))
+    def holds_missed(self, want: str) -> bool:
+        """Whether a module of that name, prefix or pattern holds weights that no use was seen of."""
+        return any(asked_by_name([want], [module]) for module, _ in self._missed(set()))
 
-    def deterministic(self, capture: Capture, failures: dict[str, str]) -> dict[str, str]:
+    def asked_for(self, selection: Selection) -> dict[str, str]:
+        """Parameters that took part and that all layers, or the names given, cover; with their module's type."""
+        wanted = wanted_names(selection)
+        found: dict[str, str] = {}
+        for name, gradient in self.total.items():
+            module_name, module = self._home(name)
+            asked = selection == "all" if wanted is None else asked_by_name(wanted, [module_name, name])
+            if asked and gradient is not None:
+                found[name] = type(module).__name__
+        return found
+
+    def deterministic(self, covered: set[str], failures: dict[str, str]) -> dict[str, str]:
         """Every parameter without a posterior, with the reason."""
-        covered = {name for t in capture.tracked.values() for name in t.layer.parameter_names}
         reasons: dict[str, str] = {}
         for name, gradient in self.total.items():
             if name in covered:
@@ -263,8 +286,8 @@ class _Reference:
             module_name, module = self._home(name)
             if gradient is None:
                 reasons[name] = "not used in the forward pass"
-            elif module_name in failures:
-                reasons[name] = f"skipped: {failures[module_name]}"
+            elif failing := next((n for n in (module_name, name, *self._names_of(name)) if n in failures), None):
+                reasons[name] = f"skipped: {failures[failing]}"
             elif isinstance(module, WEIGHTED_MODULES):
                 reasons[name] = "not among the chosen layers"
             else:
@@ -274,7 +297,7 @@ class _Reference:
 
 def _settle(
     model: nn.Module, probe: Batch, chosen: list[Tracked], reference: _Reference, tolerance: float | None
-) -> tuple[Capture, list[str]]:
+) -> tuple[Capture, list[Tracked]]:
     """A capture of the chosen layers that is proved, and the layers that no engine could serve."""
 
     def attempt(layers: list[Tracked]) -> tuple[Capture, set[str]]:
@@ -306,7 +329,7 @@ def _settle(
             for t in layers
         ]
         capture, bad = attempt(layers)
-    broken = sorted(bad)
+    broken = sorted((t for t in layers if t.layer.name in bad), key=lambda t: t.layer.name)
     if broken:
         capture, _ = attempt([t for t in layers if t.layer.name not in bad])
     return capture, broken
