@@ -1,4 +1,4 @@
-"""Calls that apply a weight to an input: ``linear``, convolutions and products with a matrix, told from their arguments.
+"""Calls that apply a weight to an input: ``linear``, convolutions and products with it, told from their arguments.
 
 A weight of shape ``(inputs, outputs)`` in ``x @ W`` is a linear layer's, transposed: kind ``"matmul"``. ``x @ W.T`` is
 what ``linear`` computes.

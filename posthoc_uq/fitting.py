@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.dryrun import Prepared, prepare
-from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.curvature.features import FeatureSource, find_features
+from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError

@@ -87,7 +87,7 @@ class Layer:
         lead = matrix.shape[:-3]
         weight = matrix if self.bias is None else matrix[..., :-1]
         if self.kind == "matmul":
-            weight = weight.transpose(-2, -1)
+            weight = weight.transpose(-2, -1).contiguous()
         found = {self.weight: weight.reshape(*lead, *self.weight_shape)}
         if self.bias is not None:
             found[self.bias] = matrix[..., -1].reshape(*lead, self.groups * self.outputs)

@@ -63,8 +63,8 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
 def untied(model: nn.Module, layer: str) -> nn.Module:
     """A copy of `model`, on the same memory and in eval mode, in which one layer's parameters are its own.
 
-    A layer that shares its weight with an embedding, as the last one of GPT-2 does, can have a posterior in the copy: it
-    is about the layer's use of the weight, and the embedding keeps its values. Fit, load and wrap the copy.
+    A layer that shares its weight with an embedding, as the last one of GPT-2 does, can have a posterior in the copy:
+    it is about the layer's use of the weight, and the embedding keeps its values. Fit, load and wrap the copy.
 
     Args:
         model: the model.
@@ -83,11 +83,11 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
         if module is not modules[layer]
         for parameter in module.parameters(recurse=False)
     }
-    shared = [
-        item for item in modules[layer].named_parameters(recurse=False) if id(item[1]) in elsewhere
-    ]
+    shared = [item for item in modules[layer].named_parameters(recurse=False) if id(item[1]) in elsewhere]
     if not shared:
-        raise PosthocUQError(f"Module '{layer}' shares no parameter with another one; fit the model as it is.")
+        raise PosthocUQError(
+            f"Module '{layer}' shares no parameter with another one; fit the model as it is."
+        )
     for attribute, parameter in shared:
         setattr(modules[layer], attribute, nn.Parameter(parameter.detach(), requires_grad=False))
     return twin

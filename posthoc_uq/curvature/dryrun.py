@@ -286,7 +286,9 @@ class _Reference:
             module_name, module = self._home(name)
             if gradient is None:
                 reasons[name] = "not used in the forward pass"
-            elif failing := next((n for n in (module_name, name, *self._names_of(name)) if n in failures), None):
+            elif failing := next(
+                (n for n in (module_name, name, *self._names_of(name)) if n in failures), None
+            ):
                 reasons[name] = f"skipped: {failures[failing]}"
             elif isinstance(module, WEIGHTED_MODULES):
                 reasons[name] = "not among the chosen layers"

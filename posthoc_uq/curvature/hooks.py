@@ -1,4 +1,4 @@
-"""Catching uses of a weight wherever they happen: calls of ``linear`` and ``conv``, and products with tracked parameters.
+"""Catching uses of a weight wherever they happen: ``linear``, ``conv`` and products with tracked parameters.
 
 This is the collector beside BackPACK. It follows the parameter, not the module, so it also sees shared
 modules, tied weights, autocast, weights used through `torch.nn.functional`, and layers whose output is
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from posthoc_uq.affine import AffineCall, affine_call
 from posthoc_uq.attention import open_attention
 from posthoc_uq.layers import Geometry
+
 
 @dataclass
 class Use:

@@ -12,7 +12,7 @@ _OLD_HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "
 
 
 def home_of(owner: Owner, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module]:
-    """The module a parameter belongs to; that of the weight which is computed from it where there is a parametrization."""
+    """The module a parameter belongs to: under a parametrization, the one whose weight is computed from it."""
     name, _, module = owner
     before, found, _ = f".{name}".rpartition(".parametrizations.")
     return (before[1:], modules[before[1:]]) if found else (name, module)
@@ -27,7 +27,9 @@ def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module
         call = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
     else:
         _, module = home_of(owner, modules)
-        ending = next((e for e in _OLD_HOOKS if attribute.endswith(e) and attribute.startswith("weight")), None)
+        ending = next(
+            (e for e in _OLD_HOOKS if attribute.endswith(e) and attribute.startswith("weight")), None
+        )
         if ending is None or hasattr(type(module), attribute):
             return f"its weight '{parameter}' is used in a way that cannot be caught"
         call = f"torch.nn.utils.{_OLD_HOOKS[ending]}({layer})"
