@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import host_double, sent
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
@@ -44,6 +45,10 @@ class Context(ABC):
         """A context of the same settings that has seen no data: what a fit uses, so that one context may serve many."""
         return self
 
+    def identity(self) -> dict[str, Any]:
+        """What its draws depend on beside the data: its attributes before it has seen any."""
+        return dict(vars(self.fresh()))
+
     @abstractmethod
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Any:
         """`n` inputs, on the device of the batch: a tensor ``(n, ...)``, or whatever a loader may yield as inputs.
@@ -61,9 +66,12 @@ class TrainingBatch(Context):
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         inputs = single_input(batch)
         order = torch.cat(
-            [torch.randperm(len(inputs), generator=generator) for _ in range(-(-n // len(inputs)))]
+            [
+                torch.randperm(len(inputs), generator=generator, device="cpu")
+                for _ in range(-(-n // len(inputs)))
+            ]
         )
-        return inputs[order[:n].to(inputs.device)]
+        return inputs[sent(order[:n], inputs.device)]
 
 
 class Monochrome(Context):
@@ -82,7 +90,7 @@ class Monochrome(Context):
         if kept < 1:
             raise PosthocUQError(f"A monochrome context must keep at least one pixel value, not {kept}.")
         self._kept, self._seen = kept, 0
-        self.values = torch.empty(0, 0)
+        self.values = torch.empty(0, 0, device="cpu")
 
     def fresh(self) -> Context:
         return Monochrome(self._kept)
@@ -97,7 +105,9 @@ class Monochrome(Context):
         size = pixels.shape[2]
         if size > _PIXELS_AT_ONCE:
             pixels = pixels[
-                :, :, torch.randint(size, (_PIXELS_AT_ONCE,), generator=generator).to(pixels.device)
+                :,
+                :,
+                torch.randint(size, (_PIXELS_AT_ONCE,), generator=generator, device="cpu").to(pixels.device),
             ]
         values = pixels.transpose(0, 1).flatten(1).cpu()  # (channels, samples * positions)
         if self._seen == 0:
@@ -110,12 +120,16 @@ class Monochrome(Context):
         self._seen += values.shape[1]
         if not rest.numel():
             return
-        ranks = torch.arange(self._seen - rest.shape[1] + 1, self._seen + 1, dtype=torch.float64)
+        ranks = torch.arange(
+            self._seen - rest.shape[1] + 1, self._seen + 1, dtype=torch.float64, device="cpu"
+        )
         for channel, own in zip(self.values, rest, strict=True):
-            places = (torch.rand(len(ranks), generator=generator, dtype=torch.float64) * ranks).long()
+            places = (
+                torch.rand(len(ranks), generator=generator, dtype=torch.float64, device="cpu") * ranks
+            ).long()
             taken = (places < self._kept).nonzero().flatten()
             # Of several values for one place the last one stays, which indexing alone does not promise.
-            final = torch.full((self._kept,), -1)
+            final = torch.full((self._kept,), -1, device="cpu")
             final.scatter_reduce_(0, places[taken], taken, "amax")
             filled = final >= 0
             channel[filled] = own[final[filled]]
@@ -125,8 +139,8 @@ class Monochrome(Context):
         channels, kept = self.values.shape
         if kept == 0:
             raise PosthocUQError("A monochrome context draws from training pixels, and has seen none yet.")
-        places = torch.randint(kept, (channels, n), generator=generator)
-        colours = self.values.gather(1, places).T.to(like)
+        places = torch.randint(kept, (channels, n), generator=generator, device="cpu")
+        colours = sent(self.values.gather(1, places).T.to(like.dtype), like.device)
         # The present batch's size: a convolutional network may be trained on images of several.
         return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
 
@@ -157,10 +171,7 @@ class UniformBox(Context):
         self._expand = expand
         self._bounds: tuple[Tensor, Tensor] | None = None
         if low is not None and high is not None:
-            self._bounds = (
-                torch.as_tensor(low, dtype=torch.float64),
-                torch.as_tensor(high, dtype=torch.float64),
-            )
+            self._bounds = host_double(low), host_double(high)
             if not bool(
                 (
                     torch.isfinite(self._bounds[1] - self._bounds[0]) & (self._bounds[0] < self._bounds[1])
@@ -176,7 +187,7 @@ class UniformBox(Context):
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
         if not self.needs_data:
             return
-        inputs = inputs.detach().cpu().double()
+        inputs = host_double(inputs.detach())
         low, high = inputs.amin(0), inputs.amax(0)
         if self._bounds is not None:
             low, high = torch.minimum(low, self._bounds[0]), torch.maximum(high, self._bounds[1])
@@ -197,8 +208,8 @@ class UniformBox(Context):
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         like = single_input(batch)
         low, high = self.bounds()
-        numbers = torch.rand(n, *like.shape[1:], generator=generator, dtype=torch.float64)
-        return (low + (high - low) * numbers).to(like)
+        numbers = torch.rand(n, *like.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
+        return sent((low + (high - low) * numbers).to(like.dtype), like.device)
 
 
 class Pool(Context):
@@ -226,15 +237,18 @@ class Pool(Context):
         self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
         self._inputs: Tensor | None = None
 
+    def identity(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_inputs"}
+
     def _read(self) -> Tensor:
         if self._inputs is not None:
             return self._inputs
         generator = torch.Generator().manual_seed(mixed_seed(self._seed))
-        keys, inputs, most = torch.empty(0, dtype=torch.float64), list[Tensor](), self._kept
+        keys, inputs, most = torch.empty(0, dtype=torch.float64, device="cpu"), list[Tensor](), self._kept
         with isolated_random_state(self._seed):
             for batch in batches(self._loader, self._reader):
                 own = single_input(batch)
-                fresh = torch.rand(len(own), generator=generator, dtype=torch.float64)
+                fresh = torch.rand(len(own), generator=generator, dtype=torch.float64, device="cpu")
                 most = max(1, min(self._kept, POOL_BYTES // max(1, own[0].numel() * own.element_size())))
                 keys, inputs = torch.cat([keys, fresh]), [*inputs, *own.unbind()]
                 if (
@@ -248,7 +262,8 @@ class Pool(Context):
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         pool = self._read()
         like = single_input(batch)
-        return pool[torch.randint(len(pool), (n,), generator=generator)].to(like)
+        drawn = pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")]
+        return sent(drawn.to(like.dtype), like.device)
 
 
 def _smallest(keys: Tensor, inputs: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:

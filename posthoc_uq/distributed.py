@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from posthoc_uq.devices import placed
 from posthoc_uq.errors import PosthocUQError
 
 Result = TypeVar("Result")
@@ -141,7 +142,7 @@ def hand_out(tensors: dict[str, dict[str, Tensor]] | None, source: int, own: tor
             place = device or (tensor.device if tensor is not None else own)
             moved = torch.empty(shape, dtype=dtype, device=place) if tensor is None else tensor.to(place)
             dist.broadcast(moved, source)
-            found[outer][inner] = moved.to(own)
+            found[outer][inner] = placed(moved, own)
     return found
 
 

@@ -1,8 +1,23 @@
 """The exceptions of the package; each message names what is wrong and the way out."""
 
 
+def printable(text: str, keep: str = "") -> str:
+    """A text in which what a terminal would act on is escaped, as names from files may hold.
+
+    Args:
+        text: of any characters.
+        keep: characters that stay, though they are not printed.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 class PosthocUQError(Exception):
     """Base of every error that the package raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n\t")
 
 
 class UnsupportedLayerError(PosthocUQError):

@@ -87,9 +87,10 @@ class _Sampling(nn.Module):
 
     def forward(self, *args: Any) -> ClassTensors | ValueTensors:
         outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
-        if self._posterior.temperature != 1.0:
-            outputs = outputs / self._posterior.temperature
-        return tensors_of(predict(outputs, self._posterior))
+        posterior = self._posterior.snapshot()
+        if posterior.temperature != 1.0:
+            outputs = outputs / posterior.temperature
+        return tensors_of(predict(outputs, posterior))
 
 
 def exportable(predictor: Predictor) -> nn.Module:

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.features import FeatureCache
@@ -30,7 +31,6 @@ from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.replica import replicate
 
 DIVERGENCE = (

@@ -33,7 +33,7 @@ from posthoc_uq.inference.laplace import FAMILIES, laplace
 from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.options import FunctionSpaceOptions, method_options
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
-from posthoc_uq.inference.run import Run, check_common
+from posthoc_uq.inference.run import LaplaceOptions, Run, check_common
 from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable
 from posthoc_uq.memory import default_budget, return_freed_memory
@@ -164,32 +164,47 @@ def fit(
         NonFiniteError: outputs, activations, gradients or a loss are not finite.
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
-    sweeping, training = method_options(method, options)
+    asked = dict(locals())  # all of the arguments, for the identity of a checkpoint
+
+    def settle() -> tuple[LaplaceOptions, FunctionSpaceOptions | None, Likelihood]:
+        """The options, once all of them have been checked that need no data."""
+        sweeping, training = method_options(method, options)
+        trains = training is not None and training.epochs > 0
+        law = resolve_likelihood(likelihood, noise_variance)
+        _check(fisher, n_samples, prior_precision, trains)
+        _check_faithful(divergence, head, training is not None)
+        if trains and residual_weight != 1.0:
+            raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
+        if training is not None and not training.needs_curvature and (fisher, n_samples) != ("auto", 1):
+            raise PosthocUQError(
+                "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
+                "out, or begin with a curvature's variances: initial='inf'."
+            )
+        if prior_precision == "faithful" and not can_be_faithful(law):
+            raise PosthocUQError(
+                f"Likelihood {law.name!r} has no prediction that could be faithful to the network's; give "
+                f"prior_precision a number or 'evidence'."
+            )
+        check_loader(loader)
+        if val_loader is not None:
+            check_loader(val_loader, "val_loader")
+        device = model_device(unwrap(model))
+        budget = default_budget(device) if memory_budget is None else _checked_budget(memory_budget)
+        _check_every(checkpoint_every)
+        finds_noise = _finds_noise(law, likelihood, noise_variance)
+        check_reusable(loader, _reads(method, training) + finds_noise)
+        if val_loader is not None and is_divided(val_loader):
+            raise PosthocUQError(
+                "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
+            )
+        return replace(sweeping, memory_budget=budget), training, law
+
+    sweeping, training, law = together(settle, "checking the options")
     trains = training is not None and training.epochs > 0
-    law = resolve_likelihood(likelihood, noise_variance)
-    _check(fisher, n_samples, prior_precision, trains)
-    _check_faithful(divergence, head, training is not None)
-    if trains and residual_weight != 1.0:
-        raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
-    if training is not None and not training.needs_curvature and (fisher, n_samples) != ("auto", 1):
-        raise PosthocUQError(
-            "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
-            "out, or begin with a curvature's variances: initial='inf'."
-        )
-    check_loader(loader)
-    if val_loader is not None:
-        check_loader(val_loader, "val_loader")
+    finds_noise = _finds_noise(law, likelihood, noise_variance)
     model = unwrap(model)
-    device = model_device(model)
-    budget = default_budget(device) if memory_budget is None else _checked_budget(memory_budget)
-    sweeping = replace(sweeping, memory_budget=budget)
+    device, budget = model_device(model), sweeping.memory_budget
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
-    finds_noise = isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
-    check_reusable(loader, _reads(method, training) + finds_noise)
-    if val_loader is not None and is_divided(val_loader):
-        raise PosthocUQError(
-            "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
-        )
     data, statistics = loader, statistics_dtype(model, dtype)
 
     def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None, bool]:
@@ -212,21 +227,19 @@ def fit(
     settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)
     faithful = can_be_faithful(law) and (trains or prior_precision in (None, "faithful"))
-    if prior_precision == "faithful" and not faithful:
-        raise PosthocUQError(
-            f"Likelihood {law.name!r} has no prediction that could be faithful to the network's; give prior_precision "
-            f"a number or 'evidence'."
-        )
     faithful = faithful and divergence is not None
     kept = KeptInputs(budget, wanted_for(run.layers.values()))
     run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
-        own = identity(method, run, model, training) | {"noise": "estimated" if finds_noise else "given"}
-        check_common(own)
+        own = identity(asked, run, model, training)
+        check_common(own | {"checkpoint": "none" if checkpoint is None else "given"})
         own["first batch"] = batch_hash(batch)
         if checkpoint is not None:
-            file, every = checkpoint, _checked_every(checkpoint_every)
-            run.checkpoint = together(lambda: Checkpoint(file, every, own, budget), "opening the checkpoint")
+            file, every = checkpoint, int(checkpoint_every)
+            run.checkpoint = together(
+                lambda: Checkpoint(file, every, own, budget, model, run.layers, statistics),
+                "opening the checkpoint",
+            )
             run.options = replace(sweeping, memory_budget=run.checkpoint.budget)
     noise_source = find_noise(run) if finds_noise else "given"
     grams = None if trains else watch_features(run, features)
@@ -273,6 +286,13 @@ def fit(
     return posterior
 
 
+def _finds_noise(
+    law: Likelihood, likelihood: str | Likelihood, noise_variance: Tensor | float | None
+) -> bool:
+    """Whether the noise of a regression is to be found from the data."""
+    return isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
+
+
 def _reads(method: str, training: FunctionSpaceOptions | None) -> int:
     """How often a fit reads the loader, beside the noise."""
     if training is None:
@@ -312,10 +332,9 @@ def _checked_budget(budget: int) -> int:
     return int(budget)
 
 
-def _checked_every(every: int) -> int:
+def _check_every(every: int) -> None:
     if isinstance(every, bool) or every < 1:
         raise PosthocUQError(f"checkpoint_every is a number of batches, at least 1; not {every!r}.")
-    return int(every)
 
 
 def _check(fisher: str, n_samples: int, prior_precision: float | str | None, trains: bool) -> None:

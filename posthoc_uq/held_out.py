@@ -13,6 +13,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.prediction import Prediction, RegressionPrediction
@@ -146,7 +147,7 @@ class HeldOutSearch:
         mean = prediction.mean if regression else prediction.logits_mean
         self.posterior.likelihood.check(mean, targets)
         shaped = targets.reshape(mean.shape) if regression else targets.flatten().long()
-        return float(prediction.log_prob(shaped).double().sum())
+        return float(as_double(prediction.log_prob(shaped)).sum())
 
     def _evaluate(self) -> float:
         posterior = self.posterior
@@ -320,5 +321,5 @@ class HeldOutSearch:
 
 
 def _geometric_mean(prior: Any) -> float:
-    values = torch.tensor(list(prior.values()) if isinstance(prior, dict) else [prior], dtype=torch.float64)
+    values = host_double(list(prior.values()) if isinstance(prior, dict) else [prior])
     return float(values.log().mean().exp())

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 # rows of multi-head attention.
 BATCH_AXES = (0, 1, INTERLEAVED := -1)
 
+# Dimensions of the weight, by the kind of the layer.
+KINDS = {"linear": 2, "matmul": 2, "conv1d": 3, "conv2d": 4, "conv3d": 5}
+
 WEIGHTED_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posthoc_uq.devices import host_double, widest
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.randomness import uniforms
 
@@ -31,6 +32,18 @@ class Likelihood(ABC):
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Raise `PosthocUQError` where outputs or targets have the wrong shape, type or range."""
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        """`check` for a loop that must not wait for the device at every batch: shapes and types are checked at once,
+        and of the range there is a flag on the device, set where `check` would raise; None where all is checked.
+        """
+        self.check(outputs, targets)
+        return None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "check" in cls.__dict__ and "fault" not in cls.__dict__:
+            cls.fault = Likelihood.fault  # a check of its own is not left out
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -103,33 +116,43 @@ class Categorical(Likelihood):
     name = "classification"
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        fault = Categorical.fault(self, outputs, targets)
+        if targets is not None and fault is not None and bool(fault):
+            raise PosthocUQError(
+                f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {outputs.shape[1]} "
+                f"outputs; labels must lie in 0..{outputs.shape[1] - 1}."
+            )
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise PosthocUQError(
                 f"likelihood='classification' needs outputs of shape (samples, classes), and the model gives "
                 f"{tuple(outputs.shape)}; use likelihood='binary' for one logit, 'regression' for means."
             )
         if targets is None:
-            return
+            return None
         if targets.shape != outputs.shape[:1] or targets.is_floating_point():
             raise PosthocUQError(
                 f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape "
                 f"{tuple(targets.shape)}."
             )
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= outputs.shape[1]:
-            raise PosthocUQError(
-                f"Labels run from {low} to {high}, but the model has {outputs.shape[1]} outputs; "
-                f"labels must lie in 0..{outputs.shape[1] - 1}."
-            )
+        return ((targets < 0) | (targets >= outputs.shape[1])).any()
+
+    @staticmethod
+    def _indices(outputs: Tensor, targets: Tensor) -> Tensor:
+        """The labels as indices that are safe where nobody has looked at a `fault` yet: one out of range would end a
+        process that uses CUDA.
+        """
+        return targets.long().clamp(0, outputs.shape[1] - 1)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -F.cross_entropy(_wide(outputs), targets.long(), reduction="none")
+        return -F.cross_entropy(_wide(outputs), self._indices(outputs, targets), reduction="none")
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         return _divergence_of_classes(_wide(outputs).log_softmax(1), prediction)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _wide(outputs).softmax(1) - F.one_hot(targets.long(), outputs.shape[1])
+        return _wide(outputs).softmax(1) - F.one_hot(self._indices(outputs, targets), outputs.shape[1])
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = _exact(uniforms(keys, draw + 1)[:, draw:], outputs)
@@ -159,19 +182,23 @@ class Bernoulli(Likelihood):
     name = "binary"
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        fault = Bernoulli.fault(self, outputs, targets)
+        if fault is not None and bool(fault):
+            raise PosthocUQError("Labels for likelihood='binary' must be 0 or 1.")
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
         if targets is None:
-            return
+            return None
         if targets.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}."
             )
-        if not bool(((targets == 0) | (targets == 1)).all()):
-            raise PosthocUQError("Labels for likelihood='binary' must be 0 or 1.")
+        return ((targets != 0) & (targets != 1)).any()
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = _wide(outputs).flatten()
@@ -205,7 +232,7 @@ class Gaussian(Likelihood):
     name = "regression"
 
     def __init__(self, noise_variance: Tensor | float = 1.0) -> None:
-        noise = torch.as_tensor(noise_variance, dtype=torch.float64).detach().cpu().flatten()
+        noise = host_double(noise_variance).detach().flatten()
         if noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
             raise PosthocUQError(f"noise_variance must be positive and finite, not {noise.tolist()}.")
         self.noise_variance = noise
@@ -219,6 +246,11 @@ class Gaussian(Likelihood):
         return noise.squeeze(0) if noise.numel() == 1 else noise
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        fault = Gaussian.fault(self, outputs, targets)
+        if fault is not None and bool(fault):
+            raise PosthocUQError("Some targets are not finite.")
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if outputs.ndim not in (1, 2):
             raise PosthocUQError(
                 f"likelihood='regression' needs outputs of shape (samples,) or (samples, outputs), and the "
@@ -231,13 +263,12 @@ class Gaussian(Likelihood):
                 f"{outputs[0].numel()} outputs."
             )
         if targets is None:
-            return
+            return None
         if targets.numel() != outputs.numel():
             raise PosthocUQError(
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
             )
-        if not bool(torch.isfinite(targets).all()):
-            raise PosthocUQError("Some targets are not finite.")
+        return ~torch.isfinite(targets).all()
 
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``outputs - targets``, shaped like the outputs."""
@@ -289,9 +320,7 @@ def _divergence_of_classes(log_probs: Tensor, prediction: Any) -> Tensor:
 
 def _exact(numbers: Tensor, outputs: Tensor) -> Tensor:
     """Float64 numbers on the outputs' device, in float32 where it has nothing wider."""
-    return numbers.to(
-        device=outputs.device, dtype=torch.float32 if outputs.device.type == "mps" else torch.float64
-    )
+    return numbers.to(device=outputs.device, dtype=widest(outputs.device))
 
 
 def _wide(outputs: Tensor) -> Tensor:
@@ -329,6 +358,5 @@ def likelihood_from_attributes(attributes: dict[str, Any]) -> Likelihood:
     """The likelihood that `attributes` described."""
     name = str(attributes["name"])
     return resolve_likelihood(
-        name,
-        torch.tensor(attributes["noise_variance"], dtype=torch.float64) if name == Gaussian.name else None,
+        name, host_double(attributes["noise_variance"]) if name == Gaussian.name else None
     )

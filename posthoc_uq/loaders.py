@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from posthoc_uq.devices import sent
 from posthoc_uq.distributed import rank, sampler_of
 from posthoc_uq.errors import PosthocUQError
 
@@ -184,11 +185,7 @@ class BatchReader:
         )
 
     def _move(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if self.device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned():
-            value = value.pin_memory()  # a transfer from pageable memory makes the host wait
-        return value.to(self.device, non_blocking=True)
+        return sent(value, self.device) if isinstance(value, Tensor) else value
 
 
 def is_array(value: Any) -> bool:
@@ -209,7 +206,7 @@ def _target_tensor(targets: Any) -> Tensor:
     if is_array(targets):
         return _tensor_of(targets)
     try:
-        return torch.as_tensor(targets)
+        return targets if isinstance(targets, Tensor) else torch.as_tensor(targets, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise PosthocUQError(
             f"The targets are a {type(targets).__name__} that is no tensor of numbers ({error}); pass "
@@ -221,7 +218,7 @@ def _tensor_of(array: Any) -> Tensor:
     """A copy, since torch can only share memory that it may write to."""
     numbers = np.asarray(array)
     try:
-        return torch.tensor(numbers).contiguous()
+        return torch.tensor(numbers, device="cpu").contiguous()
     except (TypeError, ValueError) as error:
         raise PosthocUQError(
             f"The loader yields a {type(array).__name__} of {numbers.dtype} {numbers.shape}, which torch has no type "

@@ -9,10 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from posthoc_uq.devices import as_double
 
 _MASK = (1 << 64) - 1
 _WORDS_AT_ONCE = 2**20  # of 8 bytes, in a temporary of the hashes
@@ -74,7 +77,7 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
         part = mix(torch.cat(sums))
         keys = part if keys is None else mix(keys * _GAMMA + part)
     if keys is None:
-        keys = torch.arange(samples)
+        keys = torch.arange(samples, device="cpu")
     return mix(keys + _signed(mixed_seed(seed)))
 
 
@@ -82,9 +85,7 @@ def uniforms(keys: Tensor, count: int) -> Tensor:
     """``(samples, count)`` float64 numbers in (0, 1), a function of the keys alone."""
     streams = torch.arange(1, count + 1, device=keys.device) * _GAMMA
     bits = _shift_right(mix(keys.unsqueeze(1) + streams), 11)  # 53 random bits
-    # Made on the CPU where the device has no float64.
-    bits = bits.cpu() if bits.device.type == "mps" else bits
-    return (bits.to(torch.float64) + 0.5) / (1 << 53)
+    return (as_double(bits) + 0.5) / (1 << 53)
 
 
 def share_of(keys: Tensor, share: float) -> Tensor:
@@ -95,25 +96,35 @@ def share_of(keys: Tensor, share: float) -> Tensor:
     return bits < int(share * (1 << 53))
 
 
+def device_generators() -> list[tuple[Any, tuple[int, ...]]]:
+    """The global generators of the devices in use: torch's module of the device, and the arguments that name one."""
+    found: list[tuple[Any, tuple[int, ...]]] = []
+    for module in (torch.cuda, torch.xpu):
+        if module.is_available() and module.is_initialized():
+            found += [(module, (index,)) for index in range(module.device_count())]
+    if torch.backends.mps.is_available():
+        found.append((torch.mps, ()))
+    return found
+
+
 @contextmanager
 def isolated_random_state(seed: int | None = None) -> Generator[None]:
     """Run a block with the global generators seeded (Python, numpy, torch), and give them back as they were."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = (
-        list(range(torch.cuda.device_count()))
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else []
-    )
-    with torch.random.fork_rng(devices=devices):
-        try:
-            if seed is not None:
-                random.seed(seed)
-                np.random.seed(seed % (1 << 32))
-                # Not torch.manual_seed, which also seeds devices that are not in use yet, for good.
-                torch.default_generator.manual_seed(seed)
-                if devices:
-                    torch.cuda.manual_seed_all(seed)
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    devices, state = device_generators(), torch.get_rng_state()
+    device_states = [module.get_rng_state(*place) for module, place in devices]
+    try:
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            # Not torch.manual_seed, which also seeds devices that are not in use yet, for good.
+            torch.default_generator.manual_seed(seed)
+            for module in {module for module, _ in devices}:
+                getattr(module, "manual_seed_all", module.manual_seed)(seed)
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(state)
+        for (module, place), own in zip(devices, device_states, strict=True):
+            module.set_rng_state(own, *place)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import has_double
 from posthoc_uq.errors import PosthocUQError
 
 
@@ -110,10 +111,19 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
-    """What statistics are accumulated in: float32, or float64 where the model is or where it is asked for."""
+    """What statistics are accumulated in: float32, or float64 where the model is or where it is asked for.
+
+    Raises:
+        PosthocUQError: `dtype` is another one, or one that the model's device does not have.
+    """
     if dtype is None:
         wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         return torch.float64 if wide else torch.float32
     if dtype not in (torch.float32, torch.float64):
         raise PosthocUQError(f"dtype must be torch.float32 or torch.float64, not {dtype}.")
+    if dtype == torch.float64 and not has_double(model_device(model)):
+        raise PosthocUQError(
+            f"dtype=torch.float64 is a type that '{model_device(model)}', the model's device, does not have; leave "
+            f"dtype out, or move the model to the CPU."
+        )
     return dtype

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from posthoc_uq.errors import printable
+
 
 def text_table(
     header: Sequence[str], rows: Sequence[Sequence[Any]], *, digits: int | None = None, indent: str = ""
@@ -32,11 +34,13 @@ def text_table(
 
 
 def cell_text(value: Any, digits: int | None = None) -> str:
-    """One cell: floats with `digits` decimals or four significant digits, nothing for None and NaN."""
+    """One cell: floats with `digits` decimals or four significant digits, nothing for None and NaN; of a text what can
+    be printed on one line.
+    """
     if value is None or (isinstance(value, float) and value != value):
         return ""
     if not isinstance(value, float):
-        return str(value)
+        return printable(str(value))
     return f"{value:.4g}" if digits is None else f"{value:.{digits}f}"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Keep
-from posthoc_uq.heads.linearized import Engine, LinearizedPredictor
+from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
 from posthoc_uq.heads.links import DRAWS
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
@@ -76,7 +76,7 @@ def wrap(
     link: str = "mc",
     n_draws: int = DRAWS,
     outputs: str | int = "auto",
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     n_probes: int = 32,
     memory_budget: int | None = None,
     novelty: bool = True,

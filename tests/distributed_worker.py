@@ -30,6 +30,17 @@ CASES: dict[str, dict[str, Any]] = {
     "regression": {"method": "diag", "likelihood": "regression"},
 }
 
+BAD: dict[str, Any] = {
+    "fisher": "all",
+    "n_samples": 0,
+    "prior_precision": -1.0,
+    "divergence": 0.0,
+    "head": "tail",
+    "memory_budget": 1,
+    "checkpoint_every": 0,
+    "likelihood": "guess",
+}
+
 
 def model() -> nn.Module:
     """A small convolutional net with fixed weights."""
@@ -131,6 +142,14 @@ def main() -> None:
     said["other layers"] = message(sampled("inf"), "inf", layers=last)
     said["other seed"] = message(sampled("inf"), "inf", seed=dist.get_rank())
     said["divided validation"] = message(sampled("inf"), "inf", val_loader=sampled("inf"))
+    first = dist.get_rank() == 0
+    said["bad options"] = [
+        message(sampled("inf"), "inf", **({name: value} if first else {})) for name, value in BAD.items()
+    ]
+    said["other options"] = [
+        message(sampled("inf"), "inf", **({name: value} if first else {}))
+        for name, value in (("prior_precision", 2.0), ("head", "sampling"), ("checkpoint", folder / "one.h5"))
+    ]
     said["interrupted"] = interrupted(folder)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(said))
     dist.destroy_process_group()

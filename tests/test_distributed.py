@@ -83,6 +83,15 @@ def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:
         assert "all processes must hold the same model" in own["other layers"]
         assert "has another seed than rank 0" in own["other seed"]
         assert "the whole val_loader" in own["divided validation"]
+        for message in own["bad options"]:  # of rank 0 alone
+            assert message.startswith(
+                "PosthocUQError: " + ("" if rank == 0 else "Rank 0 failed in checking the")
+            )
+            assert "Connection" not in message
+        for name, message in zip(
+            ("prior_precision", "head", "checkpoint"), own["other options"], strict=True
+        ):
+            assert f"has another {name} than rank 0" in message
         for name in ("broken", "interrupted"):
             expected = "RuntimeError: the disk is gone" if rank == 1 else "Rank 1 failed in the sweep for"
             assert expected in own[name]

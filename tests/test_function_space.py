@@ -13,6 +13,7 @@ from torch.func import functional_call, jacrev
 
 import posthoc_uq as uq
 from posthoc_uq.contexts import Context
+from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance, relative_noise
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
@@ -400,7 +401,7 @@ def test_the_step_adds_up(train_mean: bool, body_kind: str) -> None:
     objective, field, network = objective_of(
         net, points, n_draws=2, samples=40, train_mean=train_mean, body=body_kind
     )
-    terms = objective.backward(Batch((x,), y), seed=4)
+    terms = objective.backward(Batch((x,), y), 4, Checks())
     found = {name: t.grad.clone() for name, t in objective.tensors().items()}
     generator = objective._generator(4, 1)
     fit = 0.0
@@ -455,7 +456,7 @@ def test_the_largest_of_several_sets_counts() -> None:
     assert found.total.tolist() == pytest.approx(alone, rel=1e-9)
     assert chosen == int(np.argmax(alone))
     x, y = joined[:4], torch.tensor([0, 1, 0, 1])
-    terms = several.backward(Batch((x,), y), seed=2)
+    terms = several.backward(Batch((x,), y), 2, Checks())
     assert float(terms["KL mean part"] + terms["KL covariance part"]) == pytest.approx(max(alone), rel=1e-9)
 
 

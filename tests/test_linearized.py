@@ -541,7 +541,8 @@ def test_many_classes_by_forward_derivatives() -> None:
 def predictor_covariance(predictor: LinearizedPredictor, x: Tensor) -> Tensor:
     """Of all outputs, from the kept draws."""
     batch = Batch((x,))
-    deviations = predictor._draw(batch, len(x))[1]  # pyright: ignore[reportPrivateUsage]
+    drawn = predictor._deviations(predictor.posterior)  # pyright: ignore[reportPrivateUsage]
+    deviations = predictor._draw(batch, len(x), drawn)[1]  # pyright: ignore[reportPrivateUsage]
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 
@@ -578,19 +579,25 @@ def test_forward_derivatives(name: str) -> None:
     torch.testing.assert_close(found.flatten(1), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", FAMILIES[::3] + FAMILIES[-1:], ids=family_name)
+@pytest.mark.parametrize("options", FAMILIES[3::3], ids=family_name)
 def test_sampling_in_function_space_agrees(options: dict[str, Any]) -> None:
     model, posterior, x = setting("shared", options)
     exact = LinearizedPredictor(model, posterior)
     drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=1500)
-    ratio = drawn.functional_variance(x) / exact.functional_variance(x)
-    assert float((ratio - 1).abs().max()) < 5 * sqrt(2 / 1500)
     size = exact.functional_variance(x).sqrt()
     error = drawn.functional_covariance(x) - exact.functional_covariance(x)
     assert float((error / (size.unsqueeze(2) * size.unsqueeze(1))).abs().max()) < 5 * sqrt(2 / 1500)
-    joint = drawn.functional_covariance(x, joint=True)
-    torch.testing.assert_close(blocks_of(joint, len(x)), drawn.functional_covariance(x))
-    torch.testing.assert_close(drawn.functional_trace(x), drawn.functional_variance(x).sum(1))
+    few = LinearizedPredictor(model, posterior, engine="jvp", n_probes=40)
+    covariance, variance = few.functional_covariance(x), few.functional_variance(x)
+    torch.testing.assert_close(covariance.diagonal(dim1=1, dim2=2), variance)
+    torch.testing.assert_close(blocks_of(few.functional_covariance(x, joint=True), len(x)), covariance)
+    torch.testing.assert_close(few.functional_trace(x), variance.sum(1))
+
+
+def test_probabilities_by_sampling_in_function_space() -> None:
+    model, posterior, x = setting("shared", FAMILIES[-1])
+    exact = LinearizedPredictor(model, posterior)
+    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=1500)
     assert float((drawn(x).probs - exact(x).probs).abs().max()) < 0.02
 
 

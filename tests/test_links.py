@@ -16,7 +16,7 @@ import posthoc_uq as uq
 from posthoc_uq.heads.draws import log_logistic_normal, normals
 from posthoc_uq.heads.links import LINKS, check_link, from_gaussian
 from posthoc_uq.heads.prediction import cat
-from posthoc_uq.heads.spread import of_covariance
+from posthoc_uq.heads.spread import of_covariance, of_product
 
 
 def posterior(likelihood: str, temperature: float = 1.0, **options: Any) -> uq.Posterior:
@@ -281,6 +281,10 @@ def test_directions_and_rest_are_a_covariance() -> None:
     found = of_covariance(mean[:, :6], small)
     again = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
     centring = torch.eye(6, dtype=torch.float64) - 1 / 6
+    torch.testing.assert_close(centring @ again @ centring, centring @ small @ centring)
+    # fewer classes than directions, of which only products are known
+    found = of_product(mean[:, :6], small.diagonal(dim1=1, dim2=2), lambda x: small @ x)
+    again = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
     torch.testing.assert_close(centring @ again @ centring, centring @ small @ centring)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,12 @@ from resume_worker import BATCH, SAMPLES, data, fit, model
 from torch.utils.data import DataLoader
 
 import posthoc_uq as uq
+from posthoc_uq import contexts
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.run import LaplaceOptions
+from posthoc_uq.likelihoods import Gaussian
+from posthoc_uq.storage.snapshot import read_snapshot
 
 BATCHES = -(-SAMPLES // BATCH)
 
@@ -216,3 +225,50 @@ def test_a_share_of_the_data_for_the_bases() -> None:
             uq.fit(model(), _loader(), basis_fraction=wrong, **options)
     with pytest.raises(PosthocUQError, match="does not take"):
         uq.fit(model(), _loader(), method="diag", basis_fraction=0.5, progress=False)
+
+
+def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> None:
+    """What is no part of it is listed here too: an argument that is new must be put on one side or the other."""
+    without = {"progress", "checkpoint", "checkpoint_every", "memory_budget"}  # the result is the same
+    by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options"}
+    path = tmp_path / "fit.h5"
+    _interrupted(path, method="inf")
+    found = read_snapshot(path)[0]["identity"]
+    named = set(inspect.signature(uq.fit).parameters) | {field.name for field in fields(LaplaceOptions)}
+    assert found.keys() == (named - without - by_content) | {
+        "held-out data", "labels", "model", "autocast", "processes", "first batch",
+    }  # fmt: skip
+
+
+def _told_apart(first: Any, second: Any) -> bool:
+    return json.dumps(plain(first)) != json.dumps(plain(second))
+
+
+def test_values_that_change_a_result_are_told_apart() -> None:
+    x = torch.randn(4, 3)
+
+    def rate(lr: float) -> Any:
+        return lambda groups: torch.optim.SGD(groups, lr=lr)
+
+    def itself() -> Any:
+        return itself
+
+    apart: list[tuple[Any, Any]] = [
+        (1.0, 2.0),
+        (x, x + 1),
+        ([("a", x)], [("a", 2 * x)]),
+        (rate(0.1), rate(0.2)),
+        (lambda p: p, lambda p: 1 - p),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (contexts.UniformBox(0.0, 1.0), contexts.UniformBox(0.0, 2.0)),
+        (contexts.Mixture([(1, "batch"), (1, "uniform")]), contexts.Mixture([(2, "batch"), (1, "uniform")])),
+        (Gaussian(1.0), Gaussian(2.0)),
+        (torch.optim.SGD, torch.optim.Adam),
+    ]
+    for first, second in apart:
+        assert _told_apart(first, second)
+    box = contexts.UniformBox()
+    seen = copy.copy(box)
+    seen.observe(x, torch.Generator())
+    for first, second in [(rate(0.1), rate(0.1)), (x, x.clone()), (itself, itself), (box, seen)]:
+        assert not _told_apart(first, second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -22,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq.storage.sandbox as sandbox
+import posthoc_uq.storage.sizes as sizes
 from posthoc_uq import wrapping
 from posthoc_uq.cli.inspect import described
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.layers import Layer, describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.posteriors.base import Posterior
@@ -118,7 +121,9 @@ def make(
         {"norm.weight": "BatchNorm"},
         {"prior_precision": "by the log marginal likelihood"},
     )
-    evidence = Evidence(100, -12.345678901234567, 3.3, 50)
+    evidence = Evidence(100, -12.345678901234567)
+    if isinstance(likelihood, Gaussian):
+        evidence.squared_residuals, evidence.targets = 3.3, 100 * likelihood.noise_variance.numel()
     posterior = Posterior(kind, layers, blocks, members, mean, likelihood or Categorical(), evidence, record)
     posterior.scale, posterior.residual_weight, posterior.temperature = 123.1, 0.7, 1.1
     posterior.prior_precision = {name: 0.1 * (i + 1) for i, name in enumerate(layers)}
@@ -147,9 +152,15 @@ def draw(posterior: Posterior) -> dict[str, Tensor]:
 
 
 def sealed(image: bytes) -> bytes:
-    """An image with a header that fits, as a stranger would make it."""
-    body = image[userblock.SIZE :]
-    return userblock.header(body) + body
+    """An image with a header that fits, as a stranger would make it; of the kind that its own header names."""
+    body, kind = image[userblock.SIZE :], image[60:76].rstrip(b"\0").decode(errors="replace")
+    return userblock.header(body, kind if kind in userblock.KINDS else "inf") + body
+
+
+def of_version(path: Path, version: int) -> None:
+    """Give a file the header of another format version."""
+    body = path.read_bytes()[userblock.SIZE :]
+    path.write_bytes(userblock.header(body, "inf" if version >= 4 else None, version) + body)
 
 
 @pytest.fixture
@@ -314,7 +325,7 @@ def test_inspect_tells_all(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
     found = inspect(path)
     json.dumps(found)
-    assert found["method"] == "inf" and found["format_version"] == 3 and found["bytes"] == path.stat().st_size
+    assert found["method"] == "inf" and found["format_version"] == 4 and found["bytes"] == path.stat().st_size
     assert found["scale"] == posterior.scale and found["prior_precision"] == posterior.prior_precision
     assert found["likelihood"] == {"name": "classification"} and found["fit"] == posterior.record.fit
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
@@ -575,11 +586,10 @@ def test_foreign_files(saved: tuple[Path, nn.Module, Posterior], tmp_path: Path)
         load(foreign, model)
 
 
-@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (4, "version 4.*upgrade")])
+@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (5, "version 5.*upgrade")])
 def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, _ = saved
-    body = path.read_bytes()[512:]
-    path.write_bytes(userblock.header(body, version) + body)
+    of_version(path, version)
     for read in (lambda p: load(p, model), inspect):
         with pytest.raises(CorruptPosteriorError, match=words):
             read(path)
@@ -641,8 +651,7 @@ def test_version_1_still_loads(saved: tuple[Path, nn.Module, Posterior]) -> None
     edit_state(
         path, lambda state: (state.pop("centre"), state.pop("features"))
     )  # which that version did not have
-    body = path.read_bytes()[512:]
-    path.write_bytes(userblock.header(body, 1) + body)
+    of_version(path, 1)
     loaded = load(path, model)
     assert same_bits(tensors_of(posterior), tensors_of(loaded)) and plain(posterior) == plain(loaded)
     assert inspect(path)["format_version"] == 1 and inspect(path)["centre"] == []
@@ -665,12 +674,128 @@ def test_another_model(untrusted: bool, saved: tuple[Path, nn.Module, Posterior]
         load(path, model, untrusted=untrusted)
 
 
-def test_a_file_larger_than_the_model_implies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "huge.h5"
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes of files were asked for, read by read."""
+    found: list[int] = []
+    real = userblock.open_regular
+
+    class Counted:
+        def __init__(self, path: Path) -> None:
+            self.file = real(path)
+
+        def __enter__(self) -> Counted:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def fileno(self) -> int:
+            return self.file.fileno()
+
+        def read(self, size: int) -> bytes:
+            found.append(size)
+            return self.file.read(size)
+
+    monkeypatch.setattr(userblock, "open_regular", Counted)
+    return found
+
+
+def announced(path: Path, kind: str | None, length: int, size: int, version: int = 4) -> None:
+    """A sparse file of `size` bytes whose header announces `length`."""
+    block = struct.pack("<16sIQ32s16s", userblock.MAGIC, version, length, bytes(32), (kind or "").encode())
     with path.open("wb") as file:
-        file.truncate(2**40)  # sparse; reading it would take all memory
-    with pytest.raises(PosteriorMismatchError, match="another model"):
-        load(path, nn.Linear(3, 2))
+        file.write(block.ljust(userblock.SIZE, b"\0"))
+        file.truncate(size)
+
+
+def test_nothing_is_read_before_the_length_is_checked(tmp_path: Path, reads: list[int]) -> None:
+    path, model = tmp_path / "p.h5", nn.Linear(3, 2)
+    announced(path, "diag", 5, 2**33)
+    for read in (lambda: load(path, model), lambda: load(path, model, untrusted=True), lambda: inspect(path)):
+        with pytest.raises(CorruptPosteriorError, match="announces 5"):
+            read()
+    announced(path, "diag", 2**40, 2**40 + 512)  # as it says, but no posterior of this model is as large
+    for untrusted in (False, True):
+        with pytest.raises(PosteriorMismatchError, match=r"method='diag'.*another model"):
+            load(path, model, untrusted=untrusted)
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(CorruptPosteriorError, match="not a posterior file"):
+        load(path, model)
+    assert set(reads) == {512}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "function_space", None])
+def test_a_file_may_be_as_large_as_its_method_needs(kind: str | None, tmp_path: Path) -> None:
+    """60,000 parameters: a dense Fisher of 28 GiB is never fitted, and a diagonal is small."""
+    model = nn.Sequential(nn.Linear(200, 250), nn.Linear(250, 40))
+    numbers = {"diag": 60_290, "kfac": 230_000, "efb": 230_000, "inf": 290_000, "function_space": 350_000}
+    most = sizes.size_limit(kind, model)
+    assert 8 * numbers.get(kind or "", 2**29) < most < 1.2 * 8 * numbers.get(kind or "", 2**29) + 2**26
+    announced(tmp_path / "p.h5", kind, most, most + 512, 3 if kind is None else 4)
+    with pytest.raises(PosteriorMismatchError, match="takes at most"):
+        load(tmp_path / "p.h5", model)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_no_posterior_is_larger_than_its_limit(case: str, tmp_path: Path) -> None:
+    for model in (make_model(torch.float64), nn.Sequential(nn.Conv2d(8, 24, 3, groups=4))):
+        save(make(case, model, torch.float64), tmp_path / "p.h5", compression="gzip")
+        assert (tmp_path / "p.h5").stat().st_size < sizes.size_limit(case, model) - sizes._SPARE + 100_000
+
+
+def test_the_method_in_the_user_block_is_that_of_the_description(
+    saved: tuple[Path, nn.Module, Posterior],
+) -> None:
+    path, model, _ = saved
+    body = path.read_bytes()[512:]
+    for kind, words in (("kfac", "says method='kfac'"), ("checkpoint", "unfinished fit"), ("evil", "header")):
+        path.write_bytes(userblock.header(body, kind) + body)
+        for read in (lambda: load(path, model), lambda: inspect(path)):
+            with pytest.raises(CorruptPosteriorError, match=words):
+                read()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_only_regular_files_are_opened(saved: tuple[Path, nn.Module, Posterior], tmp_path: Path) -> None:
+    """Opening a pipe would wait for ever."""
+    _, model, posterior = saved
+    pipe = tmp_path / "pipe.h5"
+    os.mkfifo(pipe)
+    calls = [
+        lambda: load(pipe, model),
+        lambda: load(pipe, model, untrusted=True),
+        lambda: inspect(pipe),
+        lambda: save(posterior, pipe),
+        lambda: Checkpoint(pipe, 1, {}, 2**20, model, {}, torch.float32),
+    ]
+    for call in calls:
+        with pytest.raises(PosthocUQError, match="is not a file"):
+            call()
+    with pytest.raises(PosthocUQError, match="is not a file"):
+        save(posterior, "/dev/null")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["a\0b.h5", "x" * 300, "x" * 251 + ".h5", 7])
+def test_paths_that_no_file_can_have(name: Any, saved: tuple[Path, nn.Module, Posterior]) -> None:
+    path, model, posterior = saved
+    target = name if isinstance(name, int) else str(path.parent / name)
+    calls = [lambda: load(target, model), lambda: inspect(target)]
+    if name != "x" * 251 + ".h5":  # a name of 254 bytes is allowed
+        calls += [
+            lambda: save(posterior, target),
+            lambda: Checkpoint(target, 1, {}, 2**20, model, {}, torch.float32),
+        ]
+    else:
+        save(posterior, target)
+        assert load(target, model).method == "inf"
+        Path(target).unlink()
+    for call in calls:
+        with pytest.raises(PosthocUQError):
+            call()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 # Files by a stranger: the header fits, the contents do not

@@ -126,7 +126,7 @@ def test_a_tied_weight_is_refused_with_what_it_is_tied_to(layers: str) -> None:
     with pytest.raises(UnsupportedLayerError) as error:
         _fit(Tied(), TOKENS, layers=layers)
     message = str(error.value)
-    assert "'embedding.weight' is tied: 'embedding' (Embedding) and 'head' (Linear) share it" in message
+    assert "'embedding.weight' is tied: 'head' (Linear) and 'embedding' (Embedding) share it" in message
     assert "posthoc_uq.untied(model, 'head')" in message
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
+from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
-from posthoc_uq.inference.training import Group, Objective, TrainingOptions, cosine, train
+from posthoc_uq.inference.training import Group, Objective, TrainingOptions, _State, cosine, train
 from posthoc_uq.loaders import Batch, BatchReader
 
 READER = BatchReader(torch.device("cpu"))
@@ -39,7 +41,7 @@ class Quadratic(Objective):
     def tensors(self) -> dict[str, Tensor]:
         return {"w": self.w}
 
-    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
         self.seeds.append(seed)
         loss = 0.5 * (self.w - batch.targets.float().mean()).square().sum()
         if len(self.seeds) - 1 == self.broken:
@@ -186,13 +188,17 @@ def test_state_of_an_optimiser_goes_through_a_file(name: str, dtype: torch.dtype
     for _ in range(3):
         step(first, own)
     plain, tensors = optimiser_state(own)
-    file = Checkpoint(tmp_path / "c.h5", 1, {}, 0)
-    file.keep_training({"optimiser": plain}, tensors | {"tensors": {str(i): v for i, v in enumerate(first)}})
-    kept = Checkpoint(tmp_path / "c.h5", 1, {}, 0).training
+    settings: Any = (tmp_path / "c.h5", 1, {}, 2**20, nn.Linear(1, 1), {}, dtype)
+    description = {"state": asdict(_State()), "optimiser": plain}
+    Checkpoint(*settings).keep_training(
+        description, tensors | {"tensors": {str(i): v for i, v in enumerate(first)}}
+    )
+    kept = Checkpoint(*settings).training
+    trained = kept[1].pop("tensors")
     second, other = make()
     with torch.no_grad():
         for index, value in enumerate(second):
-            value.copy_(kept[1]["tensors"][str(index)])
+            value.copy_(trained[str(index)])
     restore_optimiser(other, kept[0]["optimiser"], kept[1])
     for _ in range(3):
         step(first, own)
@@ -258,7 +264,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def fitted(scenario: str, path: Path | None, loader: Any) -> uq.Posterior:
+def fitted(scenario: str, path: Path | None, loader: Any, **more: Any) -> uq.Posterior:
     return uq.fit(
         net(),
         loader,
@@ -271,6 +277,7 @@ def fitted(scenario: str, path: Path | None, loader: Any) -> uq.Posterior:
         checkpoint_every=2,
         progress=False,
         **SCENARIOS[scenario],
+        **more,
     )
 
 
@@ -311,11 +318,19 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.h5"
     with pytest.raises(RuntimeError, match="the power"):
         fitted("plain", path, Fragile(13))
-    with pytest.raises(PosthocUQError, match=r"the checkpoint of another fit: its options"):
+    with pytest.raises(PosthocUQError, match=r"the checkpoint of another fit: its patience was None"):
         fitted("held-out data", path, Fragile(None))
+    for name, value in {"prior_precision": 100.0, "divergence": 0.1}.items():
+        with pytest.raises(PosthocUQError, match=f"the checkpoint of another fit: its {name} was"):
+            fitted("plain", path, Fragile(None), **{name: value})
     other = DataLoader(data(40, 5), batch_size=8)
     with pytest.raises(PosthocUQError, match="first batch"):
         fitted("plain", path, other)
+    path3 = tmp_path / "e.h5"
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("held-out data", path3, Fragile(13))
+    with pytest.raises(PosthocUQError, match="its held-out data was"):
+        fitted("plain", path3, Fragile(None), val_loader=[data(12, 3)[:]], patience=3)
     # The same first batch, but others after it.
     path2 = tmp_path / "d.h5"
     own = DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))

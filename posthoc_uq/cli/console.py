@@ -16,6 +16,8 @@ from typing import IO, Any, cast
 
 import click
 
+from posthoc_uq.errors import PosthocUQError, printable
+
 ERROR, INCOMPLETE, INTERRUPTED = 1, 3, 130
 _QUIET, _DEBUG = "posthoc_uq.quiet", "posthoc_uq.debug"
 _LONGEST = 600  # characters of an error that is not the library's own
@@ -141,8 +143,6 @@ def _rank() -> str:
 
 def sentence(error: BaseException) -> str:
     """One line that says what went wrong."""
-    from posthoc_uq.errors import PosthocUQError
-
     text = str(error)
     if text.startswith("Caught ") and "Original Traceback" in text:  # from a loader's worker process
         return _cut(_one_line(text.strip().splitlines()[-1]))
@@ -154,7 +154,7 @@ def sentence(error: BaseException) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _cut(text: str) -> str:
@@ -166,7 +166,7 @@ def say(text: str, as_json: bool = False) -> None:
     than the first.
     """
     if not as_json and not _rank():
-        click.echo(text)
+        click.echo(printable(text, keep="\n\t"))
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TextIO
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.storage.atomic import checked_target
+from posthoc_uq.storage.atomic import checked_target, remove_leftovers, replacing
 
 
 @contextmanager
@@ -21,15 +19,8 @@ def growing_file(path: str) -> Generator[TextIO]:
         PosthocUQError: it cannot be written.
     """
     target = checked_target(path)
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
-    try:
-        file = temporary.open("x", newline="", encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise PosthocUQError(f"'{path}' cannot be written: {error.strerror or error}.") from error
-    try:
-        with file:
-            yield file
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    remove_leftovers(target)
+    with replacing(target) as file:
+        text = TextIOWrapper(file, newline="", encoding="utf-8", errors="surrogateescape")
+        yield text
+        text.detach()

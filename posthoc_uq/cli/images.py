@@ -128,11 +128,18 @@ def stack(items: list[Read | Trouble]) -> Stacked:
     if len(shapes := {tuple(tensor.shape) for tensor, _, _ in read}) > 1:
         first, second = sorted(shapes)[:2]
         reason = f"images differ in size, {first} and {second} in one batch; give --image-size."
-        return Stacked(None, None, torch.empty(0), [*troubles, Trouble("of a batch", reason, readable=True)])
+        return Stacked(
+            None,
+            None,
+            torch.empty(0, device="cpu"),
+            [*troubles, Trouble("of a batch", reason, readable=True)],
+        )
     return Stacked(
         torch.stack([tensor for tensor, _, _ in read]) if read else None,
-        torch.as_tensor([label for _, label, _ in read]) if read and read[0][1] is not None else None,
-        torch.tensor([index for _, _, index in read], dtype=torch.int64),
+        torch.as_tensor([label for _, label, _ in read], device="cpu")
+        if read and read[0][1] is not None
+        else None,
+        torch.tensor([index for _, _, index in read], dtype=torch.int64, device="cpu"),
         troubles,
     )
 

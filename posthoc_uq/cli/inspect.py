@@ -9,6 +9,7 @@ from typing import Any, cast
 import click
 
 from posthoc_uq.cli.console import Command, print_json, say
+from posthoc_uq.errors import printable
 
 
 @click.command("inspect", cls=Command, short_help="Show a posterior's file without its model.")
@@ -38,7 +39,7 @@ def described(path: str, found: Mapping[str, Any]) -> str:
 
     facts = _facts(path, found)
     width = max(len(name) for name, _ in facts)
-    text = [f"{name.ljust(width)}  {value}" for name, value in facts]
+    text = [printable(f"{name.ljust(width)}  {value}") for name, value in facts]
     text += ["", text_table(*_layers(found))]
     reasons: dict[str, list[str]] = {}
     for name, reason in found["deterministic"].items():
@@ -47,7 +48,7 @@ def described(path: str, found: Mapping[str, Any]) -> str:
         text.append("")
     for reason, names in reasons.items():
         more = f", ... ({len(names)} in all)" if len(names) > 4 else ""
-        text.append(f"without a posterior ({reason}): {', '.join(names[:4])}{more}")
+        text.append(printable(f"without a posterior ({reason}): {', '.join(names[:4])}{more}"))
     return "\n".join(text)
 
 

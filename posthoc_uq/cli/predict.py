@@ -8,6 +8,7 @@ import click
 
 from posthoc_uq.cli.console import INCOMPLETE, Command, print_json, progress, say
 from posthoc_uq.cli.options import data_options, head_options, model_options, names_option
+from posthoc_uq.errors import printable
 
 
 @click.command("predict", cls=Command, short_help="Predict a folder of images into a CSV.")
@@ -62,5 +63,5 @@ def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool
         )
     if summary["skipped"]:
         for path in summary["skipped"]:
-            click.echo(f"Left out, unreadable: {path}", err=True)
+            click.echo(printable(f"Left out, unreadable: {path}"), err=True)
         ctx.exit(INCOMPLETE)

@@ -13,7 +13,7 @@ from posthoc_uq.cli.data import Data
 from posthoc_uq.cli.labels import read_names
 from posthoc_uq.cli.models import Source
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
+from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.storage.atomic import checked_target
@@ -105,7 +105,7 @@ def head_of(
 def _holds(posterior: Posterior) -> bool:
     """Whether the file has a threshold, and still the hyperparameters that it was set for."""
     referral = posterior.record.referral
-    return bool(referral) and referral["posterior"] == hyperparameters_of(posterior)
+    return bool(referral) and referral["posterior"] == posterior.settings.plain()
 
 
 def _check_names(head: str, names: Sequence[str]) -> None:

@@ -19,7 +19,6 @@ from posthoc_uq.cli.session import (
 )
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.heads.referral import set_referral
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.posteriors.base import Posterior
@@ -74,9 +73,7 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
 def _threshold_rests_on(posterior: Posterior) -> dict[str, Any]:
     """What a threshold that is kept was set for, as far as tuning changes it."""
     calibrated = posterior.record.referral.get("head", {}).get("head") == MomentsPredictor.head
-    return hyperparameters_of(posterior) | (
-        {"calibration": posterior.record.calibration} if calibrated else {}
-    )
+    return posterior.settings.plain() | ({"calibration": posterior.record.calibration} if calibrated else {})
 
 
 def _criterion(given: Mapping[str, Any]) -> str:
@@ -132,7 +129,7 @@ def _search(
 
 def _reached(posterior: Posterior, trials: Trials) -> float | None:
     """The validation NLL of the trial that was kept, which need not be the best."""
-    kept = hyperparameters_of(posterior)
+    kept = posterior.settings.plain()
     losses = {
         trial["validation NLL"]
         for trial in trials.trials

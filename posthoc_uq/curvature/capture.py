@@ -8,7 +8,7 @@ that nothing was missed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,7 +34,7 @@ class Tracked:
     """A layer as the first batch showed it.
 
     Attributes:
-        holders: the modules that hold the weight, with their names and attributes; several where it is tied.
+        holders: names and types of the modules that hold the weight; several where it is tied.
         product: whether the weight was seen as a factor of a product of matrices.
     """
 
@@ -45,18 +45,21 @@ class Tracked:
     uses: int = 0
     batch_axis: int = 0
     keep_input: bool = False  # the input is changed in place after the call: keep a copy of it
-    holders: Sequence[tuple[str, str, nn.Module]] = ()
+    holders: tuple[tuple[str, str], ...] = ()
     product: bool = False
 
     @property
     def names(self) -> list[str]:
         """By which the layer may be asked for."""
-        return [self.layer.name, *(name for name, _, _ in self.holders)]
+        return [self.layer.name, *(name for name, _ in self.holders)]
 
 
-def owners(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
-    """For every parameter's identity, the modules that hold it: (module name, attribute, module)."""
-    found: dict[int, list[tuple[str, str, nn.Module]]] = {}
+Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
+
+
+def owners(model: nn.Module) -> dict[int, list[Owner]]:
+    """For every parameter's identity, the modules that hold it."""
+    found: dict[int, list[Owner]] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             found.setdefault(id(parameter), []).append((module_name, attribute, module))
@@ -79,23 +82,22 @@ class Capture:
         self.twin = replicate(model)
         self.tracked: dict[str, Tracked] = {}
         self.watched: Layer | None = None
-        self._names = parameter_names(self.twin)
-        self._owners = owners(self.twin)
-        self._by_module: dict[int, Tracked] = {}
+        self._by_module: dict[nn.Module, Tracked] = {}
 
     def discover(self, batch: Batch, autocast: bool) -> list[Tracked]:
         """Run one batch and return every weighted layer it uses, in the order of their last calls."""
+        names, held = parameter_names(self.twin), owners(self.twin)
         seen: dict[int, tuple[Tracked, list[tuple[Use, int, Tensor, int]]]] = {}
 
         def note(use: Use, output: Tensor) -> None:
             key = id(use.weight)
             if key not in seen:
-                seen[key] = (self._describe(use), [])
+                seen[key] = (_describe(use, names, held), [])
             entry = seen.pop(key)
             entry[1].append((use, use.input._version, output, output._version))
             seen[key] = entry
 
-        with torch.enable_grad(), CallInterceptor(set(self._names), note):
+        with torch.enable_grad(), CallInterceptor(set(names), note):
             batch.call(self.twin)
         for tracked, uses in seen.values():
             use = uses[0][0]
@@ -108,7 +110,7 @@ class Capture:
                 and untouched
                 and not tracked.keep_input
                 and use.input.requires_grad
-                and self._is_plain(tracked, use)
+                and _is_plain(tracked, len(held[id(use.weight)]))
             ):
                 tracked.engine = "backpack"
         return [tracked for tracked, _ in seen.values()]
@@ -117,7 +119,7 @@ class Capture:
         """Settle on these layers, and let BackPACK see those it serves."""
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
         served = [t for t in layers if t.engine == "backpack" and t.module is not None]
-        self._by_module = {id(t.module): t for t in served}
+        self._by_module = {t.module: t for t in served if t.module is not None}
         backpack.extend_modules([t.module for t in served if t.module is not None])
 
     def run(self, batch: Batch, samples: int) -> Recording:
@@ -133,42 +135,41 @@ class Capture:
 
     def served_by_backpack(self, module: nn.Module) -> Tracked | None:
         """The layer that BackPACK serves through this module, if it does."""
-        return self._by_module.get(id(module))
+        return self._by_module.get(module)
 
     def weight_ids(self) -> dict[int, Tracked]:
-        """Tracked layers that the interceptor serves, by the identity of their weight."""
-        by_name = {name: key for key, name in self._names.items()}
-        return {by_name[t.layer.weight]: t for t in self.tracked.values() if t.engine == "hooks"}
+        """Tracked layers that the interceptor serves, by the identity of their weight at present: a copy of the capture
+        has other tensors.
+        """
+        served = (t for t in self.tracked.values() if t.engine == "hooks")
+        return {id(self.twin.get_parameter(t.layer.weight)): t for t in served}
 
     def watched_id(self) -> int | None:
         """The identity of the watched layer's weight, or None."""
-        if self.watched is None:
-            return None
-        return next((key for key, name in self._names.items() if name == self.watched.weight), None)
+        return None if self.watched is None else id(self.twin.get_parameter(self.watched.weight))
 
-    def _describe(self, use: Use) -> Tracked:
-        holders = self._owners[id(use.weight)]
-        # an embedding that shares its weight with a layer is the other use of it
-        module_name, attribute, module = next(
-            (owner for owner in holders if not isinstance(owner[2], nn.Embedding)), holders[0]
-        )
-        weight_name = self._names[id(use.weight)]
-        bias_name = self._names.get(id(use.bias)) if use.bias is not None else None
-        bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
-        name = module_name if attribute == "weight" and module_name else weight_name
-        layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
-        return Tracked(layer, module, holders=holders, product=use.product)
 
-    def _is_plain(self, tracked: Tracked, use: Use) -> bool:
-        """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's
-        own.
-        """
-        module, holders = tracked.module, self._owners[id(use.weight)]
-        if module is None or type(module) not in WEIGHTED_MODULES or len(holders) != 1:
-            return False
-        if type(module).forward is not getattr(module.forward, "__func__", None):  # replaced on the instance
-            return False
-        return getattr(module, "padding_mode", "zeros") == "zeros"
+def _describe(use: Use, names: Mapping[int, str], held: Mapping[int, list[Owner]]) -> Tracked:
+    # an embedding that shares its weight with a layer is the other use of it
+    holders = sorted(held[id(use.weight)], key=lambda owner: isinstance(owner[2], nn.Embedding))
+    module_name, attribute, module = holders[0]
+    weight_name = names[id(use.weight)]
+    bias_name = names.get(id(use.bias)) if use.bias is not None else None
+    bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
+    name = module_name if attribute == "weight" and module_name else weight_name
+    layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
+    shown = tuple((name, type(module).__name__) for name, _, module in holders)
+    return Tracked(layer, module, holders=shown, product=use.product)
+
+
+def _is_plain(tracked: Tracked, holders: int) -> bool:
+    """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's own."""
+    module = tracked.module
+    if module is None or type(module) not in WEIGHTED_MODULES or holders != 1:
+        return False
+    if type(module).forward is not getattr(module.forward, "__func__", None):  # replaced on the instance
+        return False
+    return getattr(module, "padding_mode", "zeros") == "zeros"
 
 
 class Recording:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.features import FeatureSource, feature_rows
+from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.distributed import add_up
+from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.numerics import as_double, eigh_descending, nystrom, positive_part
+from posthoc_uq.posteriors.numerics import eigh_descending, nystrom, positive_part
 
 MOST_NUMBERS = 2**20  # kept of all classes together, 4 MiB in float32
 MOST_DIRECTIONS = 32  # kept of a class
@@ -54,31 +56,44 @@ class ClassGrams:
         if classes == 1 or classes * size**2 * 8 <= budget:
             self.sums["grams"] = zero.new_zeros(classes, size, size)
         else:
-            drawn = torch.randn(size, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            drawn = torch.randn(
+                size, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu"
+            )
             self._test = torch.linalg.qr(drawn).Q.to(zero)
             self.sums["sketches"] = zero.new_zeros(classes, size, width)
             self.sums["traces"] = zero.new_zeros(classes)
             self.sums["total"] = zero.new_zeros(size, size)
 
-    def see(self, batch: Batch, keys: Tensor, recording: Recording) -> None:
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: Checks) -> None:
         """Add a batch; see `Observer`."""
         rows = feature_rows(recording.watched, self.source.layer, keys.shape[0])
-        self.add(rows, recording.outputs.detach())
+        self._add(rows, recording.outputs.detach(), checks)
 
     def add(self, features: Tensor, outputs: Tensor) -> None:
         """Add features ``(samples, features)`` of samples with these outputs."""
+        checks = Checks()
+        self._add(features, outputs, checks)
+        checks.look()
+
+    def _add(self, features: Tensor, outputs: Tensor, checks: Checks) -> None:
         phi, sums = as_double(features), self.sums
         labels = self._labels(outputs).to(phi.device)
-        sums["counts"].index_add_(0, labels, torch.ones_like(phi[:, 0]))
+        counts = torch.zeros_like(sums["counts"]).index_add_(0, labels, torch.ones_like(phi[:, 0]))
+        sums["counts"] += counts
         if self._test is None:
-            for label in labels.unique().tolist():
-                own = phi[labels == label]
-                sums["grams"][label].addmm_(own.T, own)
+            ordered = phi[labels.argsort(stable=True)]
+            checks.later(counts, lambda found: self._add_classes(ordered, found))
             return
         products = phi.unsqueeze(2) * (phi @ self._test).unsqueeze(1)
         sums["sketches"].index_add_(0, labels, products)
         sums["traces"].index_add_(0, labels, phi.square().sum(1))
         sums["total"].addmm_(phi.T, phi)
+
+    def _add_classes(self, ordered: Tensor, counts: Tensor) -> None:
+        """Add features that lie class by class, of so many samples each."""
+        for gram, own in zip(self.sums["grams"], ordered.split(counts.long().tolist()), strict=True):
+            if len(own):
+                gram.addmm_(own.T, own)
 
     def _labels(self, outputs: Tensor) -> Tensor:
         samples = outputs.shape[0]
@@ -89,7 +104,11 @@ class ClassGrams:
         return (outputs.reshape(samples) > 0).long()
 
     def result(self, dtype: torch.dtype) -> FeatureGrams:
-        """What is kept of all processes' samples, in `dtype`; every process takes part."""
+        """What is kept of all processes' samples, in `dtype`; every process takes part.
+
+        Raises:
+            NonFiniteError: it is not finite in this dtype.
+        """
         add_up(self.sums)
         sums = self.sums
         if self._test is None:
@@ -99,12 +118,17 @@ class ClassGrams:
             sketches, traces = (_shared(sums[name], sums["counts"]) for name in ("sketches", "traces"))
             total = sums["total"]
             grams = _Sketched(sketches, self._test, traces, total)
-        tensors = compressed(grams, total)
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in compressed(grams, total).items()}
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            raise NonFiniteError(
+                f"The second moments of what enters layer '{self.source.layer.name}' are not finite in {dtype}: bring "
+                f"the inputs to about unit size, or fit with dtype=torch.float64."
+            )
         return FeatureGrams(
             self.source.layer,
             self.source.source,
             int(sums["counts"].sum()),
-            {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
+            tensors,
         )
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import described
-from posthoc_uq.curvature.capture import Capture, Tracked, owners
+from posthoc_uq.curvature.capture import Capture, Owner, Tracked, owners
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.selection import Selection, asked_by_name, no_such_layer, wanted_names
-from posthoc_uq.curvature.uncovered import Owner, home_of, why_not_caught, why_not_rebuilt, without_posterior
+from posthoc_uq.curvature.uncovered import home_of, why_not_caught, why_not_rebuilt, without_posterior
 from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
 from posthoc_uq.layers import BATCH_AXES, WEIGHTED_MODULES, Layer
 from posthoc_uq.loaders import Batch
@@ -203,7 +203,7 @@ class _Reference:
     def cotangent(outputs: Tensor) -> Tensor:
         """Fixed numbers without structure, shaped like the outputs; the same for every sample."""
         size = outputs[0].numel()
-        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64) ** 2).to(outputs.dtype)
+        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(outputs.dtype)
         return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
 
     def _gradients(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from posthoc_uq.curvature.capture import Capture
 from posthoc_uq.curvature.sweep import SweepSettings, own_batches
+from posthoc_uq.devices import as_double, on_host
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Bar
-from posthoc_uq.posteriors.numerics import as_double
 
 
 def squared_residuals(
@@ -32,10 +32,12 @@ def squared_residuals(
             if batch.targets is None:
                 return None
             outputs = batch.call(capture.twin)
-            unit.check(outputs, batch.targets)
-            residuals = as_double(unit.residuals(outputs, batch.targets))
-            squares = residuals.square().reshape(outputs.shape[0], -1).sum(0).cpu()
-            total = squares if total is None else total + squares
+            residuals, fault = unit.residuals(outputs, batch.targets), unit.fault(outputs, batch.targets)
+            squares = as_double(residuals).square().reshape(outputs.shape[0], -1).sum(0)
+            found, *wrong = on_host(squares, *([] if fault is None else [fault]))
+            if any(wrong):
+                unit.check(outputs, batch.targets)
+            total = found if total is None else total + found
             seen += samples
             bar.advance(samples)
     return None if total is None else (total, seen)

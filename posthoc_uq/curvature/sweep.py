@@ -14,11 +14,11 @@ from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
+from posthoc_uq.devices import Checks
 from posthoc_uq.distributed import check_items, own_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import mixed_seed, sample_keys, share_of
 
 KEYS_KEPT = 65536  # inputs whose hashes are remembered, to tell a data set of copies
@@ -68,27 +68,33 @@ class Summary:
         return looked_at >= 100 and 2 * len(self.keys) < looked_at
 
     def note(self, keys: Tensor, targets: Tensor) -> None:
-        """Count a batch by the hashes of its inputs and of its targets."""
+        """Count a batch by the hashes of its inputs and the sum of those of its targets; both are on the CPU."""
         found: list[int] = keys.tolist()
         if self.seen < KEYS_KEPT:
             self.keys.update(found[: KEYS_KEPT - self.seen])
         total = sum(found) % (1 << 64)
-        self.digest = mixed_seed(self.digest, total, len(found), int(targets.sum()) % (1 << 64))
+        self.digest = mixed_seed(self.digest, total, len(found), int(targets) % (1 << 64))
         self.content = (self.content + total) % (1 << 64)
         self.batches += 1
         self.seen += len(found)
+
+    def add_log_likelihood(self, log_probs: Tensor) -> None:
+        """Add that of some samples."""
+        if self.log_likelihood is not None:
+            self.log_likelihood += float(log_probs.double().sum())
 
 
 class Observer(Protocol):
     """Something beside the curvature that a sweep shows the data to."""
 
-    def see(self, batch: Batch, keys: Tensor, recording: Recording) -> None:
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: Checks) -> None:
         """Look at a batch.
 
         Args:
             batch: this process's own samples, without another's padding.
             keys: hashes of the samples' inputs, ``(samples,)`` int64.
             recording: its forward pass; not pulled back yet.
+            checks: takes what is wanted on the host.
         """
         ...
 
@@ -126,19 +132,23 @@ def sweep(
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
-            summary.note(keys, sample_keys([] if batch.targets is None else [batch.targets], samples, 0))
+            checks = _noting(summary, batch, keys)
             bar.advance(samples)
             if done is not None and index < skipped:
+                if observers:
+                    _show(observers, batch, keys, capture.run(batch, samples), checks)
+                checks.look()
                 if index == skipped - 1:
                     summary = _taken_up(summary, done)
-                if observers:
-                    _show(observers, batch, keys, capture.run(batch, samples))
                 continue
             if share < 1:
-                picked = share_of(keys, share)
+                picked = share_of(keys, share).nonzero().flatten()
                 batch, keys = batch.select(picked, samples), keys[picked]
             if keys.shape[0]:
-                _sweep_batch(capture, batch, keys, index, settings, accumulators, joint, summary, observers)
+                _sweep_batch(
+                    capture, batch, keys, index, settings, accumulators, joint, summary, observers, checks
+                )
+            checks.look()
             if after_batch is not None:
                 after_batch(summary)
     if done is not None and summary.batches < skipped:
@@ -153,13 +163,26 @@ def show(
     with Bar(loader, "looking at the data", settings.progress) as bar:
         for batch, samples in own_batches(loader, settings.reader):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
-            _show(observers, batch, keys, capture.run(batch, samples))
+            checks = Checks()
+            _show(observers, batch, keys, capture.run(batch, samples), checks)
+            checks.look()
             bar.advance(samples)
 
 
-def _show(observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording) -> None:
+def _show(
+    observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording, checks: Checks
+) -> None:
     for observer in observers:
-        observer.see(batch, keys, recording)
+        observer.see(batch, keys, recording, checks)
+
+
+def _noting(summary: Summary, batch: Batch, keys: Tensor) -> Checks:
+    """Checks of a batch that count it first."""
+    checks, known = Checks(), list[Tensor]()
+    targets = sample_keys([] if batch.targets is None else [batch.targets], keys.shape[0], 0)
+    checks.later(keys, known.append)
+    checks.later(targets.sum(), lambda total: summary.note(known[0], total))
+    return checks
 
 
 def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Batch, int]]:
@@ -176,8 +199,9 @@ def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Ba
 
 
 def _taken_up(found: Summary, done: Summary) -> Summary:
-    if found.digest != done.digest:
-        raise _other_data()
+    for name in ("digest", "content", "batches", "seen", "keys"):
+        if getattr(found, name) != getattr(done, name):
+            raise _other_data()
     return done
 
 
@@ -198,60 +222,74 @@ def _sweep_batch(
     joint: JointFisher | None,
     summary: Summary,
     observers: Sequence[Observer],
+    checks: Checks,
 ) -> None:
     likelihood, samples = settings.likelihood, keys.shape[0]
     recording = capture.run(batch, samples)
     outputs = recording.outputs.detach()
-    if not bool(torch.isfinite(outputs).all()):
-        raise _not_finite(f"Batch {index}: the model's outputs are not finite.")
+    checks.later(torch.isfinite(outputs).all(), lambda finite: _require_outputs(finite, index))
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError(
             f"Batch {index}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
             f"count the samples."
         )
-    try:
-        likelihood.check(outputs, batch.targets)
-    except PosthocUQError as error:
-        raise PosthocUQError(f"Batch {index}: {error}") from None
-    _show(observers, batch, keys, recording)
+    _check_targets(likelihood, outputs, batch.targets, index, checks)
+    _show(observers, batch, keys, recording, checks)
     gradients = likelihood.gradients(outputs, batch.targets, keys, settings.fisher, settings.n_samples)
-    checks: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     first, gradient = True, next(gradients, None)
     while gradient is not None:
         following = next(
             gradients, None
         )  # one ahead, to know the last, and no more: there may be one a class
         rows: dict[str, Tensor] = {}
-        sink = _feed(accumulators, settings.dtype, checks, first, rows if joint is not None else None)
+        sink = _feed(accumulators, settings.dtype, sums, first, rows if joint is not None else None)
         recording.pull_back(gradient, sink, last=following is None)
         if joint is not None:
             with torch.autocast(outputs.device.type, enabled=False):
                 joint.add_rows(_side_by_side(capture, rows, samples))
         first, gradient = False, following
-    _require_finite(checks, index)
+    if sums:
+        names = list(sums)
+        checks.later(torch.stack(list(sums.values())), lambda found: _require_finite(names, found, index))
     summary.samples += samples
     summary.outputs = outputs[0].numel()
     if batch.targets is None or summary.log_likelihood is None:
         summary.log_likelihood = None
     else:
-        summary.log_likelihood += float(as_double(likelihood.log_prob(outputs, batch.targets)).sum())
+        checks.later(likelihood.log_prob(outputs, batch.targets), summary.add_log_likelihood)
+
+
+def _check_targets(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, index: int, checks: Checks
+) -> None:
+    """Refuse what does not fit: shapes and types now, the range when the checks are looked at."""
+
+    def named(check: Callable[[Tensor, Tensor | None], Any]) -> Any:
+        try:
+            return check(outputs, targets)
+        except PosthocUQError as error:
+            raise PosthocUQError(f"Batch {index}: {error}") from None
+
+    fault = named(likelihood.fault)
+    if fault is not None:
+        checks.later(fault, lambda found: named(likelihood.check) if bool(found) else None)
 
 
 def _feed(
     accumulators: Mapping[str, Sequence[Accumulator]],
     dtype: torch.dtype,
-    checks: dict[str, Tensor],
+    sums: dict[str, Tensor],
     first_pass: bool,
     rows: dict[str, Tensor] | None,
 ) -> Callable[[Caught], None]:
     def sink(caught: Caught) -> None:
         name = caught.layer.name
         activations, gradients = caught.operands(dtype)
-        # Looked at after the batch, so that the device need not wait for the host at every layer.
         check = gradients.sum()
         if first_pass:
             check = check + sum(call.input.detach().sum(dtype=dtype) for call in caught.calls)
-        checks[name] = check if name not in checks else checks[name] + check
+        sums[name] = check if name not in sums else sums[name] + check
         for accumulator in accumulators.get(name, ()):
             accumulator.add(activations, gradients, first_pass)
         if rows is not None:
@@ -260,12 +298,16 @@ def _feed(
     return sink
 
 
-def _require_finite(checks: Mapping[str, Tensor], index: int) -> None:
-    if not checks or bool(torch.isfinite(torch.stack(list(checks.values()))).all()):
-        return
+def _require_outputs(finite: Tensor, index: int) -> None:
+    if not bool(finite):
+        raise _not_finite(f"Batch {index}: the model's outputs are not finite.")
+
+
+def _require_finite(names: Sequence[str], sums: Tensor, index: int) -> None:
     # A backward pass goes from the last layer to the first, so the first one found is where it began.
-    name = next(name for name, check in checks.items() if not bool(torch.isfinite(check)))
-    raise _not_finite(f"Batch {index}: layer '{name}' has non-finite activations or gradients.")
+    for name, finite in zip(names, torch.isfinite(sums).tolist(), strict=True):
+        if not finite:
+            raise _not_finite(f"Batch {index}: layer '{name}' has non-finite activations or gradients.")
 
 
 def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Tensor:

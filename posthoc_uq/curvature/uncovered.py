@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-Owner = tuple[str, str, nn.Module]  # a module's name, its attribute, the module
+from posthoc_uq.curvature.capture import Owner
+
 _NAMED = 5
 _OLD_HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
 
@@ -39,12 +40,16 @@ def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module
     )
 
 
-def why_not_rebuilt(parameter: str, holders: Sequence[Owner]) -> str:
-    """Why what was caught of a layer is not its whole gradient, and what to do about it."""
+def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]]) -> str:
+    """Why what was caught of a layer is not its whole gradient, and what to do about it.
+
+    Args:
+        parameter: its weight.
+        holders: names and types of the modules that hold the weight, that of the layer first.
+    """
     if len(holders) < 2:
         return "what was caught does not rebuild its gradient"
-    shared = " and ".join(f"'{name}' ({type(module).__name__})" for name, _, module in holders)
-    own = next((owner for owner in holders if not isinstance(owner[2], nn.Embedding)), holders[-1])[0]
+    own, shared = holders[0][0], " and ".join(f"'{name}' ({kind})" for name, kind in holders)
     return (
         f"its weight '{parameter}' is tied: {shared} share it, and not all of these uses can be followed; for a "
         f"posterior of the uses in '{own}' alone, fit and wrap posthoc_uq.untied(model, '{own}')"

@@ -70,7 +70,7 @@ def train(model: nn.Module, data: Labelled, epochs: int, seed: int) -> None:
     steps = epochs * -(-len(data.labels) // 64)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=6e-3, total_steps=steps)
     for _ in range(epochs):
-        for batch in torch.randperm(len(data.labels), generator=generator).split(64):
+        for batch in torch.randperm(len(data.labels), generator=generator, device="cpu").split(64):
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
             optimiser.step()

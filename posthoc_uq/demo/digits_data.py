@@ -43,8 +43,8 @@ def load_digits(seed: int, train: int = 200, validation: int = 250) -> DigitsDat
 
     pixels, targets = load(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(targets))
-    images = torch.tensor(pixels[order], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(targets[order], dtype=torch.int64)
+    images = torch.tensor(pixels[order], dtype=torch.float32, device="cpu").reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(targets[order], dtype=torch.int64, device="cpu")
     bounds = (0, train, train + validation, len(labels))
     return DigitsData(*(Labelled(images[a:b], labels[a:b]) for a, b in pairwise(bounds)))
 
@@ -58,7 +58,7 @@ def augmented(data: Labelled, copies: int, seed: int) -> Labelled:
     images = data.images.repeat(copies, 1, 1, 1)
 
     def uniform(bound: float, *shape: int) -> Tensor:
-        return bound * (2 * torch.rand(len(images), *shape, generator=generator) - 1)
+        return bound * (2 * torch.rand(len(images), *shape, generator=generator, device="cpu") - 1)
 
     angle, scale, shear = uniform(0.26), 1 + uniform(0.15, 2), uniform(0.2)
     first = torch.stack([angle.cos() * scale[:, 0], shear - angle.sin()], dim=-1)
@@ -66,13 +66,13 @@ def augmented(data: Labelled, copies: int, seed: int) -> Labelled:
     maps = torch.cat([torch.stack([first, second], dim=1), uniform(0.2, 2, 1)], dim=2)
     grid = nn.functional.affine_grid(maps, list(images.shape), align_corners=False)
     moved = nn.functional.grid_sample(images, grid, align_corners=False)
-    noise = 0.1 * torch.randn(moved.shape, generator=generator)
+    noise = 0.1 * torch.randn(moved.shape, generator=generator, device="cpu")
     return Labelled((moved + noise).clamp(0, 1), data.labels.repeat(copies))
 
 
 def rotated_digits(data: Labelled) -> Tensor:
     """Digits turned by 90 degrees to the left, without those of `ROTATION_KEEPS`."""
-    foreign = ~torch.isin(data.labels, torch.tensor(ROTATION_KEEPS))
+    foreign = ~torch.isin(data.labels, torch.tensor(ROTATION_KEEPS, device="cpu"))
     return torch.rot90(data.images[foreign], 1, dims=(2, 3))
 
 

@@ -88,7 +88,9 @@ def _report(shown: list[Picture], prediction: ClassPrediction, names: list[str])
     say(table(["picture", "kind", *scores, "most probable"], rows, digits=3))
     say("\nMeans by kind (new photos: from scikit-learn, no crop of them was used in the fit)\n")
     kinds = list(dict.fromkeys(picture.kind for picture in shown))
-    members = {kind: torch.tensor([picture.kind == kind for picture in shown]) for kind in kinds}
+    members = {
+        kind: torch.tensor([picture.kind == kind for picture in shown], device="cpu") for kind in kinds
+    }
     rows = [[kind, *(float(score[members[kind]].mean()) for score in scores.values())] for kind in kinds]
     say(table(["kind", *scores], rows, digits=3))
     say(f"  {len(FIT_PHOTOS)} photos are few. A real use fits on images from where the model will work.\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Gallery:
             if order[index] == -torch.inf:
                 continue
             example = Example(
-                images[index].detach().float().cpu().clone(),
+                images[index],
                 self.data,
                 start + index,
                 float(scores[index]),
@@ -75,6 +75,11 @@ class Gallery:
         sign = 1.0 if self.largest else -1.0
         picked += [(sign * example.score, example) for example in self.examples]
         self.examples = [example for _, example in sorted(picked, key=lambda pair: -pair[0])[: self.size]]
+        new = [place for place, example in enumerate(self.examples) if example.index >= start]
+        if new:
+            copies = torch.stack([self.examples[place].image.detach().float() for place in new]).cpu()
+            for place, image in zip(new, copies, strict=True):
+                self.examples[place] = replace(self.examples[place], image=image.clone())
 
 
 def images_of(inputs: list[Tensor]) -> Tensor | None:

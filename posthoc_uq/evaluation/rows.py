@@ -68,7 +68,7 @@ def rows_of(compared: Any, likelihood: str | Likelihood | None) -> list[Row]:
             for p in predictors
             if p.posterior.noise_variance is not None
         ]
-        noise = known[0] if known else torch.zeros(())
+        noise = known[0] if known else torch.zeros((), device="cpu")
     return [_row(str(name), one, plain, noise) for name, one in named.items()]
 
 

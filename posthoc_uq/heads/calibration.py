@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device
 
@@ -66,7 +65,7 @@ class Calibration:
 
 def posterior_settings(posterior: Posterior) -> dict[str, Any]:
     """What a propagated variance depends on beside the blocks: all but the temperature, which divides it afterwards."""
-    found = hyperparameters_of(posterior)
+    found = posterior.settings.plain()
     del found["temperature"]
     return found
 
@@ -113,6 +112,7 @@ def calibrate(
             f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
         )
     check_loader(loader)
+    posterior = posterior.snapshot()
     sampler = SamplingPredictor(model, posterior, n_samples=n_mc, seed=0, keep="seeds")
     reader = BatchReader(model_device(model), batch_to_inputs)
     own: list[Tensor] = []

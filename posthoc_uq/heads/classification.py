@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.samples import (
     at_least_float32,
@@ -273,8 +274,8 @@ class ClassPrediction:
 
     def to(self, device: torch.device | str) -> ClassPrediction:
         """The same prediction with its tensors on `device`."""
-        values: list[Tensor | None] = [getattr(self, name) for name in _FIELDS]
-        return ClassPrediction(*[None if value is None else value.to(device) for value in values])  # pyright: ignore[reportArgumentType]
+        known = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
+        return replace(self, **dict(zip(known, moved(known.values(), device), strict=True)))
 
     @staticmethod
     def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:

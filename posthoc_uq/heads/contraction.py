@@ -15,7 +15,7 @@ hundredth is left of the diagonal's part, that sample is done again in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from posthoc_uq.curvature.operands import Operand, Rows
 from posthoc_uq.curvature.squares import TOUCH_COST
+from posthoc_uq.devices import as_double, on_host, placed
 from posthoc_uq.heads.products import Mode, gram, marginal, weighted_gram
 from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.numerics import as_double
 
 _ROTATED = 8  # limits that turned activations may take
 LEFT = 1e-2  # share of the diagonal's part below which float32 has lost too much
@@ -44,6 +44,35 @@ class Sums(NamedTuple):
     found: Tensor
     diagonal: Tensor
     norms: Tensor | None = None
+
+
+class Unsettled(NamedTuple):
+    """What one layer gives, of which some samples may have to be done again in float64.
+
+    Attributes:
+        found: in the shapes of `gram`, in float64.
+        poor: which samples these are, ``(samples,)``; None where there is none.
+        again: does some samples again.
+    """
+
+    found: Tensor
+    poor: Tensor | None
+    again: Callable[[slice], Tensor]
+
+
+def settled(layers: Sequence[Unsettled]) -> list[Tensor]:
+    """What several layers give, after one look at the samples that are to be done again."""
+    flags = iter(on_host(*(layer.poor for layer in layers if layer.poor is not None)))
+    found: list[Tensor] = []
+    for own, poor, again in layers:
+        which: list[int] = [] if poor is None else next(flags).nonzero().flatten().tolist()
+        if poor is not None and len(which) == len(poor):
+            own = again(slice(0, len(poor)))
+        else:
+            for sample in which:
+                own[sample : sample + 1] = again(slice(sample, sample + 1))
+        found.append(own)
+    return found
 
 
 class LayerCovariance:
@@ -128,7 +157,7 @@ class LayerCovariance:
             return plain, plain
         return plain, plain * as_double(self._shrink[:, rows])
 
-    def contract(self, activations: Operand, gradients: Tensor, mode: Mode) -> Tensor:
+    def contract(self, activations: Operand, gradients: Tensor, mode: Mode) -> Unsettled:
         """``J Sigma J^T`` in the shapes of `gram`.
 
         Args:
@@ -137,10 +166,9 @@ class LayerCovariance:
             mode: see `gram`.
         """
         if self._are_few(activations.positions, gradients.shape[2], mode):
-            rows = activations.rows()
 
             def work(part: slice, wide: bool) -> Sums:
-                return self._few_positions(rows[part], gradients[part], mode, wide)
+                return self._few_positions(activations.part(part).rows(), gradients[part], mode, wide)
         else:
 
             def work(part: slice, wide: bool) -> Sums:
@@ -148,7 +176,7 @@ class LayerCovariance:
 
         if self._bases is None or self._are_few(activations.positions, gradients.shape[2], mode):
             return self._checked(work, gradients.shape[0], mode)
-        return self._rotated(activations, gradients, mode).found
+        return _sure(self._rotated(activations, gradients, mode).found)
 
     def with_norms(self, activations: Operand, gradients: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
         """Variances ``J_c Sigma J_c^T`` and squared norms ``|J_c|^2`` from the same J, ``(samples, functions)`` each.
@@ -196,21 +224,16 @@ class LayerCovariance:
         pairs += positions * width * functions * TOUCH_COST / inputs
         return pairs < functions * (positions + width + TOUCH_COST)
 
-    def _checked(self, work: Callable[[slice, bool], Sums], samples: int, mode: Mode) -> Tensor:
-        """Do some work for all samples, and again in float64 for those where too much has cancelled."""
+    def _checked(self, work: Callable[[slice, bool], Sums], samples: int, mode: Mode) -> Unsettled:
+        """Do some work for all samples; where too much has cancelled, it is to be done again in float64."""
         everything = slice(0, samples)
         if self._low_rank is None or self._dtype == torch.float64:
-            return work(everything, False)[0]
+            return _sure(work(everything, False)[0])
         if mode == "joint":
-            return work(everything, True)[0]
+            return _sure(work(everything, True)[0])
         found, diagonal, _ = work(everything, False)
         poor = (marginal(found, samples, mode) < LEFT * marginal(diagonal, samples, mode)).any(dim=1)
-        if bool(poor.all()):
-            return work(everything, True)[0]
-        for sample in poor.nonzero().flatten().tolist():
-            part = slice(sample, sample + 1)
-            found[part] = work(part, True)[0]
-        return found
+        return Unsettled(found, poor, lambda part: work(part, True)[0])
 
     def _row_chunks(self, numbers: int, item: int) -> Iterator[slice]:
         """Rows of the layer, so few that `numbers` numbers a row stay within the limit."""
@@ -379,7 +402,7 @@ class LayerCovariance:
             taken = torch.matmul(as_double(self._row_roots)[0].to(directions), directions.permute(2, 1, 0))
             return Sums(diagonal - taken.square().sum(1).T, diagonal)
 
-        return self._checked(work, activations.shape[0], "variance")
+        return settled([self._checked(work, activations.shape[0], "variance")])[0]
 
     def own_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
         """Multiplication by the covariance of the layer's own outputs: of ``(samples, m, k)``, to the same shape, for
@@ -412,7 +435,8 @@ class LayerCovariance:
         assert self._low_rank is not None
         root, roots = self._low_rank.root[0], as_double(self._low_rank.roots).to(self._low_rank.root)[0]
         columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
-        return (torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots).to(cores.device)
+        solved = torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots
+        return placed(solved, cores.device)
 
     def own_covariance(self, activations: Tensor, joint: bool) -> Tensor:
         """Covariance of the layer's own outputs ``(samples, m, m)``, or with `joint` ``(samples * m, samples * m)``,
@@ -440,6 +464,11 @@ class LayerCovariance:
         basis = self._kept[1][0].to(rows)
         cores = basis.unsqueeze(-1) * directions.unsqueeze(2)  # (samples, m, g, a)
         return found - gram(self._reduced(cores.unsqueeze(1)), "joint" if joint else "covariance").to(found)
+
+
+def _sure(found: Tensor) -> Unsettled:
+    """Of which nothing is to be done again."""
+    return Unsettled(found, None, lambda part: found[part])
 
 
 def _joined(parts: list[Sums]) -> Sums:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from posthoc_uq.heads.cost import Cost, cost_of
 from posthoc_uq.heads.replay import Features, Recording, ReplayError, RewrittenError, intercept, own
 from posthoc_uq.loaders import Batch, output_tensor
-from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.randomness import device_generators, isolated_random_state
 from posthoc_uq.replica import replicate
 
 WORTH = 0.9  # of a pass: what the rest may take at most for its features to be kept
@@ -77,7 +77,10 @@ class Cut:
         self.refused: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": deque(), "_savings": {}}
+        return {
+            **self.__dict__,
+            "_twins": deque(),
+        }  # what was settled stays, so that a copy takes the same way
 
     def features(
         self,
@@ -101,7 +104,7 @@ class Cut:
             if len(self._savings) >= _SHAPES:
                 self._savings.clear()
             self._savings[key] = saving
-        if saving is _NONE or not wanted(saving):
+        if saving == _NONE or not wanted(saving):
             return None
         try:
             with _counting_versions(torch.is_grad_enabled()), self._lent() as twin:
@@ -302,8 +305,7 @@ def _situation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _random_state() -> Any:
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
+    states += [module.get_rng_state(*place) for module, place in device_generators()]
     numbers = cast("tuple[Any, ...]", np.random.get_state())
     return [state.tolist() for state in states], random.getstate(), [np.asarray(n).tolist() for n in numbers]
 

@@ -37,9 +37,10 @@ def from_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> 
         n_draws: points of the sequence.
     """
     directions = spread.root.shape[2]
-    points = normals(n_draws, directions + mean.shape[1]).to(mean)
+    width = directions + mean.shape[1]
     if torch.compiler.is_compiling():
-        return _from_points(mean, variance, spread, points)
+        return _from_points(mean, variance, spread, normals(n_draws, width).to(mean))
+    points = placed_normals(n_draws, width, mean.dtype, mean.device)
     rows = max(1, _AT_ONCE // (n_draws * mean.shape[1]))
     tensors = (mean, variance, spread.root, spread.rest)
     parts = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
@@ -58,7 +59,16 @@ def normals(n_draws: int, width: int) -> Tensor:
         edge = 0.5 / 2**30  # the engine's points are multiples of 2^-30, zero among them
         found = torch.special.ndtri(uniform.clamp(edge, 1 - edge))
         more = width - found.shape[1]
-        return torch.cat([found, torch.randn(n_draws, more, generator=generator, dtype=torch.float64)], 1)
+        return torch.cat(
+            [found, torch.randn(n_draws, more, generator=generator, dtype=torch.float64, device="cpu")], 1
+        )
+
+
+@lru_cache(maxsize=8)
+def placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same, in a precision and on a device."""
+    with torch.inference_mode(False):
+        return normals(n_draws, width).to(device, dtype)
 
 
 def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:

@@ -121,7 +121,7 @@ class Ensemble(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Members are views of the draws, which pickle would write once for each.
-        return {**self.__dict__, "_members": [], "_twins": deque(), "_chunks": {}}
+        return {**self.__dict__, "_members": [], "_twins": deque()}
 
     def _drawn(self, start: int, stop: int) -> dict[str, Tensor]:
         """Draws `start` to `stop` of every parameter, ``(stop - start, *shape)``."""

@@ -15,12 +15,12 @@ from torch import Tensor
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import Operand
-from posthoc_uq.heads.contraction import LEFT, LayerCovariance
+from posthoc_uq.devices import as_double
+from posthoc_uq.heads.contraction import LEFT, LayerCovariance, Unsettled, settled
 from posthoc_uq.heads.products import Mode, gram
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.dense import DenseFactor
-from posthoc_uq.posteriors.numerics import as_double
 
 Gradient = Callable[[int], Tensor]
 
@@ -105,27 +105,31 @@ class WeightCovariance:
                 raise AssertionError(f"block '{name}' has neither a form nor a dense factor")
 
     def contract(self, pulled: list[Pulled], samples: int, functions: int, mode: Mode) -> Tensor:
-        """``J Sigma J^T`` in the shapes of `gram`, in float64. What was pulled is given up layer by layer."""
+        """``J Sigma J^T`` in the shapes of `gram`, in float64. What was pulled is given up."""
         size = samples * functions
         shape = {
             "variance": (samples, functions),
             "covariance": (samples, functions, functions),
             "joint": (size, size),
         }
-        total = torch.zeros(shape[mode], dtype=torch.float64)
+        parts: list[Unsettled] = []
         kept: dict[str, Pulled] = {}
         while pulled:
             layer = pulled.pop()
             if layer.layer.name in self.layers:
                 own = self.layers[layer.layer.name]
-                found = own.contract(layer.activations, layer.stacked(functions), mode)
-                total = total.to(found.device) + found
+                parts.append(own.contract(layer.activations, layer.stacked(functions), mode))
             else:
                 kept[layer.layer.name] = layer
+        sums = settled(parts)
         for layers, factor in self._dense:
             if any(layer.name in kept for layer in layers):
-                found = self._contract_dense(layers, factor, kept, samples, functions, mode)
-                total = total.to(found.device) + found
+                sums.append(self._contract_dense(layers, factor, kept, samples, functions, mode))
+        if not sums:
+            return torch.zeros(shape[mode], dtype=torch.float64, device="cpu")
+        total = sums[0]
+        for part in sums[1:]:
+            total = total.to(part.device) + part
         return total
 
     def with_prior(
@@ -154,7 +158,7 @@ class WeightCovariance:
     def _with_prior(
         self, pulled: list[Pulled], samples: int, functions: int, prior: Mapping[str, float], wide: bool
     ) -> tuple[Tensor, Tensor]:
-        left, given = torch.zeros(2, samples, dtype=torch.float64)
+        left, given = torch.zeros(2, samples, dtype=torch.float64, device="cpu")
         kept: dict[str, Pulled] = {}
         for layer in pulled:
             name = layer.layer.name
@@ -168,7 +172,9 @@ class WeightCovariance:
         for layers, factor in self._dense:
             if not any(layer.name in kept for layer in layers):
                 continue
-            variances = [torch.full((layer.parameters,), prior.get(layer.name, 0.0)) for layer in layers]
+            variances = [
+                torch.full((layer.parameters,), prior.get(layer.name, 0.0), device="cpu") for layer in layers
+            ]
             for part, rows, white in self._dense_parts(layers, factor, kept, samples, functions):
                 weights = torch.cat(variances).to(rows)
                 left, given = left.to(rows.device), given.to(rows.device)
@@ -188,7 +194,8 @@ class WeightCovariance:
         """Covariance of a layer's own outputs, ``(samples, m, m)``, or ``(samples * m, samples * m)`` with `joint`."""
         if layer in self.layers:
             return self.layers[layer].own_covariance(activations, joint)
-        rows, own = as_double(activations), self._dense_rows(layer).to(activations.device)
+        rows = as_double(activations)
+        own = self._dense_rows(layer).to(rows.device)
         if joint:
             size = rows.shape[0] * own.shape[0]
             return torch.einsum("oipj,si,tj->sotp", own, rows, rows).reshape(size, size)
@@ -286,7 +293,7 @@ def one_output(outputs: Tensor, indices: Tensor | None) -> Gradient:
 def random_signs(outputs: Tensor, numbers: int, generator: torch.Generator) -> Gradient:
     """Gradients of sums of all outputs with random signs, the same for every sample (Rademacher vectors)."""
     shape = (numbers, *outputs.shape[1:])
-    signs = torch.randint(0, 2, shape, generator=generator).to(outputs) * 2 - 1
+    signs = torch.randint(0, 2, shape, generator=generator, device="cpu").to(outputs) * 2 - 1
 
     def gradient(number: int) -> Tensor:
         return signs[number].expand(outputs.shape)

@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration, posterior_settings
+from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
 from posthoc_uq.heads.cut import Cut
+from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction, with_novelty
@@ -26,6 +27,7 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
 from posthoc_uq.moments.unscented import unscented_map
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
@@ -38,6 +40,21 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "max_pool": ("clark", "argmax"),
     "unknown": ("error", "mc", "delta"),
 }
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What was made of a posterior at some settings.
+
+    Attributes:
+        settings: of the weights.
+        noises: of its layers.
+        calibration: that fits these settings, or None.
+    """
+
+    settings: Hyperparameters
+    noises: list[LayerNoise]
+    calibration: Calibration | None
 
 
 class MomentsPredictor(Predictor):
@@ -114,15 +131,13 @@ class MomentsPredictor(Predictor):
             self.network = replicate(model, posterior.centre)
         self._cut = Cut(self.network, posterior.mean)
         self._checked = False
-        self._prepare()
+        self._taken = self._made_ready(posterior.snapshot())
 
-    def _prepare(self) -> None:
-        """Take the posterior's present settings."""
-        self.noises = nn.ModuleList(
-            layer_noises(self.network, self._posterior, self._weights, self._rules.cov).values()
-        )
-        self._taken = posterior_settings(self._posterior)
-        self._calibration = fitting_calibration(self._posterior, self.settings())
+    def _made_ready(self, posterior: Posterior) -> _Taken:
+        noises = list(layer_noises(self.network, posterior, self._weights, self._rules.cov).values())
+        self.noises = nn.ModuleList(noises)  # so that they move with this module
+        calibration = fitting_calibration(posterior, self.settings())
+        return _Taken(posterior.settings.of_weights(), noises, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -138,29 +153,28 @@ class MomentsPredictor(Predictor):
     @property
     def calibration(self) -> Calibration | None:
         """How the variance is corrected, or None."""
-        self._follow()
-        return self._calibration
+        return self._follow(self._posterior.snapshot()).calibration
 
-    def _follow(self) -> None:
-        """Notice that the posterior was tuned since; predictions under way in other threads end as they began."""
-        if self._taken != posterior_settings(self._posterior):
+    def _follow(self, posterior: Posterior) -> _Taken:
+        """What belongs to these settings of the posterior; predictions under way in other threads end as they began."""
+        wanted, taken = posterior.settings.of_weights(), self._taken
+        if taken.settings != wanted:
             with _PREPARING:
-                if self._taken != posterior_settings(self._posterior):
-                    self._prepare()
+                taken = self._taken
+                if taken.settings != wanted:
+                    self._taken = taken = self._made_ready(posterior)
+        return taken
 
     def extra_repr(self) -> str:
         """The choices, and the calibration with the error it leaves."""
         text = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
-        if self._calibration is None:
+        if self._taken.calibration is None:
             return text + ", not calibrated"
-        return text + f", {self._calibration}"
+        return text + f", {self._taken.calibration}"
 
     def layer_modes(self) -> dict[str, str]:
         """Layer name to ``"row"`` or ``"marginal"``: what its weights' covariance is taken for on one row a sample."""
-        return {noise.layer: "row" if noise.row else "marginal" for noise in self._own_noises()}
-
-    def _own_noises(self) -> list[LayerNoise]:
-        return [noise for noise in self.noises if isinstance(noise, LayerNoise)]
+        return {noise.layer: "row" if noise.row else "marginal" for noise in self._taken.noises}
 
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, variance and, with ``cov="full"`` where the last layers allow it, covariance of the outputs, before
@@ -171,15 +185,16 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function has no rule, or writes into an activation.
         """
-        self._follow()
+        return self._propagate(self._follow(self._posterior.snapshot()), Batch(args, None, kwargs))
+
+    def _propagate(self, taken: _Taken, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         parameters = dict(self.network.named_parameters())
         layers = self._posterior.layers
-        by_weight = {id(parameters[layers[n.layer].weight]): n for n in self._own_noises()}
-        noises = Noises(by_weight)
+        noises = Noises({id(parameters[layers[n.layer].weight]): n for n in taken.noises})
         with Pass(self._rules, noises, self._where):
-            args, kwargs = tree_map(own, (args, kwargs))  # a model may change its inputs in place
+            args, kwargs = tree_map(own, (batch.args, batch.kwargs))  # a model may change its inputs in place
             found: Any = output_tensor(self.network(*args, **kwargs))
-        self._check_used(noises.used)
+        self._check_used(taken, noises.used)
         if not isinstance(found, MomentTensor):
             return found, torch.zeros_like(found), None
         return found.moment_mean, found.moment_variance, found.moment_covariance
@@ -195,10 +210,10 @@ class MomentsPredictor(Predictor):
             frame = frame.f_back
         return ""
 
-    def _check_used(self, used: set[str]) -> None:
+    def _check_used(self, taken: _Taken, used: set[str]) -> None:
         if self._checked:
             return
-        unused = [noise.layer for noise in self._own_noises() if noise.layer not in used]
+        unused = [noise.layer for noise in taken.noises if noise.layer not in used]
         if unused:
             warnings.warn(
                 f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that are "
@@ -207,26 +222,23 @@ class MomentsPredictor(Predictor):
             )
         self._checked = True
 
-    def _moments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`propagate`, in parts of the batch where covariances would not fit, with map and calibration."""
-        mean, variance, covariance = (
-            self.propagate(*args, **kwargs)
-            if self._rules.cov != "full" or torch.compiler.is_compiling()
-            else self._in_parts(Batch(args, None, kwargs))
-        )
+    def _moments(self, taken: _Taken, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`propagate`, in parts of the batch where covariances would not fit, with the map."""
+        whole = self._rules.cov != "full" or torch.compiler.is_compiling()
+        mean, variance, covariance = (self._propagate if whole else self._in_parts)(taken, batch)
         if self._output_map is not None:
             wide = covariance if covariance is not None else torch.diag_embed(variance)
             mean, covariance = unscented_map(self._output_map, mean.to(wide.dtype), wide)
             variance = covariance.diagonal(dim1=1, dim2=2)
         return mean, variance, covariance
 
-    def _in_parts(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _in_parts(self, taken: _Taken, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 1)
         step = self._step(samples)
         if step >= samples:
-            return self.propagate(*batch.args, **batch.kwargs)
+            return self._propagate(taken, batch)
         cut = [batch.narrow(start, min(step, samples - start), samples) for start in range(0, samples, step)]
-        parts = [self.propagate(*part.args, **part.kwargs) for part in cut]
+        parts = [self._propagate(taken, part) for part in cut]
         covariances = [covariance for _, _, covariance in parts if covariance is not None]
         return (
             torch.cat([mean for mean, _, _ in parts]),
@@ -242,43 +254,44 @@ class MomentsPredictor(Predictor):
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
-        with self.explaining(Batch(args, None, kwargs)):
-            return self._moments(*args, **kwargs)[0]
-
-    def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The variance of the outputs, shaped like them, calibrated where a calibration fits."""
-        with self.explaining(Batch(args, None, kwargs)):
-            _, variance, _ = self._moments(*args, **kwargs)
-        return variance if self._calibration is None else self._calibration.apply(variance)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Prediction:
-        """The prediction for a batch.
-
-        Raises:
-            PosthocUQError: a function of the model has no rule, or the outputs do not fit the likelihood.
-        """
         batch = Batch(args, None, kwargs)
         with self.explaining(batch):
-            ratio = self._known_novelty(batch)
-            return with_novelty(self.prediction_of(self.distribution(*args, **kwargs)), ratio)
+            return self._moments(self._follow(self._posterior.snapshot()), batch)[0]
 
-    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs:
-        """See `Predictor`; calibrated where a calibration fits."""
-        mean, variance, covariance = self._moments(*args, **kwargs)
-        if self._calibration is not None:
-            corrected = self._calibration.apply(variance)
+    def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The variance of the outputs, shaped like them, calibrated where a calibration fits.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        taken, batch = self._follow(self._posterior.snapshot()), Batch(args, None, kwargs)
+        with self.explaining(batch):
+            _, variance, _ = self._moments(taken, batch)
+        found = variance if taken.calibration is None else taken.calibration.apply(variance)
+        check_finite({"variance": found}, "functional variance")
+        return found
+
+    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
+        ratio = self._known_novelty(batch)
+        return with_novelty(self._prediction_of(posterior, self._distribution(posterior, batch)), ratio)
+
+    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
+        """Calibrated where a calibration fits."""
+        taken = self._follow(posterior)
+        mean, variance, covariance = self._moments(taken, batch)
+        if taken.calibration is not None:
+            corrected = taken.calibration.apply(variance)
             if covariance is not None:
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
             variance = corrected
         return GaussianOutputs(mean, variance, covariance)
 
-    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
-        """See `Predictor`."""
+    def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
         return from_gaussian(
             distribution.mean,
             distribution.variance,
-            self._posterior,
+            posterior,
             covariance=distribution.covariance,
             link=self._link,
             n_draws=self._n_draws,
@@ -293,7 +306,7 @@ class MomentsPredictor(Predictor):
         intercept(self.network)
         args, kwargs = features.arguments()
         with features.replaying():
-            return self.distribution(*args, **kwargs)
+            return self._distribution(self._posterior.snapshot(), Batch(args, None, kwargs))
 
     def _network(self) -> nn.Module:
         """See `Predictor`; it moves with this module."""
@@ -325,10 +338,12 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: the loader is none or yields too little, or no output varies.
         """
+        posterior = self._posterior.snapshot()
+        taken = self._follow(posterior)
         found = calibrate(
             self._model[0],
-            self._posterior,
-            lambda *args, **kwargs: self._moments(*args, **kwargs)[1],
+            posterior,
+            lambda *args, **kwargs: self._moments(taken, Batch(args, None, kwargs))[1],
             self._output_map,
             loader,
             n_mc,
@@ -337,6 +352,6 @@ class MomentsPredictor(Predictor):
             batch_to_inputs,
             progress,
         )
-        self._posterior.record.calibration = found.attributes(self._posterior, self.settings())
-        self._calibration = found
+        posterior.record.calibration = found.attributes(posterior, self.settings())
+        self._taken = replace(taken, calibration=found)
         return found

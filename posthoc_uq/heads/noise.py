@@ -39,7 +39,7 @@ class LayerNoise(nn.Module):
         super().__init__()
         self.layer = layer.name
         self.row = row
-        self.rows = rows
+        self.rows = None if rows is None else rows.to(weight.device)
         self._has_bias = layer.bias is not None
         kind = torch.float64 if weight.dtype == torch.float64 else torch.float32
         own = variances[layer.weight].to(device=weight.device, dtype=kind)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -114,15 +113,15 @@ class PosteriorRatio:
     ) -> None:
         self._settings = settings
         self._centred = posterior.likelihood.name == "classification"
-        own = copy.copy(posterior)
-        own._cache = {}  # pyright: ignore[reportPrivateUsage]
-        own.scale = posterior.evidence.samples
+        smooth = replace(posterior.settings, scale=float(posterior.evidence.samples))
         if posterior.takes_prior:
-            own.prior_precision = settings.prior_precision
-            own.residual_weight = settings.residual_weight
+            smooth = replace(
+                smooth, prior_precision=settings.prior_precision, residual_weight=settings.residual_weight
+            )
             precisions = dict.fromkeys(posterior.layers, settings.prior_precision)
         else:
             precisions = training_precisions(posterior)
+        own = posterior.snapshot(smooth)
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype = statistics_dtype(network, None)
         self._budget = default_budget(device)
@@ -149,7 +148,7 @@ class PosteriorRatio:
             gradient = self._directions(outputs)
             item = torch.finfo(self._dtype).bits // 8
             step = max(1, 4 * self._budget // max(1, recording.numbers * item))
-            left = given = torch.zeros(samples, dtype=torch.float64)
+            left = given = torch.zeros(samples, dtype=torch.float64, device="cpu")
             with torch.autocast(outputs.device.type, enabled=False):
                 for start in range(0, number, step):
                     numbers = range(start, min(number, start + step))

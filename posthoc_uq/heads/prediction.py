@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import has_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.classification import ClassPrediction, TopK
 from posthoc_uq.heads.regression import RegressionPrediction
@@ -86,7 +87,7 @@ def noise_of(posterior: Posterior, device: torch.device) -> Tensor:
 
 
 def _fitting(noise: Tensor, device: torch.device) -> Tensor:
-    noise = noise.to(device, torch.float32 if device.type == "mps" else noise.dtype)
+    noise = noise.to(device, noise.dtype if has_double(device) else torch.float32)
     return noise.squeeze(0) if noise.numel() == 1 else noise
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from posthoc_uq.arguments import explained
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.finite import check_finite, checked
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
     RatioSettings,
@@ -31,18 +32,6 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
-
-
-def hyperparameters_of(posterior: Posterior) -> dict[str, Any]:
-    """What a prediction depends on beside the blocks, as plain values."""
-    prior = posterior.prior_precision
-    return {
-        "scale": posterior.scale,
-        "prior_precision": dict(prior) if isinstance(prior, dict) else prior,
-        "residual_weight": posterior.residual_weight,
-        "noise_scale": posterior.noise_scale,
-        "temperature": posterior.temperature,
-    }
 
 
 class GaussianOutputs(NamedTuple):
@@ -98,17 +87,44 @@ class Predictor(nn.Module, ABC):
         """Where it predicts: the device of its own weights, or of the user's model if it has none."""
         return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
 
-    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Prediction:
+        """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
+        `RegressionPrediction` by the likelihood.
+
+        Raises:
+            NonFiniteError: an input's prediction is not finite.
+            PosthocUQError: the head cannot serve this model, or no prediction is defined for the likelihood.
+        """
+        return self._answer(self._posterior.snapshot(), Batch(args, None, kwargs))
+
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
         every draw, ``(draws, batch, ...)``.
         """
+        return self._distribution(self._posterior.snapshot(), Batch(args, None, kwargs))
 
-    @abstractmethod
     def prediction_of(self, distribution: Any) -> Prediction:
         """The prediction that follows from a `distribution` of this head at the posterior's present temperature and
         noise. Trying out several of these costs no further run of the model.
         """
+        return self._prediction_of(self._posterior.snapshot(), distribution)
+
+    def _answer(self, posterior: Posterior, batch: Batch) -> Prediction:
+        with self.explaining(batch):
+            found = self._predict(posterior, batch)
+        return checked(found)
+
+    @abstractmethod
+    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
+        """See `forward`; `posterior` is a snapshot, whose settings nobody changes."""
+
+    @abstractmethod
+    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs | Tensor:
+        """See `distribution`."""
+
+    @abstractmethod
+    def _prediction_of(self, posterior: Posterior, distribution: Any) -> Prediction:
+        """See `prediction_of`."""
 
     def refresh(self, seed: int) -> None:
         """Take the posterior's present settings, where a head does not follow them by itself.
@@ -123,7 +139,7 @@ class Predictor(nn.Module, ABC):
 
     def hyperparameters(self) -> dict[str, Any]:
         """The posterior's hyperparameters that its predictions are made with, as plain values."""
-        return hyperparameters_of(self._posterior)
+        return self._posterior.settings.plain()
 
     def explaining(self, batch: Batch) -> AbstractContextManager[None]:
         """Within it, an error that the model itself raises on `batch` becomes one that says what it was given."""
@@ -151,8 +167,9 @@ class Predictor(nn.Module, ABC):
 
         Raises:
             ReplayError: the model went another way than when the features were made; predict from the batch.
+            NonFiniteError: an input's prediction is not finite.
         """
-        return self.prediction_of(self.distribution_from(features))
+        return checked(self.prediction_of(self.distribution_from(features)))
 
     def novelty(
         self,
@@ -195,20 +212,25 @@ class Predictor(nn.Module, ABC):
         network = self._network()
         if form == "class":
             with self.explaining(batch):
-                return class_novelty(network, self._posterior, batch, smoothing)
+                found = class_novelty(network, self._posterior, batch, smoothing)
+            check_finite({"novelty": found}, "novelty")
+            return found
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
             raise PosthocUQError(
                 f"prior_precision must be positive and residual_weight in [0, 1], not {prior_precision} and "
                 f"{residual_weight}."
             )
         settings = RatioSettings(form, float(prior_precision), float(residual_weight))
-        key = (settings, self._posterior.noise_scale, model_device(network))
+        posterior = self._posterior.snapshot()
+        key = (settings, posterior.noise_scale, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
-                made = PosteriorRatio(network, self._posterior, settings, batch, model_device(network))
+                made = PosteriorRatio(network, posterior, settings, batch, model_device(network))
                 self._ratio = key, made
             ratio = self._ratio[1]
-        return ratio(batch)
+        found = ratio(batch)
+        check_finite({"novelty": found}, "novelty")
+        return found
 
     def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
         """What this head's predictions tell of the novelty of a batch: None where it is not asked for, the posterior
@@ -246,6 +268,7 @@ class Predictor(nn.Module, ABC):
         progress: bool = True,
     ) -> Prediction:
         """Predict every batch of a loader, on the predictor's device; results lie on the CPU, in the loader's order.
+        All are made under the posterior's settings of one moment.
 
         No gradients are kept, and the global random state is as it was afterwards, whatever the loader draws.
 
@@ -258,13 +281,14 @@ class Predictor(nn.Module, ABC):
             One prediction for all samples.
 
         Raises:
+            NonFiniteError: an input's prediction is not finite.
             PosthocUQError: the loader is none, yields no batch, or batches of an unknown form.
         """
         check_loader(loader)
         reader = BatchReader(self.device, batch_to_inputs)
-        found: list[Prediction] = []
+        found, posterior = list[Prediction](), self._posterior.snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                found.append(self(*batch.args, **batch.kwargs).to("cpu"))
+                found.append(self._answer(posterior, batch).to("cpu"))
                 bar.advance(len(found[-1]))
         return cat(found)

@@ -134,9 +134,9 @@ def referral_tail(predictor: Predictor, prediction: Prediction) -> Tensor:
         raise PosthocUQError(
             f"Quantiles are kept with several scores; set the referral by a tuple, ({kept['score']!r},) for one."
         )
-    shares = torch.tensor(kept["shares"], dtype=torch.float64)
+    shares = torch.tensor(kept["shares"], dtype=torch.float64, device="cpu")
     tails = {
-        name: Tail(torch.tensor(own["quantiles"], dtype=torch.float64), shares)
+        name: Tail(torch.tensor(own["quantiles"], dtype=torch.float64, device="cpu"), shares)
         for name, own in kept["scores"].items()
     }
     found = [tail_probability(tail, score_of(prediction, name)) for name, tail in tails.items()]

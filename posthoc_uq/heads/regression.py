@@ -16,6 +16,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.samples import (
     at_least_float32,
@@ -207,12 +208,10 @@ class RegressionPrediction:
 
     def to(self, device: torch.device | str) -> RegressionPrediction:
         """The same prediction with its tensors on `device`."""
-        return RegressionPrediction(
-            self.mean.to(device),
-            self.epistemic_variance.to(device),
-            self.noise_variance.to(device),
-            None if self.novelty_ratio is None else self.novelty_ratio.to(device),
-        )
+        known = [self.mean, self.epistemic_variance, self.noise_variance]
+        if self.novelty_ratio is not None:
+            known.append(self.novelty_ratio)
+        return RegressionPrediction(*moved(known, device))
 
     @staticmethod
     def cat(predictions: Sequence[RegressionPrediction]) -> RegressionPrediction:

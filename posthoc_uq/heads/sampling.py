@@ -12,7 +12,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
 from posthoc_uq.heads.novelty import NOT_KEPT
 from posthoc_uq.heads.prediction import Prediction, with_novelty
-from posthoc_uq.heads.predictor import Predictor, hyperparameters_of
+from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
@@ -103,14 +103,15 @@ class SamplingPredictor(Predictor):
         if generator is None and seed is not None:
             generator = torch.Generator().manual_seed(seed)
         pairs = (self.n_samples + 1) // 2 if self._antithetic else self.n_samples
-        seeds, signs = self._posterior.draw_seeds(pairs, generator), None
+        posterior = self._posterior.snapshot()
+        seeds, signs = posterior.draw_seeds(pairs, generator), None
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = [1, -1] * pairs
-        self._drawn_with = hyperparameters_of(self._posterior)
+        self._drawn_with = posterior.settings.plain()
         self.ensemble = Ensemble(
             self._model[0],
-            self._posterior,
+            posterior,
             seeds,
             signs=None if signs is None else signs[: self.n_samples],
             keep=self._keep,
@@ -139,9 +140,9 @@ class SamplingPredictor(Predictor):
         refused = self.ensemble.refused
         return text + (repr(self._batched) if refused is None else f"False ({refused})")
 
-    def _blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-        temperature = self._posterior.temperature
-        for block in self.ensemble.blocks(*args, **kwargs):
+    def _blocks(self, posterior: Posterior, batch: Batch) -> Iterator[Tensor]:
+        temperature = posterior.temperature
+        for block in self.ensemble.blocks(*batch.args, **batch.kwargs):
             block = at_least_float32(block)
             yield block if temperature == 1.0 else block / temperature
 
@@ -149,31 +150,23 @@ class SamplingPredictor(Predictor):
         """See `Predictor`."""
         self.redraw(seed)
 
-    def distribution(self, *args: Any, **kwargs: Any) -> Tensor:
-        """See `Predictor`."""
-        return torch.cat([at_least_float32(block) for block in self.ensemble.blocks(*args, **kwargs)])
-
-    def prediction_of(self, distribution: Tensor) -> Prediction:
-        """See `Predictor`."""
-        return summarise(iter([distribution / self._posterior.temperature]), self._posterior)
-
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.
         """
-        with self.explaining(Batch(args, None, kwargs)):
-            return torch.cat(list(self._blocks(args, kwargs)))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Prediction:
-        """The prediction for a batch: `ClassPrediction` or `RegressionPrediction` by the likelihood.
-
-        Raises:
-            PosthocUQError: the likelihood is one that no prediction is defined for.
-        """
         batch = Batch(args, None, kwargs)
         with self.explaining(batch):
-            ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
-            return with_novelty(summarise(self._blocks(args, kwargs), self._posterior), ratio)
+            return torch.cat(list(self._blocks(self._posterior.snapshot(), batch)))
+
+    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
+        ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
+        return with_novelty(summarise(self._blocks(posterior, batch), posterior), ratio)
+
+    def _distribution(self, posterior: Posterior, batch: Batch) -> Tensor:
+        return torch.cat([at_least_float32(b) for b in self.ensemble.blocks(*batch.args, **batch.kwargs)])
+
+    def _prediction_of(self, posterior: Posterior, distribution: Tensor) -> Prediction:
+        return summarise(iter([distribution / posterior.temperature]), posterior)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; they stay the same when the weights are drawn anew."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.devices import as_double
 
 Product = Callable[[Tensor], Tensor]
 """A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
@@ -71,7 +71,8 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> Spread:
 
 def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
     """From the products of a covariance whose diagonal is `variance`: `DIRECTIONS` directions ``L`` of
-    ``S = H Sigma H``, and what they leave of its diagonal as independent.
+    ``S = H Sigma H``, and what they leave of its diagonal as independent. Of so few classes that `of_covariance` is
+    exact, it is that.
 
     The directions are ``S Y (Y^T S Y)^(-1/2)`` (Nystroem), so that ``S - L L^T`` is a covariance again, with ``Y`` by
     subspace iteration from the most undecided classes. Classes count by how much a change of their logit moves the
@@ -84,6 +85,9 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
         product: of the covariance, of the logits as they are.
     """
     classes = mean.shape[1]
+    if classes <= DIRECTIONS + 2:
+        units = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(len(mean), -1, -1)
+        return of_covariance(mean, product(units))
     sums = as_double(product(torch.ones_like(mean).unsqueeze(-1)))[:, :, 0] / classes
     diagonal = (as_double(variance) - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
     weights, broken = _finite(_weights(as_double(mean), diagonal))
@@ -94,7 +98,7 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
         found = as_double(product((x - x.mean(1, keepdim=True)).to(mean)))
         return weights * (found - found.mean(1, keepdim=True)).masked_fill(broken.unsqueeze(-1), 0.0)
 
-    first = weights[:, :, 0].topk(DIRECTIONS).indices
+    first = weights[:, :, 0].topk(min(DIRECTIONS, classes)).indices
     basis = torch.nn.functional.one_hot(first, classes).transpose(1, 2).to(weights)
     for _ in range(_ROUNDS):
         basis = torch.linalg.qr(weighted(basis)).Q

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import widest
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.prediction import Prediction, no_prediction, noise_of
@@ -157,7 +158,7 @@ def summarise(blocks: Iterable[Tensor], posterior: Posterior) -> Prediction:
 
 def _wide(tensor: Tensor) -> Tensor:
     """Float64 where the device has it."""
-    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+    return tensor.to(widest(tensor.device))
 
 
 def gathered(blocks: Iterable[Tensor], limit: int = BLOCK_BYTES) -> Iterator[Tensor]:

@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.distributed import rank, world
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.inference.resumable import check_stage, check_summary
+from posthoc_uq.layers import Layer
 from posthoc_uq.storage import atomic
+from posthoc_uq.storage.schema import CHECKPOINT
+from posthoc_uq.storage.sizes import size_limit
 from posthoc_uq.storage.snapshot import read_snapshot, write_snapshot
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -43,6 +49,9 @@ class Checkpoint:
         every: batches between two writes.
         identity: plain values that a fit must have in common with the one that wrote the file.
         budget: the memory budget of a fit that begins here.
+        model: that is fitted.
+        layers: that get a posterior.
+        dtype: of the statistics.
 
     Attributes:
         stages: finished stages by name.
@@ -52,45 +61,82 @@ class Checkpoint:
 
     Raises:
         PosthocUQError: the file is that of another fit.
-        CorruptPosteriorError: it is damaged, or no checkpoint.
+        CorruptPosteriorError: it is damaged, no checkpoint, or not of these layers.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], every: int, identity: Mapping[str, Any], budget: int
+        self,
+        path: str | os.PathLike[str],
+        every: int,
+        identity: Mapping[str, Any],
+        budget: int,
+        model: nn.Module,
+        layers: Mapping[str, Layer],
+        dtype: torch.dtype,
     ) -> None:
         target = atomic.checked_target(path)
         if world() > 1:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
         self._target = target
         self.every = every
-        self._identity: dict[str, Any] = json.loads(
-            json.dumps(identity, default=str)
-        )  # as it comes out of a file
+        self._identity: dict[str, Any] = json.loads(json.dumps(identity))  # as it comes out of a file
         self._partial: tuple[str, Summary, Tensors] | None = None
         self.stages: dict[str, Stage] = {}
         self.training: tuple[dict[str, Any], Tensors] | None = None
         self.budget = budget
         atomic.remove_leftovers(target)
         if target.exists():
-            self._read()
+            description, groups = read_snapshot(self._target, size_limit(CHECKPOINT, model))
+            self._check_identity(description)
+            with self.read_as_corrupt():
+                self._take(description, groups, layers, dtype)
 
-    def _read(self) -> None:
-        description, groups = read_snapshot(self._target)
+    @contextmanager
+    def read_as_corrupt(self) -> Generator[None, None, None]:
+        """Say of what is found wrong in the file's contents which file it is."""
+        try:
+            yield
+        except CorruptPosteriorError as error:
+            raise CorruptPosteriorError(
+                f"'{self._target}' is no checkpoint that this fit could go on from: {error}. Delete it to begin anew."
+            ) from None
+
+    def _check_identity(self, description: Mapping[str, Any]) -> None:
         found: dict[str, Any] = description["identity"]
-        for name, value in self._identity.items():
+        for name in {**self._identity, **found}:
+            value = self._identity.get(name)
             if found.get(name) != value:
                 raise PosthocUQError(
                     f"'{self._target}' is the checkpoint of another fit: its {name} was {found.get(name)!r:.200}, and "
                     f"is {value!r:.200} now. Delete it to begin anew, or give another path."
                 )
-        self.budget = int(description["memory_budget"])
+
+    def _take(
+        self,
+        description: Mapping[str, Any],
+        groups: Tensors,
+        layers: Mapping[str, Layer],
+        dtype: torch.dtype,
+    ) -> None:
+        self.budget = description["memory_budget"]
         for name, summary in description["stages"].items():
             self.stages[name] = Stage(_group(groups, f"{name}/"), _summary(summary))
-        if description["sweep"] is not None:
-            sums = _group(groups, "/")
-            self._partial = description["sweep"], _summary(description["summary"]), sums
-        if description.get("training") is not None:
-            self.training = description["training"], _group(groups, _TRAINING)
+        done = {name: stage.tensors for name, stage in self.stages.items()}
+        for name, stage in self.stages.items():
+            check_stage(name, stage.summary, stage.tensors, done, layers, dtype)
+        sweep, training = description["sweep"], description["training"]
+        if (description["summary"] is None) != (sweep is None):
+            raise CorruptPosteriorError("it has a sweep without what was seen, or the other way round")
+        if sweep is not None:
+            self._partial = sweep, _summary(description["summary"]), _group(groups, "/")
+            check_summary(self._partial[1], finished=False)
+        if training is not None:
+            self.training = training, _group(groups, _TRAINING)
+        prefixes = (*(f"{name}/" for name in self.stages), *(["/"] if sweep is not None else []))
+        prefixes = (*prefixes, *([_TRAINING] if training is not None else []))
+        stray = [name for name in groups if not name.startswith(prefixes)]
+        if stray:
+            raise CorruptPosteriorError(f"it has tensors of '{stray[0]}', which it does not describe")
 
     def interrupted(self, sweep: str) -> tuple[Summary, Tensors] | None:
         """Where a sweep was left, if it was."""

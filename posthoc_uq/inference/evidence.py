@@ -199,7 +199,7 @@ def _search_jointly(posterior: Posterior, trials: Trials) -> None:
     names = list(posterior.layers)
 
     def objective(decades: np.ndarray) -> tuple[float, np.ndarray]:
-        logs = torch.tensor(decades, dtype=torch.float64, requires_grad=True)
+        logs = torch.tensor(decades, dtype=torch.float64, requires_grad=True, device="cpu")
         priors = dict(zip(names, (10.0**logs).unbind(), strict=True))
         value = 0.5 * torch.stack([posterior.occam_factor(block, priors) for block in posterior.blocks]).sum()
         (gradient,) = torch.autograd.grad(value, logs)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError
-from posthoc_uq.posteriors.numerics import as_double
 
 _TRIES = 5  # of the Cholesky factors; the noise grows tenfold with each
 
@@ -24,11 +24,13 @@ class FunctionKL:
         mean_part: ``(m_q - m_p)^T C_p^-1 (m_q - m_p) / 2``, a scalar or one number a set.
         covariance_part: ``(tr C_p^-1 C_q - K + log det C_p - log det C_q) / 2``, likewise.
         function_noise: the variance that was added to every function value, likewise.
+        raised: how many times as much as was asked for that is.
     """
 
     mean_part: Tensor
     covariance_part: Tensor
     function_noise: Tensor
+    raised: int = 1
 
     @property
     def total(self) -> Tensor:
@@ -110,12 +112,13 @@ def gaussian_kl(
     inputs = covariance.shape[-1]
     eye = torch.eye(inputs, dtype=torch.float64, device=covariance.device)
     noise = torch.as_tensor(noise, dtype=torch.float64, device=covariance.device)
+    raised = 1
     for _ in range(_TRIES):
         root, failed = torch.linalg.cholesky_ex(covariance + noise * eye)
         prior_root, prior_failed = torch.linalg.cholesky_ex(prior_covariance + noise * eye)
-        if not bool(failed.any()) and not bool(prior_failed.any()):
+        if not bool(failed.any() | prior_failed.any()):
             break
-        noise = noise * 10
+        noise, raised = noise * 10, raised * 10
     else:
         finite = bool(torch.isfinite(covariance).all() & torch.isfinite(prior_covariance).all())
         raise NonFiniteError(
@@ -140,6 +143,7 @@ def gaussian_kl(
         mean_part.sum(-1),
         covariance_part.sum(-1),
         noise.detach().reshape(-1).expand(max(1, sets.numel())).reshape(sets),
+        raised,
     )
 
 

@@ -22,6 +22,7 @@ from torch.func import jvp  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.contexts import Context
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.function_draws import ForwardDifferentiable
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
@@ -30,7 +31,6 @@ from posthoc_uq.inference.options import FunctionSpaceOptions
 from posthoc_uq.inference.training import Group, Objective
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.loaders import Batch
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import mixed_seed
 
 _WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of a step's seed
@@ -184,12 +184,12 @@ class FunctionSpaceObjective(Objective):
         device = next(iter(self._field.means.values())).device
         return torch.Generator(device).manual_seed(mixed_seed(*words))
 
-    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
         generator, fits = self._generator(seed, _WEIGHTS), list[Tensor]()
         deviations: dict[str, Tensor] = {}
         for _ in range(self._options.n_draws):  # each with a graph of its own, which is freed before the next
             deviations = self._field.deviations(generator)
-            fits.append(self._fit(batch, deviations))
+            fits.append(self._fit(batch, deviations, checks if not fits else None))
         fit = torch.stack(fits).sum()
         # The body's deviation serves again: either term is right on average, and nothing is drawn twice.
         body = {name: deviations[name].requires_grad_() for name in self._body}
@@ -201,17 +201,22 @@ class FunctionSpaceObjective(Objective):
         except RuntimeError as error:
             _raise_of_shapes(contexts, batch, error)
             raise
-        (found.total[chosen] / self._samples).backward()
+        # by index_select, which takes the place from the device: an index would have to come to the host
+        total, mean_part, covariance_part = (
+            part.index_select(0, chosen).squeeze(0)
+            for part in (found.total, found.mean_part, found.covariance_part)
+        )
+        (total / self._samples).backward()
         body.clear()
-        divergence = found.total[chosen].detach() / self._samples
+        divergence = total.detach() / self._samples
         return {
             "loss": divergence - fit.to(divergence),
             "log likelihood": fit,
-            "KL mean part": found.mean_part[chosen].detach(),
-            "KL covariance part": found.covariance_part[chosen].detach(),
+            "KL mean part": mean_part.detach(),
+            "KL covariance part": covariance_part.detach(),
         }
 
-    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor]) -> Tensor:
+    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor], checks: Checks | None) -> Tensor:
         """One draw's share of the mean log likelihood, whose gradients are added."""
         targets = cast(Tensor, batch.targets)
         weights = {
@@ -219,11 +224,19 @@ class FunctionSpaceObjective(Objective):
         }
         self._field.on_backward(weights, deviations, mean=True)
         outputs = self._network.outputs(weights, batch)
-        self._likelihood.check(outputs.detach(), targets)
+        if checks is not None:
+            self._check(outputs.detach(), targets, checks)
         own = self._log_prob(outputs, targets).mean() / self._options.n_draws
         (-own).backward()
         weights.clear()
         return own.detach()
+
+    def _check(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
+        fault = self._likelihood.fault(outputs, targets)
+        if fault is not None:
+            checks.later(
+                fault, lambda found: self._likelihood.check(outputs, targets) if bool(found) else None
+            )
 
     def _contexts(self, batch: Batch, seed: int) -> Batch:
         """All context sets as one batch, set by set."""
@@ -240,8 +253,9 @@ class FunctionSpaceObjective(Objective):
             )
         return found
 
-    def divergence(self, contexts: Batch, deviations: Mapping[str, Tensor]) -> tuple[FunctionKL, int]:
-        """The divergences of all context sets, one number a set and differentiable, and the place of the largest.
+    def divergence(self, contexts: Batch, deviations: Mapping[str, Tensor]) -> tuple[FunctionKL, Tensor]:
+        """The divergences of all context sets, one number a set and differentiable, and the place of the largest,
+        ``(1,)``.
 
         Args:
             contexts: all sets, one after the other.
@@ -266,16 +280,16 @@ class FunctionSpaceObjective(Objective):
             prior_covariance,
             noise,
         )
-        self._warn_of_noise(float((found.function_noise / noise.reshape(-1)).max()))
-        return found, int(found.total.detach().argmax())
+        self._warn_of_noise(found.raised)
+        return found, found.total.detach().argmax().reshape(1)
 
-    def _warn_of_noise(self, factor: float) -> None:
+    def _warn_of_noise(self, factor: int) -> None:
         """Once in a training."""
-        if factor > 1.5 and not self._raised:
+        if factor > 1 and not self._raised:
             self._raised = True
             warnings.warn(
                 f"A covariance at the context points had no Cholesky factor at "
-                f"function_noise={self._options.function_noise:g}, and was given {factor:.0f} times as much; such a "
+                f"function_noise={self._options.function_noise:g}, and was given {factor} times as much; such a "
                 f"step weighs the means less. A larger function_noise, or fewer or less alike context points, makes "
                 f"all steps alike.",
                 UserWarning,
@@ -306,7 +320,8 @@ class FunctionSpaceObjective(Objective):
         for draw in range(draws):
             weights = self._field.sample(self._generator(0, _VALIDATION, draw))
             outputs = self._network.outputs(weights, batch)
-            self._likelihood.check(outputs, batch.targets)
+            if draw == 0:
+                self._likelihood.check(outputs, batch.targets)
             found.append(self._log_prob(outputs, cast(Tensor, batch.targets)))
         return torch.logsumexp(torch.stack(found), dim=0) - log(draws)
 

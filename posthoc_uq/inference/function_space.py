@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
-from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_noise
@@ -34,7 +34,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.replica import replicate
+from posthoc_uq.replica import model_device, replicate
 
 PRIOR_PRECISION = 1.0  # where none is given
 N_CONTEXT = 32
@@ -96,6 +96,7 @@ def fit_function_space(
         progress=settings.progress,
     )
     run.seconds["training"] = time.perf_counter() - start
+    _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(batch))))
     posterior = Posterior(
         FUNCTION_SPACE,
@@ -117,6 +118,16 @@ def fit_function_space(
         posterior.record.tuning["noise variance"] = "learned with the posterior"
     posterior.model = model
     return posterior
+
+
+def _check_trained(field: MeanField) -> None:
+    for name, mean in field.means.items():
+        variance = field.log_variances[name].detach().exp()
+        if not bool((torch.isfinite(mean.detach()) & torch.isfinite(variance)).all()):
+            raise NonFiniteError(
+                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
+                f"rates, or bring the inputs to about unit size."
+            )
 
 
 def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> FunctionSpaceOptions:
@@ -232,7 +243,9 @@ def _prior(
 
 def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters and buffers of a new initialisation; a batch normalisation has none of the data's statistics then."""
+    device = model_device(model)
     own = replicate(model, {name: p.clone() for name, p in trained.items()})
+    own = own.to("cpu")  # whose random numbers are the same for every device
     kept: list[str] = []
     for prefix, module in own.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -249,8 +262,8 @@ def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, T
             UserWarning,
             stacklevel=5,
         )
-    tensors = {name: p.detach() for name, p in own.named_parameters()}
-    return tensors | {name: buffer.detach() for name, buffer in own.named_buffers()}
+    tensors = {name: p.detach().to(device) for name, p in own.named_parameters()}
+    return tensors | {name: buffer.detach().to(device) for name, buffer in own.named_buffers()}
 
 
 def _record(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.devices import Checks, on_host
 from posthoc_uq.distributed import gather
 from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
@@ -67,8 +68,20 @@ class KeptInputs:
         self._budget, self._wanted = memory_budget, wanted
         self._samples: dict[int, _Sample] = {}
 
-    def see(self, batch: Batch, keys: Tensor, recording: Recording | None = None) -> None:
-        """Look at a batch; see `Observer`."""
+    def see(
+        self,
+        batch: Batch,
+        keys: Tensor,
+        recording: Recording | None = None,
+        checks: Checks | None = None,
+    ) -> None:
+        """Look at a batch, or without `checks` do so at once; see `Observer`."""
+        own = Checks() if checks is None else checks
+        own.later(keys, lambda found: self._take(batch, found))
+        if checks is None:
+            own.look()
+
+    def _take(self, batch: Batch, keys: Tensor) -> None:
         samples = keys.shape[0]
         index = {key: place for place, key in reversed(list(enumerate(keys.tolist())))}
         new = sorted(index.keys() - self._samples.keys())[: self._wanted]
@@ -76,7 +89,8 @@ class KeptInputs:
             bound = max(self._samples)
             new = [key for key in new if key < bound]
         if new:
-            self._samples |= {key: _one(batch, index[key], samples) for key in new}
+            found = _some(batch, [index[key] for key in new], samples)
+            self._samples |= dict(zip(new, found, strict=True))
             kept = self._within({key: sample.bytes for key, sample in self._samples.items()})
             self._samples = {key: self._samples[key] for key in kept}
 
@@ -119,13 +133,26 @@ class KeptInputs:
         ]
 
 
-def _one(batch: Batch, index: int, samples: int) -> _Sample:
+def _some(batch: Batch, indices: Sequence[int], samples: int) -> list[_Sample]:
+    """Some of a batch's samples, which come to the CPU together."""
     leaves, form = tree_flatten((batch.args, batch.kwargs))
     counted = tuple(isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves)
-    own = [value[index : index + 1] if rows else value for value, rows in zip(leaves, counted, strict=True)]
-    own = [value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for value in own]
-    size = sum(value.numel() * value.element_size() for value in own if isinstance(value, Tensor))
-    return _Sample(own, form, counted, size)
+    places = [place for place, value in enumerate(leaves) if isinstance(value, Tensor)]
+    rows = [
+        torch.stack([leaves[place].detach()[index] for index in indices])
+        if counted[place]
+        else leaves[place].detach()
+        for place in places
+    ]
+    here = dict(zip(places, on_host(*rows), strict=True))
+    found: list[_Sample] = []
+    for row in range(len(indices)):
+        own = list(leaves)
+        for place, value in here.items():
+            own[place] = (value[row : row + 1] if counted[place] else value).clone()
+        size = sum(own[place].numel() * own[place].element_size() for place in places)
+        found.append(_Sample(own, form, counted, size))
+    return found
 
 
 def _print_of(value: Any) -> Any:

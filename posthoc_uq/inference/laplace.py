@@ -25,14 +25,13 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.dense import DenseBlock
+from posthoc_uq.posteriors.dense import LARGEST_BYTES, DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.numerics import eigh_descending
 from posthoc_uq.posteriors.record import Evidence, Record
 
-FULL_LIMIT = 4 * 2**30  # bytes that a dense posterior's float64 Fisher may take
 GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
 
 
@@ -155,7 +154,7 @@ def fit_full(run: Run) -> dict[str, Block]:
         PosthocUQError: it would not fit in memory.
     """
     parameters = sum(layer.parameters for layer in run.layers.values())
-    if 8 * parameters**2 > FULL_LIMIT:
+    if 8 * parameters**2 > LARGEST_BYTES:
         raise PosthocUQError(
             f"method='full' needs a dense {parameters} x {parameters} matrix "
             f"({8 * parameters**2 / 2**30:.0f} GiB); "

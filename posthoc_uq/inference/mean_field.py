@@ -16,6 +16,8 @@ from posthoc_uq.loaders import Batch, output_tensor
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 
+LOG_VARIANCE = "log variance "  # before the name of a parameter
+
 _AGREE = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 
@@ -36,7 +38,7 @@ class MeanField:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is trained, by name."""
         means = {f"mean {name}": t for name, t in self.means.items()} if self.train_mean else {}
-        return means | {f"log variance {name}": t for name, t in self.log_variances.items()}
+        return means | {f"{LOG_VARIANCE}{name}": t for name, t in self.log_variances.items()}
 
     def groups(self, lr: float, log_variance_lr: float) -> list[dict[str, Any]]:
         """The optimiser's groups: the means, if they are trained, and the log variances."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.curvature.residuals import squared_residuals
+from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import add_up, gather, together
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.run import Run
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.randomness import isolated_random_state
 
 
@@ -34,7 +34,7 @@ def find_noise(run: Run) -> str:
         if not all(gather(found is not None)):
             return {}
         assert found is not None
-        count = torch.tensor(float(found[1]), dtype=torch.float64)
+        count = torch.tensor(float(found[1]), dtype=torch.float64, device="cpu")
         add_up({"total": found[0], "count": count})
         return {"noise": {"variance": found[0] / count}}
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.randomness import isolated_random_state
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -58,22 +62,34 @@ def restore_optimiser(optimiser: Optimizer, plain: Mapping[str, Any], tensors: M
 
     Raises:
         PosthocUQError: it is of another kind.
+        CorruptPosteriorError: the state is none of an optimiser of this kind over these parameters.
     """
     if plain["kind"] != type(optimiser).__name__:
         raise PosthocUQError(
             f"The checkpoint was made with the optimiser {plain['kind']}, and this is {type(optimiser).__name__}; "
             f"delete the checkpoint to begin anew."
         )
-    state = optimiser.state_dict()
-    state["state"] = {
-        int(index): {name: _value(entry, tensors.get(index, {}).get(name)) for name, entry in own.items()}
-        for index, own in plain["state"].items()
-    }
-    for group, kept in zip(state["param_groups"], plain["groups"], strict=True):
-        group.update(kept)
+    values = [t for group in optimiser.param_groups for t in group["params"]]
+    kept = {(index, name) for index, own in plain["state"].items() for name in own}
+    stray = {(index, name) for index, own in tensors.items() for name in own} - kept
+    if stray or not plain["state"].keys() <= {str(index) for index in range(len(values))}:
+        raise CorruptPosteriorError("its optimiser has a state for parameters that are not trained")
+    state, likes = optimiser.state_dict(), _after_a_step(optimiser)
+    for index, own in plain["state"].items():
+        known = likes.get(int(index), {})
+        if own and not known.keys() <= own.keys():
+            raise CorruptPosteriorError("its optimiser lacks a part of its state")
+        state["state"][int(index)] = {
+            name: _value(name, entry, tensors.get(index, {}).get(name), known.get(name))
+            for name, entry in own.items()
+        }
+    if len(state["param_groups"]) != len(plain["groups"]):
+        raise CorruptPosteriorError("its optimiser has another number of parameter groups")
+    for group, own in zip(state["param_groups"], plain["groups"], strict=True):
+        _check_group(group, own)
+        group.update(own)
     optimiser.load_state_dict(state)
     # torch casts what it keeps for a parameter to that parameter's precision, which not all of it has.
-    values = (t for group in optimiser.param_groups for t in group["params"])
     for index, value in enumerate(values):
         for name, found in state["state"].get(index, {}).items():
             own = optimiser.state[value][name]
@@ -81,10 +97,40 @@ def restore_optimiser(optimiser: Optimizer, plain: Mapping[str, Any], tensors: M
                 optimiser.state[value][name] = found.to(own.device)
 
 
-def _value(entry: Mapping[str, Any], tensor: Tensor | None) -> Any:
-    if "value" in entry:
-        return entry["value"]
-    if "numbers" in entry:
-        return torch.tensor(entry["numbers"], dtype=_WHOLE[entry["dtype"]])
-    assert tensor is not None
-    return tensor.to(_FLOATS[entry["dtype"]])
+def _check_group(group: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    """What is kept of a group differs in numbers alone: those that the optimiser moves, the rate among them."""
+    for name, value in kept.items():
+        own = group.get(name)
+        numbers = type(own) in (int, float) and type(value) in (int, float) and name != "initial_lr"
+        same = type(value) is type(own) and value == own
+        if name not in group or not (same or (numbers and isfinite(value))):
+            raise CorruptPosteriorError(f"its optimiser was set up in another way: '{name}' is {value!r:.60}")
+
+
+def _after_a_step(optimiser: Optimizer) -> dict[int, dict[str, Any]]:
+    """What an optimiser keeps for each parameter, by name: that of a copy after a step without gradients."""
+    with isolated_random_state():
+        twin = copy.deepcopy(optimiser)
+        for group in twin.param_groups:
+            for tensor in group["params"]:
+                tensor.grad = torch.zeros_like(tensor)
+        twin.step()
+        return twin.state_dict()["state"]
+
+
+def _value(name: str, entry: Mapping[str, Any], tensor: Tensor | None, like: Any) -> Any:
+    """One value of the state; `like` is what the optimiser keeps under that name after a step, None for nothing."""
+    found, kind = entry.get("value"), entry.get("dtype")
+    if "numbers" in entry and kind in _WHOLE:
+        with suppress(ValueError, TypeError, RuntimeError, OverflowError):
+            found = torch.tensor(entry["numbers"], dtype=_WHOLE[kind], device="cpu")
+    elif tensor is not None and kind in _FLOATS:
+        found = tensor.to(_FLOATS[kind])
+    fits = isinstance(found, Tensor) != ("value" in entry)
+    if isinstance(like, Tensor):
+        fits = fits and isinstance(found, Tensor) and (found.shape, found.dtype) == (like.shape, like.dtype)
+    elif like is not None:
+        fits = fits and type(found) is type(like)
+    if not fits:
+        raise CorruptPosteriorError(f"its optimiser's '{name}' is none that this optimiser keeps")
+    return found

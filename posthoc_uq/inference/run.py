@@ -14,9 +14,11 @@ from torch import Tensor
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, show, sweep
+from posthoc_uq.devices import placed
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
+from posthoc_uq.inference.resumable import check_same
 from posthoc_uq.layers import Layer
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.information import Correction
@@ -68,11 +70,13 @@ class Run:
         ahead = [number for number, summary in enumerate(done) if summary is not None]
         if ahead:
             tensors = hand_out(None if own is None else own.tensors, ahead[0], torch.device("cpu"))
-            tensors = {a: {b: t.to(self.device) for b, t in group.items()} for a, group in tensors.items()}
+            tensors = {
+                a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
+            }
             self.summary = done[ahead[0]]
         else:
             # The order in memory decides how products are rounded, so it must be as it comes out of a file.
-            found = together(work, name)
+            found = together(lambda: _finite(work(), name), name)
             tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in found.items()}
         if (
             self.checkpoint is not None and None in done
@@ -141,8 +145,10 @@ class Run:
     ) -> Summary:
         checkpoint, done = self.checkpoint, None
         left = checkpoint.interrupted(description) if checkpoint is not None else None
-        if left is not None:
+        if checkpoint is not None and left is not None:
             done = left[0]
+            with checkpoint.read_as_corrupt():
+                check_same("its sums", left[1], sums)
             for name, group in sums.items():
                 for inner, tensor in group.items():
                     tensor.copy_(left[1][name][inner])
@@ -199,6 +205,23 @@ class Run:
             return {name: found[name] for name in work}
 
         return self.timed(description, compute)
+
+
+def _finite(found: Tensors, stage: str) -> Tensors:
+    """What a stage computed.
+
+    Raises:
+        NonFiniteError: some of it is not finite; names the layer.
+    """
+    for layer, tensors in found.items():
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(
+                    f"The {name.replace('_', ' ')} of '{layer}' ({stage}) is not finite: inputs or gradients are too "
+                    f"large for {str(tensor.dtype).removeprefix('torch.')}. Bring the inputs to about unit size, or "
+                    f"fit with dtype=torch.float64."
+                )
+    return found
 
 
 def check_common(identity: Mapping[str, Any]) -> None:

@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.devices import Checks, as_double
+from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Tensors
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
+from posthoc_uq.inference.resumable import check_training
 from posthoc_uq.loaders import Batch, BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state, mixed_seed, sample_keys
 
@@ -69,9 +71,9 @@ class Objective(ABC):
         """Every tensor that is trained, by name."""
 
     @abstractmethod
-    def backward(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
         """Add the gradients of one step's loss to the tensors' ``grad``; give the loss (``"loss"``) and its parts,
-        scalars, for the record.
+        scalars, for the record. What the host must know of the batch goes to `checks`, which are looked at after it.
         """
 
     @abstractmethod
@@ -130,7 +132,7 @@ def train(
         there were held-out data, ``seconds``.
 
     Raises:
-        NonFiniteError: a loss or a gradient is not finite; names the step.
+        NonFiniteError: a loss or a gradient is not finite, and names the step; or what was trained is not.
         PosthocUQError: the loader yields no targets, or not the data that the checkpoint was made from.
     """
     run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint)
@@ -139,6 +141,9 @@ def train(
         while run.state.epoch < options.epochs and not run.state.done:
             run.epoch(bar)
     run.take_best()
+    broken = [name for name, tensor in objective.tensors().items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise NonFiniteError(f"The training ended with '{broken[0]}' not finite; lower the learning rates.")
     return run.state.history
 
 
@@ -169,14 +174,16 @@ class _Run:
         if self._checkpoint is None or self._checkpoint.training is None:
             return
         description, groups = self._checkpoint.training
+        own = {
+            name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
+        }
+        with self._checkpoint.read_as_corrupt():
+            check_training(description["state"], groups, self._objective.tensors(), self._options.epochs)
+            restore_optimiser(self._optimiser, description["optimiser"], own)
         self.state = _State(**description["state"])
         for name, tensor in self._objective.tensors().items():
             tensor.detach().copy_(groups["tensors"][name])
         self._kept = {name: tensor.to(self._reader.device) for name, tensor in groups.get("best", {}).items()}
-        own = {
-            name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
-        }
-        restore_optimiser(self._optimiser, description["optimiser"], own)
         self._checkpoint.training = None  # handed over: nothing is to hold the tensors twice
 
     def _save(self) -> None:
@@ -230,16 +237,19 @@ class _Run:
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
-        terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step))
-        values = dict(
-            zip(terms, torch.stack([t.detach().double() for t in terms.values()]).tolist(), strict=True)
-        )
-        broken = [name for name, value in values.items() if not isfinite(value)]
+        checks, values = Checks(), dict[str, float]()
+        terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step), checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
         ]
-        if not broken and not isfinite(float(torch.stack([g.sum() for g in gradients]).sum())):
-            broken = ["gradient"]
+        terms = terms | {"gradient": torch.stack([g.sum() for g in gradients]).sum()}
+        for name, term in terms.items():
+            checks.later(term, lambda value, name=name: values.update({name: float(value)}))
+        checks.look()
+        broken = [name for name, value in values.items() if not isfinite(value)]
+        del values["gradient"]
+        if len(broken) > 1 and "gradient" in broken:
+            broken.remove("gradient")  # of a loss that is not finite
         if broken:
             raise NonFiniteError(
                 f"{where}: the {' and the '.join(broken)} is not finite; lower the learning rates, or look at the data "
@@ -253,6 +263,8 @@ class _Run:
         for group in self._optimiser.param_groups:
             group["lr"] = group["initial_lr"] * factor
         self._optimiser.step()
+        if state.sums and state.sums.keys() != values.keys():
+            raise _other_losses()
         for name, value in values.items():
             state.sums[name] = state.sums.get(name, 0.0) + value * samples
         state.samples += samples
@@ -272,6 +284,9 @@ class _Run:
         entry = {name: value / max(1, state.samples) for name, value in state.sums.items()}
         if self._val_loader is not None:
             entry["validation NLL"] = self._validate()
+        if state.history and state.history[0].keys() != {*entry, "seconds"}:
+            raise _other_losses()
+        if self._val_loader is not None:
             losses = [past["validation NLL"] for past in state.history if isfinite(past["validation NLL"])]
             if state.best < 0 or entry["validation NLL"] < min(losses, default=inf):
                 state.best = state.epoch
@@ -297,7 +312,7 @@ class _Run:
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
                 found = self._objective.log_predictive(batch, self._options.val_draws)
-                total, count = total - float(found.double().sum()), count + len(found)
+                total, count = total - float(as_double(found).sum()), count + len(found)
         return total / count
 
     def take_best(self) -> None:
@@ -305,6 +320,12 @@ class _Run:
         for name, tensor in self._objective.tensors().items():
             if name in self._kept:
                 tensor.detach().copy_(self._kept[name])
+
+
+def _other_losses() -> CorruptPosteriorError:
+    return CorruptPosteriorError(
+        "The checkpoint is of a training with other losses than this one has; delete it to begin anew."
+    )
 
 
 def _digest(digest: int, batch: Batch, samples: int) -> int:

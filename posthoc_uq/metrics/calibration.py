@@ -96,7 +96,7 @@ def classwise_calibration_error(
 def _binned(confidence: Tensor, hits: Tensor, bins: int, binning: Binning) -> CalibrationBins:
     """Means of `confidence` and of `hits`, both (inputs,), in each bin."""
     if binning == "equal_width":
-        edges = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype)
+        edges = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device="cpu")
         index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, bins - 1)
     else:
         smaller = torch.searchsorted(confidence.sort().values, confidence)

@@ -47,7 +47,7 @@ def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:
         raise PosthocUQError(f"top_k_accuracy needs k between 1 and the {probs.shape[1]} classes, not {k}.")
     # not torchmetrics: which of equal probabilities (often zeros) its top k holds is left to torch.topk
     own = probs.gather(-1, labels.unsqueeze(-1))
-    earlier = torch.arange(probs.shape[1]) < labels.unsqueeze(-1)
+    earlier = torch.arange(probs.shape[1], device="cpu") < labels.unsqueeze(-1)
     ahead = ((probs > own) | ((probs == own) & earlier)).sum(dim=-1)
     return (ahead < k).double().mean().item()
 

@@ -85,4 +85,4 @@ def _ranked(name: str, scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, T
     familiar, foreign = _both(name, scores_in, scores_out)
     scores = torch.cat([familiar, foreign])
     ranks = torch.unique(scores, return_inverse=True)[1].double() / scores.numel()
-    return ranks, (torch.arange(scores.numel()) >= familiar.numel()).long()
+    return ranks, (torch.arange(scores.numel(), device="cpu") >= familiar.numel()).long()

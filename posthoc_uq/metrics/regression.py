@@ -146,7 +146,7 @@ def coverage_curve(
         needed = torch.special.ndtr(z)
     else:
         raise PosthocUQError(f"kind must be 'interval' or 'quantile', not {kind!r}.")
-    nominal = torch.tensor(values, dtype=torch.float64)
+    nominal = torch.tensor(values, dtype=torch.float64, device="cpu")
     covered = torch.searchsorted(needed.sort().values, nominal, right=True)
     return CoverageCurve(nominal, covered.double() / len(needed))
 

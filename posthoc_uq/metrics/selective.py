@@ -61,7 +61,7 @@ def risk_coverage(scores: Tensor, losses: Tensor) -> RiskCoverage:
     thresholds, order = scores.sort(stable=True)
     group = torch.unique_consecutive(thresholds, return_inverse=True)[1]
     mean = torch.bincount(group, weights=losses[order]) / torch.bincount(group)
-    kept = torch.arange(1, len(scores) + 1, dtype=torch.float64)
+    kept = torch.arange(1, len(scores) + 1, dtype=torch.float64, device="cpu")
     return RiskCoverage(kept / len(scores), mean[group].cumsum(0) / kept, thresholds)
 
 
@@ -122,7 +122,7 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
         weights = inside.double() + tied * ((kept - inside.sum()) / tied.sum().double())
         held = weights > 0
         values.append(_macro_auc(probs[held], labels[held], weights[held]))
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def referral_threshold(scores: Tensor, rate: float) -> float:

@@ -49,10 +49,10 @@ def tail_of(scores: Tensor, points: int | None = None) -> Tail:
     """
     values = _finite("scores", scores).sort(descending=True).values
     count = len(values)
-    ranks = torch.arange(1, count + 1, dtype=torch.float64)
+    ranks = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
     if points is not None and count > points:
         dense = points // 2
-        step = torch.arange(1, points - dense + 1, dtype=torch.float64)
+        step = torch.arange(1, points - dense + 1, dtype=torch.float64, device="cpu")
         geometric = (dense * (count / dense) ** (step / (points - dense))).round()
         ranks = torch.cat([ranks[:dense], torch.maximum(dense + step, geometric)])
     return Tail(values[ranks.long() - 1], ranks / count)
@@ -143,7 +143,7 @@ def _surprise(tail: Tail, scores: Tensor) -> Tensor:
     """``-log`` of the tail probability, and beyond the largest familiar score the line that goes on from there."""
     largest, start = tail.values[0], -tail.shares[0].log()
     line = (tail.shares >= _LINE_FROM) & (tail.values < largest)
-    slope = torch.tensor(torch.inf, dtype=torch.float64)
+    slope = torch.tensor(torch.inf, dtype=torch.float64, device="cpu")
     if bool(line.any()):
         first = int(line.int().argmax())
         slope = (tail.shares[first] / tail.shares[0]).log() / (largest - tail.values[first])

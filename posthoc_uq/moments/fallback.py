@@ -31,7 +31,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
     for _ in range(DRAWS // 2):
-        noise = [torch.randn(_one(x), generator=generator) for x in inputs]
+        noise = [torch.randn(_one(x), generator=generator, device="cpu") for x in inputs]
         for sign in (1.0, -1.0):
             values = [
                 x.moment_mean + (sign * e.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
@@ -50,7 +50,7 @@ def delta(func: Any, args: Any, kwargs: Any) -> Any:
     primal: Any = None
     tangents: list[Any] = []
     for _ in range(DRAWS):
-        signs = [torch.randint(0, 2, _one(x), generator=generator) * 2.0 - 1.0 for x in inputs]
+        signs = [torch.randint(0, 2, _one(x), generator=generator, device="cpu") * 2.0 - 1.0 for x in inputs]
         steps = tuple(
             (e.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
             for x, e in zip(inputs, signs, strict=True)

@@ -181,7 +181,7 @@ def moments_of(value: Any) -> Moments:
     if isinstance(value, MomentTensor):
         return value.moment_mean, value.moment_variance
     # A number in full: a tensor of no dimensions leaves the other's precision as it is.
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     return tensor, torch.zeros((), dtype=variance_dtype(tensor.dtype), device=tensor.device).expand(
         tensor.shape
     )

@@ -6,6 +6,7 @@ What heads, the tuner and the store need, and no more; see `Posterior`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from math import log
 from typing import Any, cast
@@ -13,26 +14,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
+from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.rows import Rows
+from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
 
-_CACHE_BYTES = 16 * 2**20  # factorised blocks that a posterior keeps
 
-
-class Posterior:
+class Posterior(Adjustable):
     """A Gaussian ``N(mean, P^-1)`` over the weights of some layers, independent between blocks.
 
     ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
     Fisher), with the Fisher information ``I`` in the form of the method. `scale`, `prior_precision`,
     `residual_weight`, `noise_scale` and `temperature` are plain attributes; setting one re-factors lazily, and
-    never needs the data again.
+    never needs the data again. What is computed is computed under the settings of one moment, whatever other threads
+    set meanwhile; see `snapshot`.
 
     Where a method found the variances themselves (``"function_space"``), its prior and its noise were parts of what it
     optimised: `prior_precision` says which prior that was and cannot be set, and of the others only `scale` enters the
@@ -51,11 +54,6 @@ class Posterior:
         features: what the training inputs looked like to the last layer, for the novelty of others; None where the fit
             found no such layer, or took no such statistics.
         fingerprint: digest of `original` at the fit, which is the model's own memory and may be trained on.
-        scale: what the mean Fisher is multiplied with; starts at the number of samples.
-        prior_precision: a number, or one number per layer name.
-        residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
-        noise_scale: factor on the noise variance of the likelihood (regression).
-        temperature: divides the logits in prediction (classification).
         warned_heads: heads that `wrap` has said to be others than the one the hyperparameters were found for; no part
             of the state.
     """
@@ -86,43 +84,10 @@ class Posterior:
         self.model: nn.Module | None = None
         self.features: FeatureGrams | None = None
         self.fingerprint: str | None = None
-        self.scale: float = float(evidence.samples)
         self.takes_prior = all(block.takes_prior for block in self.blocks.values())
-        if self.takes_prior:
-            self.prior_precision: float | dict[str, float] = 1.0
-        self.residual_weight: float = 1.0
-        self.noise_scale: float = 1.0
-        self.temperature: float = 1.0
         self.warned_heads: set[str] = set()
-        self._cache: dict[str, tuple[Any, Factor]] = {}
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("scale", "noise_scale", "temperature"):
-            value = _positive(name, value)
-        elif name == "residual_weight":
-            value = float(value)
-            if not 0.0 <= value <= 1.0:
-                raise PosthocUQError(f"residual_weight must lie in [0, 1], not {value}.")
-        elif name == "prior_precision":
-            value = self._checked_prior(value)
-        super().__setattr__(name, value)
-
-    def _checked_prior(self, value: Any) -> float | dict[str, float]:
-        kept = self.__dict__.get("prior_precision")
-        if not self.takes_prior and kept is not None and kept != value:
-            raise PosthocUQError(
-                f"The prior precision was a part of what method={self.method!r} optimised, and is {kept}; fit again "
-                f"with prior_precision={value}, or set scale to widen or narrow the posterior."
-            )
-        if not isinstance(value, Mapping):
-            return _positive("prior_precision", value)
-        given = {str(k): _positive("prior_precision", v) for k, v in cast(Mapping[str, Any], value).items()}
-        if given.keys() != self.layers.keys():
-            missing = sorted(self.layers.keys() ^ given.keys())
-            raise PosthocUQError(
-                f"prior_precision per layer must name every layer once; these do not match: {missing[:5]}."
-            )
-        return given
+        self._settings = Hyperparameters(float(evidence.samples))
+        self._cache = FactorCache()
 
     def __repr__(self) -> str:
         count = sum(layer.parameters for layer in self.layers.values())
@@ -130,6 +95,17 @@ class Posterior:
             f"Posterior(method={self.method!r}, layers={len(self.layers)}, parameters={count}, "
             f"scale={self.scale:g}, prior_precision={self.prior_precision})"
         )
+
+    def snapshot(self, settings: Hyperparameters | None = None) -> Posterior:
+        """This posterior at its present settings, whatever is set on it later; all else is shared.
+
+        Args:
+            settings: others in place of the present ones.
+        """
+        found = copy.copy(self)
+        if settings is not None:
+            found.settings = settings
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -150,15 +126,15 @@ class Posterior:
             else None
         )
 
-    def layer_prior(self, layer: str) -> float:
-        """The prior precision of one layer."""
-        return self.prior_precision[layer] if isinstance(self.prior_precision, dict) else self.prior_precision
-
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
 
         The i-th draw depends on the generator alone, not on `n`, the device or other draws; without a
         generator the draws differ from call to call. The global random state is never touched.
+
+        That holds for one fit. A fit that was rounded otherwise (another device, another order of the data) has the
+        same distribution to rounding, but with ``"kfac"`` and ``"efb"`` other draws of one seed: they are made along
+        eigenvectors, which turn freely among those of close eigenvalues.
 
         Returns:
             Parameter name to ``(n, *shape)``, in the parameters' dtype and on their device.
@@ -202,7 +178,8 @@ class Posterior:
             Parameter name to ``(draws, *shape)``, on the parameters' device.
         """
         unique = list(dict.fromkeys(seeds))
-        index = torch.tensor([unique.index(seed) for seed in seeds])
+        places = {seed: place for place, seed in enumerate(unique)}
+        index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
         for layer, matrix in self._deviations(unique, factors):
             for name, deviation in layer.to_parameters(matrix).items():
@@ -210,7 +187,7 @@ class Posterior:
                 # A bias is a column of its layer's matrix: as a view it would keep all of it alive.
                 drawn = deviation.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
-                    sign = torch.tensor(signs).to(drawn).reshape(-1, *[1] * mean.ndim)
+                    sign = torch.tensor(signs, device="cpu").to(drawn).reshape(-1, *[1] * mean.ndim)
                     drawn = drawn[index.to(drawn.device)] * sign
                 elif len(unique) < len(seeds):
                     drawn = drawn[index.to(drawn.device)]
@@ -223,14 +200,16 @@ class Posterior:
         For whoever draws often: it takes the memory of about one more set of weights (for INF also the systems of
         its directions), and saves factorising at every draw what is too large to be kept by the posterior itself.
         """
-        return {name: self.factor(name) for name in self.blocks}
+        settings = self._settings
+        return {name: self._factor(name, settings) for name in self.blocks}
 
     def _deviations(
         self, seeds: Sequence[int], factors: Mapping[str, Factor] | None = None
     ) -> Iterator[tuple[Layer, Tensor]]:
         """Draws from ``N(0, P^-1)`` layer by layer, ``(n, G, m, n)``."""
+        settings = self._settings
         for index, (name, block) in enumerate(self.blocks.items()):
-            factor = self.factor(name) if factors is None else factors[name]
+            factor = self._factor(name, settings) if factors is None else factors[name]
             shape, like = self._block_shape(name), next(iter(block.tensors().values()))
             out = like.new_empty(len(seeds), *shape)
             # One at a time, which is as fast: several columns round differently from one in a triangular solve.
@@ -241,8 +220,8 @@ class Posterior:
     def variance(self) -> dict[str, Tensor]:
         """Marginal variance of every parameter, by name and in its shape."""
         found: dict[str, Tensor] = {}
-        for name in self.blocks:
-            for layer, matrix in self._split(name, self.factor(name).variance()):
+        for name, factor in self._each_factor():
+            for layer, matrix in self._split(name, factor.variance()):
                 found |= layer.to_parameters(matrix)
         return found
 
@@ -259,11 +238,11 @@ class Posterior:
         unknown = sorted(set(jacobians) - set(self.layers))
         if unknown or not jacobians:
             raise PosthocUQError(f"Jacobians must be given for layers of the posterior; unknown: {unknown}.")
-        total: Tensor | None = None
+        total, settings = None, self._settings
         for name, inner in self.members.items():
             if not any(layer in jacobians for layer in inner):
                 continue
-            part = self.factor(name).quadratic(self._join(name, jacobians))
+            part = self._factor(name, settings).quadratic(self._join(name, jacobians))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -302,7 +281,7 @@ class Posterior:
 
     def log_determinant(self) -> Tensor:
         """``log det P`` over all blocks, a scalar."""
-        return torch.stack([self.factor(name).log_determinant() for name in self.blocks]).sum()
+        return torch.stack([factor.log_determinant() for _, factor in self._each_factor()]).sum()
 
     def log_marginal_likelihood(
         self,
@@ -320,8 +299,9 @@ class Posterior:
         Raises:
             PosthocUQError: the fit saw no labels, or the variances are no Laplace approximation's.
         """
-        noise = self.noise_scale if noise_scale is None else noise_scale
-        parts = [self.occam_factor(name, prior_precision, noise) for name in self.blocks]
+        own = self.snapshot()
+        noise = own.noise_scale if noise_scale is None else noise_scale
+        parts = [own.occam_factor(name, prior_precision, noise_scale) for name in self.blocks]
         return self.evidence.at_noise(noise) - 0.5 * torch.stack(parts).sum()
 
     def occam_factor(
@@ -337,54 +317,53 @@ class Posterior:
                 f"is no log marginal likelihood to compute or to maximise. Fit again with another prior_precision, or "
                 f"tune on held-out data: uq.tune(posterior, val_loader)."
             )
-        prior = self.prior_precision if prior_precision is None else prior_precision
-        noise = self.noise_scale if noise_scale is None else noise_scale
-        own = prior_precision is None and noise_scale is None
-        factor = self.factor(block) if own else self.blocks[block].factor(self._settings(block, prior, noise))
+        settings = self._settings
+        prior = settings.prior_precision if prior_precision is None else prior_precision
+        noise = settings.noise_scale if noise_scale is None else noise_scale
+        if prior_precision is None and noise_scale is None:
+            factor = self._factor(block, settings)
+        else:
+            factor = self.blocks[block].factor(self._of_block(block, settings, prior, noise))
         total = factor.log_determinant()
         for name in self.members[block]:
             tau = prior[name] if isinstance(prior, Mapping) else prior
             layer = self.layers[name]
-            norm = sum(
-                float(self.mean[p].double().square().sum())
-                if self.mean[p].device.type != "mps"
-                else float(self.mean[p].square().sum())
-                for p in layer.parameter_names
-            )
+            norm = sum(float(as_double(self.mean[p]).square().sum()) for p in layer.parameter_names)
             logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
             total = total - layer.parameters * logarithm + tau * norm
         return total
 
     def factor(self, block: str) -> Factor:
         """A block's precision at the present settings, factorised; kept while memory allows."""
-        key = (
-            self.scale,
-            self.noise_scale,
-            self.residual_weight,
-            tuple(self.layer_prior(n) for n in self.members[block]),
-        )
-        cached = self._cache.get(block)
-        if cached is not None and cached[0] == key:
-            return cached[1]
-        self._cache.pop(block, None)
-        factor = self.blocks[block].factor(self._settings(block, self.prior_precision, self.noise_scale))
-        if factor.bytes() + sum(kept.bytes() for _, kept in self._cache.values()) <= _CACHE_BYTES:
-            self._cache[block] = (key, factor)
+        return self._factor(block, self._settings)
+
+    def _each_factor(self) -> Iterator[tuple[str, Factor]]:
+        """Every block's name and factor, one after the other, at the settings of one moment."""
+        settings = self._settings
+        for name in self.blocks:
+            yield name, self._factor(name, settings)
+
+    def _factor(self, block: str, settings: Hyperparameters) -> Factor:
+        priors = tuple(settings.layer_prior(name) for name in self.members[block])
+        key = (settings.scale, settings.noise_scale, settings.residual_weight, priors)
+        factor = self._cache.get(block, key)
+        if factor is None:
+            own = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
+            factor = self.blocks[block].factor(own)
+            self._cache.put(block, key, factor)
         return factor
 
-    def _settings(self, block: str, prior: Any, noise: float | Tensor) -> Settings:
+    def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise: float | Tensor) -> Settings:
+        """What the block's precision depends on, for a prior precision and noise of these settings or others."""
         inner = self.members[block]
         if isinstance(prior, Mapping):
             by_layer = cast(Mapping[str, Any], prior)
             if len(inner) == 1:
                 prior = by_layer[inner[0]]
             else:
-                parts = [
-                    torch.as_tensor(by_layer[n], dtype=torch.float64).expand(self.layers[n].parameters)
-                    for n in inner
-                ]
+                parts = [host_double(by_layer[n]).expand(self.layers[n].parameters) for n in inner]
                 prior = torch.cat(parts).reshape(1, 1, -1)
-        return Settings(self.scale / noise**self.evidence.noise_power, prior, self.residual_weight)
+        return Settings(settings.scale / noise**self.evidence.noise_power, prior, settings.residual_weight)
 
     def _block_shape(self, block: str) -> tuple[int, int, int]:
         inner = self.members[block]
@@ -433,14 +412,7 @@ class Posterior:
         return build_report(self)
 
 
-def _positive(name: str, value: Any) -> float:
-    number = float(value)
-    if not (0.0 < number < float("inf")):
-        raise PosthocUQError(f"{name} must be positive and finite, not {value}.")
-    return number
-
-
 def _normals(seed: int, shape: tuple[int, int, int], like: Tensor) -> Tensor:
     """Standard normals drawn on the CPU, so that every device gets the same."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)

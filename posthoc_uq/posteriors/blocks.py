@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.posteriors.rows import Rows
 
 Shape = tuple[int, int, int]

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape
-from posthoc_uq.posteriors.numerics import as_double, cholesky, positive_part
+from posthoc_uq.posteriors.numerics import cholesky, positive_part
 from posthoc_uq.posteriors.rows import DenseRows, Rows
+
+LARGEST_BYTES = 4 * 2**30  # that the Fisher may take in float64
 
 
 class DenseFactor(Factor):
@@ -73,7 +76,7 @@ class DenseBlock(Block):
 
     def factor(self, settings: Settings) -> DenseFactor:
         fisher = as_double(self.fisher)
-        prior = torch.as_tensor(settings.prior_precision, dtype=torch.float64).to(fisher.device)
+        prior = host_double(settings.prior_precision).to(fisher.device)
         prior = prior.expand(1, 1, fisher.shape[0]).flatten()
         try:
             root = cholesky(settings.scale * fisher + prior.diag())

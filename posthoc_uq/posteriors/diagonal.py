@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
 from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.posteriors.rows import IndependentRows, Rows
 
 

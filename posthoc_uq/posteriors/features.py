@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.blocks import bounded
-from posthoc_uq.posteriors.numerics import as_double
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "pooled")
@@ -114,7 +114,10 @@ class FeatureGrams:
             inverse = 1 / (torch.cat([as_double(self.diagonal.to(device)), residual], dim=1) + ridge)
             factors = as_double(self.factors.to(device))
             scaled = factors * inverse[:, :-1].unsqueeze(2)
-            core = torch.eye(factors.shape[2]).to(factors) + factors.transpose(1, 2) @ scaled
+            core = (
+                torch.eye(factors.shape[2], dtype=factors.dtype, device=factors.device)
+                + factors.transpose(1, 2) @ scaled
+            )
             root = torch.linalg.cholesky(core)
             directions = torch.linalg.solve_triangular(root, scaled.transpose(1, 2), upper=False)
             found = key, (basis, inverse, directions.permute(2, 0, 1).flatten(1))

@@ -21,10 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, log_sum
 from posthoc_uq.posteriors.forms import Form, LowRank
-from posthoc_uq.posteriors.numerics import as_double, cholesky
+from posthoc_uq.posteriors.numerics import cholesky
 from posthoc_uq.posteriors.rows import InformationRows, Rows
 
 Correction = Literal["rescale", "clamp", "none"]

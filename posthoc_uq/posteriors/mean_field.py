@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, log_sum
 from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.posteriors.rows import IndependentRows, Rows
 
 

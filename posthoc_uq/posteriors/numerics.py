@@ -10,16 +10,12 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError
 
 # Above this size a float32 Gram is first decomposed in float32, which halves the time; float64 is the
 # fallback.
 _WIDE_EIGH_LIMIT = 1024
-
-
-def as_double(tensor: Tensor) -> Tensor:
-    """The tensor in float64, on the CPU where its device has none."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +37,8 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
     else:
         order = torch.cat([(~live).nonzero().flatten(), live.nonzero().flatten()])
         dead = symmetric.shape[-1] - int(live.sum())
-        values, vectors = torch.zeros_like(symmetric[..., 0]), torch.eye(len(live)).to(symmetric).unsqueeze(0)
+        values, vectors = torch.zeros_like(symmetric[..., 0]), torch.zeros_like(symmetric)
+        vectors.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         inner_values, inner_vectors = _eigh(symmetric[:, order[dead:]][:, :, order[dead:]])
         values[:, dead:] = inner_values.to(values)
         vectors[:, dead:, dead:] = inner_vectors.to(vectors)

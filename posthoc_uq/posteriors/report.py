@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any, cast
 
+from posthoc_uq.errors import printable
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tables import cell_text, text_table
 
@@ -53,7 +54,7 @@ class Report:
     tuning: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {text}" for name, text in self._lines().items()]
+        lines = [printable(f"{name}: {text}") for name, text in self._lines().items()]
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         if self.summary.get("prior precision") != "per layer":
             columns = [column for column in columns if column != "prior precision"]
@@ -64,7 +65,7 @@ class Report:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
-            lines.append(f"deterministic ({reason}): {shown}")
+            lines.append(printable(f"deterministic ({reason}): {shown}"))
         return "\n".join(lines)
 
     def _lines(self) -> dict[str, str]:
@@ -72,7 +73,7 @@ class Report:
         timings = {name: value for name, value in self.summary.items() if name.startswith(_SECONDS)}
         hidden = {*timings, "fisher chosen"}
         lines = {name: _shown(value) for name, value in self.summary.items() if name not in hidden}
-        if "fisher chosen" in self.summary:
+        if "fisher chosen" in self.summary and "fisher" in lines:
             lines["fisher"] += f", chosen by {self.summary['fisher chosen']!r}"
         if timings:
             lines["seconds"] = ", ".join(

@@ -9,13 +9,15 @@ bias's column.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.posteriors.numerics import as_double
+from posthoc_uq.devices import as_double, placed
 
 _CHUNK = 2**22  # numbers in a temporary of the contractions below
+_PROBE = torch.float32  # a type that every device has
 
 
 class Rows(nn.Module):
@@ -26,6 +28,12 @@ class Rows(nn.Module):
     def __init__(self, marginal: Tensor) -> None:
         super().__init__()
         self.register_buffer("marginal", marginal)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rows:
+        """Moves with its predictor and keeps its precision; float64 goes to the CPU where a device has none."""
+        return super()._apply(
+            lambda tensor: placed(tensor, fn(tensor.new_empty(0, dtype=_PROBE)).device), recurse
+        )
 
     @abstractmethod
     def quadratic(self, mean: Tensor) -> Tensor:

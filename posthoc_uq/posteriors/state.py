@@ -152,16 +152,6 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
     return {name: shapes[name] for name in named}
 
 
-def described_head(record: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any]:
-    """The entries ``head`` and ``faithful`` of a state's record, as plain values; empty in files of earlier versions.
-
-    Raises:
-        KeyError, TypeError, ValueError: an entry is incomplete or out of range.
-    """
-    faithful = _plain_faithful(_faithful(record.get("faithful", {}), layers))
-    return {"head": _head(record.get("head", {})), "faithful": faithful}
-
-
 def expected_features(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name to the shape that a tensor of the features must have, nothing where there are none; needs no tensor.
 

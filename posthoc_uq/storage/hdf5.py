@@ -24,6 +24,7 @@ _OBJECTS = 200_000  # most groups and datasets of a file
 _CHUNK_BYTES = 4 * 2**20  # most of a compressed chunk, inflated; h5py chooses at most 1 MiB
 _ATTRIBUTE_BYTES = 32 * 1024  # HDF5 allows 64 KiB
 _ATTRIBUTE_ITEMS = 1000
+_MOST_ATTRIBUTES = 10_000  # of one object
 _DTYPES = ("<f8", "<f4", "<f2", "<u2")
 _NAME_CHARACTERS = " !\"#$&'()*+,-.:;<=>?@[\\]^_`{|}~"
 _FRAME = struct.Struct("<cQ")
@@ -43,11 +44,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Structure:
-    """What an image holds beside its numbers: the JSON description, the groups, and the datasets by path."""
+    """What an image holds beside its numbers: the JSON description, the groups, the datasets by path, and the names of
+    the attributes by the path of what has any (of the root, ``"/"``).
+    """
 
     state: bytes
     groups: list[str]
     datasets: dict[str, Stored]
+    attributes: dict[str, list[str]]
 
 
 def link_name(name: str) -> str:
@@ -59,7 +63,7 @@ def link_name(name: str) -> str:
 
 
 def build_image(
-    state: Mapping[str, Any],
+    text: bytes,
     attributes: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, Callable[[], np.ndarray[Any, Any]]],
     user_block: int,
@@ -68,15 +72,12 @@ def build_image(
     """The file, its user block still empty.
 
     Args:
-        state: plain values, written as JSON; what `load` reads.
+        text: the JSON description; what `load` reads.
         attributes: group or dataset path to attributes, for people and other programs.
         arrays: dataset path to a function that gives its numbers.
         user_block: bytes to leave free at the beginning.
         compression: ``"gzip"`` or None.
     """
-    text = json.dumps(state, ensure_ascii=True).encode()
-    if len(text) > STATE_BYTES:
-        raise FormatError(f"The posterior's description takes {len(text)} bytes, more than {STATE_BYTES}.")
     buffer = BytesIO()
     with h5py.File(buffer, "w", userblock_size=user_block, track_order=False) as file:
         file.create_dataset(STATE, data=np.bytes_(text))
@@ -93,12 +94,19 @@ def build_image(
 
 
 def _describe(target: Any, values: Mapping[str, Any]) -> None:
-    """Write what fits into attributes; the JSON has all of it."""
+    for name, value in stored_attributes(values).items():
+        target.attrs[name] = value
+
+
+def stored_attributes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What fits into attributes, with dots for nesting; the JSON has all of it."""
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            _describe(target, {f"{name}.{inner}": v for inner, v in value.items()})
+            found |= stored_attributes({f"{name}.{inner}": v for inner, v in value.items()})
         elif name.isprintable() and name and _fits(value):
-            target.attrs[name] = value
+            found[name] = value
+    return found
 
 
 def _fits(value: Any) -> bool:
@@ -135,36 +143,50 @@ class ImageReader:
     def structure(self) -> Structure:
         """Every group and dataset, after checks that need no numbers to be read."""
         try:
-            groups: list[str] = []
-            datasets: dict[str, Stored] = {}
-            self._walk(self._file, "", groups, datasets)
-            return Structure(self._state(), groups, datasets)
+            found = Structure(self._state(), [], {}, {})
+            self._note_attributes("/", self._file, found)
+            self._walk(self._file, "", found)
+            return found
         except (FormatError, MemoryError):
             raise
         except Exception as error:
             raise FormatError(f"libhdf5 cannot read its structure ({error})") from None
 
-    def _walk(self, group: Any, prefix: str, groups: list[str], datasets: dict[str, Stored]) -> None:
-        if len(group) + len(groups) + len(datasets) > _OBJECTS:
+    def _walk(self, group: Any, prefix: str, found: Structure) -> None:
+        if len(group) + len(found.groups) + len(found.datasets) > _OBJECTS:
             raise FormatError(f"it holds more than {_OBJECTS} objects")
         for name in sorted(group):
             path = prefix + name
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 raise FormatError(f"'{path}' is a link to elsewhere, which a posterior file never has")
+            item = group[name]
+            self._note_attributes(path, item, found)
             if path == STATE:
                 continue
-            item = group[name]
             if isinstance(item, h5py.Group):
                 if path.count("/") >= 2:
                     raise FormatError(f"'{path}' is nested too deeply")
-                groups.append(path)
-                self._walk(item, path + "/", groups, datasets)
+                found.groups.append(path)
+                self._walk(item, path + "/", found)
             elif isinstance(item, h5py.Dataset):
-                datasets[path] = _stored(path, item)
+                found.datasets[path] = _stored(path, item)
             else:
                 raise FormatError(f"'{path}' is neither a group nor a dataset")
 
+    def _note_attributes(self, path: str, item: Any, found: Structure) -> None:
+        """The names of an object's attributes; what they say is for people, and is not read."""
+        if not isinstance(item, (h5py.Group, h5py.Dataset)):
+            return
+        if h5py.h5a.get_num_attrs(item.id) > _MOST_ATTRIBUTES:
+            raise FormatError(f"'{path}' has more than {_MOST_ATTRIBUTES} attributes")
+        names = sorted(item.attrs)
+        if names:
+            found.attributes[path] = names
+
     def _state(self) -> bytes:
+        link: Any = self._file.get(STATE, getlink=True)
+        if link is not None and not isinstance(link, h5py.HardLink):
+            raise FormatError(f"'{STATE}' is a link to elsewhere, which a posterior file never has")
         dataset: Any = self._file.get(STATE)
         if not isinstance(dataset, h5py.Dataset):
             raise FormatError(f"it has no dataset '{STATE}'")
@@ -290,7 +312,7 @@ def confine(seconds: int, memory: int) -> None:
 
 def _warm_up() -> None:
     """Make Python and h5py open now whatever they open on first use."""
-    image = build_image({}, {}, {"x": lambda: np.zeros(9)}, 512, "gzip").getvalue()
+    image = build_image(b"{}", {}, {"x": lambda: np.zeros(9)}, 512, "gzip").getvalue()
     with ImageReader(image) as reader:
         for path, stored in reader.structure().datasets.items():
             reader.array(path, stored)
@@ -310,7 +332,11 @@ def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
         reader = ImageReader(bytes(read_frame(stdin, b"D", size)))
         structure = reader.structure()
         datasets = {path: asdict(stored) for path, stored in structure.datasets.items()}
-        outline = {"groups": structure.groups, "datasets": datasets}
+        outline = {
+            "groups": structure.groups,
+            "datasets": datasets,
+            "attributes": structure.attributes,
+        }
         write_frame(stdout, b"S", json.dumps(outline).encode())
         write_frame(stdout, b"J", structure.state)
         settings = json.loads(read_frame(stdin, b"G", 1024))

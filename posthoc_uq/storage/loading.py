@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Generator, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -13,26 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import has_double
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.heads.scores import SCORES
-from posthoc_uq.layers import Layer, matrix_sides
+from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.referral import checked_referral, thresholds_of
 from posthoc_uq.posteriors.state import (
-    described_head,
     expected_centre,
     expected_features,
     expected_shapes,
     posterior_from_state,
-    state_layers,
 )
 from posthoc_uq.replica import model_device, unwrap
 from posthoc_uq.storage import schema, userblock
+from posthoc_uq.storage.attributes import check_attributes
+from posthoc_uq.storage.consistency import checked_layers
 from posthoc_uq.storage.hdf5 import ImageReader, Structure
+from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
+from posthoc_uq.storage.plain import read_plain
 from posthoc_uq.storage.sandbox import SandboxReader
+from posthoc_uq.storage.sizes import size_limit
+from posthoc_uq.storage.table import check_posterior
 
-_SPARE_BYTES = 64 * 2**20  # for the description and HDF5's own records
-_DENSE_PARAMETERS = 50_000  # beyond, no dense Fisher is expected
 _REMEDY = "Load it with the model that it was fitted on."
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]
@@ -63,18 +64,13 @@ def load(
     model = unwrap(model)
     place = torch.device(device) if device is not None else model_device(model)
     mean = _parameters(model)
-    data = userblock.read(path, limit=_size_limit(mean))
+    data, header = _read(path, lambda kind: size_limit(kind, model))
     with _translated(path):
         source = SandboxReader(data) if untrusted else ImageReader(data)
         with source as reader:
             structure = reader.structure()
-            state = _parse(structure.state)
-            layers = _checked_layers(state)
+            state, layers = _described(structure, header)
             _check_model(layers, mean, path)
-            expected = expected_shapes(state, layers)
-            _check_structure(
-                state, expected, expected_centre(state, layers), expected_features(state), structure
-            )
             names = {name for layer in layers.values() for name in layer.parameter_names}
             _check_fingerprint(state, {name: mean[name] for name in names}, path)
             tensors: dict[str, Tensor] = {}
@@ -82,7 +78,13 @@ def load(
                 tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
         for name, block in state["blocks"].items():
             block["tensors"] = {
-                own: _restore(f"block '{name}'", own, tensors.pop(schema.tensor_path(name, own)), dtype)
+                own: _restore(
+                    f"block '{name}'",
+                    own,
+                    tensors.pop(schema.tensor_path(name, own)),
+                    dtype,
+                    padded=block["kind"] == "inf",
+                )
                 for own, dtype in block["dtypes"].items()
             }
         state["centre"] = {
@@ -94,6 +96,8 @@ def load(
                 name: _restore("the features", name, tensors.pop(schema.features_path(name)), dtype)
                 for name, dtype in state["features"]["dtypes"].items()
             }
+            check_features(state["features"]["tensors"])
+        check_blocks(state, {name: block["tensors"] for name, block in state["blocks"].items()})
     state["centre"] = {name: _placed(tensor, mean[name].device) for name, tensor in state["centre"].items()}
     for block in state["blocks"].values():
         block["tensors"] = {own: _placed(tensor, place) for own, tensor in block["tensors"].items()}
@@ -102,7 +106,6 @@ def load(
         state["features"]["tensors"] = {own: _placed(tensor, place) for own, tensor in kept.items()}
     with _translated(path):
         posterior = posterior_from_state(state, mean)
-        _check_scores(posterior.record.referral)
         posterior.model = model
         posterior.fingerprint = state["fingerprint"]
         return posterior
@@ -124,28 +127,21 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         PosthocUQError: the file is missing or cannot be read.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
     """
-    data = userblock.read(path)
+    data, header = _read(path, lambda _: sys.maxsize)
     with _translated(path):
         with SandboxReader(data) as reader:
             structure = reader.structure()
-        state = _parse(structure.state)
-        layers = _checked_layers(state)
-        expected = expected_shapes(state, layers)
-        _check_structure(state, expected, expected_centre(state, layers), expected_features(state), structure)
+        state, layers = _described(structure, header)
         attributes: dict[str, Any] = dict(state["attributes"])
         record: dict[str, Any] = attributes.pop("record")
-        referral = checked_referral(record.get("referral", {}))
-        _check_scores(referral)
         return {
-            "format_version": userblock.version_of(data),
+            "format_version": header.version,
             "library_version": state["library_version"],
             "bytes": len(data),
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: record[key] for key in ("fit", "tuning", "deterministic")},
-            **described_head(record, layers),
-            "calibration": record.get("calibration", {}),
-            "referral": referral,
+            **{key: record.get(key, {}) for key in ("head", "faithful", "calibration", "referral")},
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
             "features": None if state["features"] is None else dict(state["features"]["attributes"]),
@@ -154,12 +150,45 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         }
 
 
-def _check_scores(referral: Mapping[str, Any]) -> None:
-    unknown = [name for name in thresholds_of(referral) if name not in SCORES]
-    if unknown:
+def _read(path: str | os.PathLike[str], limit: Callable[[str | None], int]) -> tuple[bytes, userblock.Header]:
+    """A posterior's file; a checkpoint is refused by its user block alone."""
+
+    def of_posterior(kind: str | None) -> int:
+        if kind == schema.CHECKPOINT:
+            with _translated(path):
+                raise _checkpoint()
+        return limit(kind)
+
+    return userblock.read(path, of_posterior)
+
+
+def _checkpoint() -> CorruptPosteriorError:
+    return CorruptPosteriorError(
+        "it is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
+    )
+
+
+def _described(structure: Structure, header: userblock.Header) -> tuple[dict[str, Any], dict[str, Layer]]:
+    """A file's description and its layers, once all of it is admissible, fits together, and is what the file holds.
+
+    Raises:
+        CorruptPosteriorError: it is not.
+    """
+    state = read_plain(structure.state)
+    if state.get("kind") == schema.CHECKPOINT:
+        raise _checkpoint()
+    state.setdefault("centre", {})  # which version 1 had not
+    state.setdefault("features", None)  # which versions 1 and 2 had not
+    check_posterior(state)
+    if header.kind not in (None, state["attributes"]["method"]):
         raise CorruptPosteriorError(
-            f"its referral goes by the score {unknown[0]!r}, which this version does not know"
+            f"its user block says method={header.kind!r}, and its description {state['attributes']['method']!r}"
         )
+    layers = checked_layers(state)
+    expected = expected_shapes(state, layers)
+    _check_structure(state, expected, expected_centre(state, layers), expected_features(state), structure)
+    check_attributes(state, structure)
+    return state, layers
 
 
 def _summary(name: str, block: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
@@ -189,52 +218,6 @@ def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         raise PosthocUQError(f"'{path}' does not fit into memory.") from None
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CorruptPosteriorError(f"'{path}' cannot be loaded: {error or type(error).__name__}.") from error
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        state = json.loads(text)
-    except (ValueError, RecursionError):
-        raise CorruptPosteriorError("its description is not valid JSON") from None
-    if isinstance(state, dict) and state.get("kind") == schema.CHECKPOINT:  # pyright: ignore[reportUnknownMemberType]
-        raise CorruptPosteriorError(
-            "it is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
-        )
-    keys = ("attributes", "layers", "blocks", "library_version", "fingerprint")
-    if not isinstance(state, dict) or any(key not in state for key in keys):
-        raise CorruptPosteriorError("its description is incomplete")
-    centre = state.setdefault("centre", {})  # which version 1 had not
-    if not isinstance(centre, dict) or not all(kind in schema.DTYPES for kind in centre.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        raise CorruptPosteriorError("its centre is not described by parameters and number formats")
-    features = state.setdefault("features", None)  # which versions 1 and 2 had not
-    if features is not None and not _describes_features(features):
-        raise CorruptPosteriorError("its features are not described by attributes and number formats")
-    return state
-
-
-def _describes_features(features: Any) -> bool:
-    if not isinstance(features, dict):
-        return False
-    attributes, formats = features.get("attributes"), features.get("dtypes")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    described = isinstance(attributes, dict) and isinstance(formats, dict)
-    return described and all(kind in schema.DTYPES for kind in formats.values())  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportOptionalMemberAccess]
-
-
-def _checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
-    """The layers, each with a matrix view that fits its weight."""
-    layers = state_layers(state)
-    if not layers:
-        raise CorruptPosteriorError("it holds no layer")
-    for name, layer in layers.items():
-        shape = layer.weight_shape
-        fits = len(shape) >= 2 and min(shape) >= 1 and layer.groups >= 1
-        sides = layer.groups * layer.outputs, layer.inputs - (layer.bias is not None)
-        if not fits or sides != matrix_sides(layer.kind, shape):
-            raise CorruptPosteriorError(
-                f"layer '{name}' has a weight of shape {shape}, which is not {layer.groups} matrices of "
-                f"({layer.outputs}, {layer.inputs})"
-            )
-    return layers
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -333,30 +316,27 @@ def _check_structure(
         raise CorruptPosteriorError(f"it holds datasets that no block has: {extra[:3]}")
 
 
-def _restore(owner: str, name: str, tensor: Tensor, dtype: str, wanted: torch.dtype | None = None) -> Tensor:
+def _restore(
+    owner: str,
+    name: str,
+    tensor: Tensor,
+    dtype: str,
+    wanted: torch.dtype | None = None,
+    *,
+    padded: bool = False,
+) -> Tensor:
     """A dataset's numbers as the tensor that was saved; half formats as float32, or all as `wanted`."""
     if dtype == "bfloat16":
         tensor = tensor.view(torch.bfloat16)
     if wanted is not None or dtype in ("bfloat16", "float16"):
         tensor = tensor.to(torch.float32 if wanted is None else wanted)
-    fault = schema.complaint(name if wanted is None else "", tensor)  # a centre may be negative
+    fault = complaint(name if wanted is None else "", tensor, padded=padded)  # a centre may be negative
     if fault is not None:
         raise CorruptPosteriorError(f"'{name}' of {owner} {fault}")
     return tensor
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "mps" and tensor.dtype == torch.float64:  # which MPS lacks
+    if tensor.dtype == torch.float64 and not has_double(device):
         tensor = tensor.float()
     return tensor.to(device)
-
-
-def _size_limit(mean: Mapping[str, Tensor]) -> int:
-    """Bytes that no posterior of these parameters exceeds."""
-    factors = sum(
-        t.shape[0] ** 2 + (t[0].numel() + 1) ** 2 + 3 * t.numel()
-        for t in mean.values()
-        if t.ndim >= 2 and t.shape[0]
-    )
-    total = min(sum(t.numel() for t in mean.values()), _DENSE_PARAMETERS)
-    return 2 * 8 * (factors + total**2) + _SPARE_BYTES

@@ -130,7 +130,8 @@ class SandboxReader:
         self._arrays = {
             path: prod(stored.shape) * np.dtype(stored.dtype).itemsize for path, stored in datasets.items()
         }
-        return Structure(state, [str(group) for group in outline["groups"]], datasets)
+        attributes = {path: [str(name) for name in names] for path, names in outline["attributes"].items()}
+        return Structure(state, [str(group) for group in outline["groups"]], datasets, attributes)
 
     def array(self, path: str, stored: Stored) -> np.ndarray[Any, Any]:
         """The numbers of the next dataset."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
@@ -18,7 +18,11 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.state import posterior_state
-from posthoc_uq.storage import atomic, hdf5, schema, userblock
+from posthoc_uq.storage import atomic, hdf5, plain, schema, userblock
+from posthoc_uq.storage.attributes import attributes_of
+from posthoc_uq.storage.consistency import checked_layers
+from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
+from posthoc_uq.storage.table import check_posterior
 
 _WIDER = "save with dtype=torch.bfloat16 or torch.float32"
 _LOST = 0.01  # share of a tensor's absolute sum that a narrower number format may lose
@@ -60,7 +64,9 @@ def save(
         )
     schema.check_unchanged(posterior)
     if rank() == 0:
-        atomic.write(atomic.checked_target(path), _image(posterior, dtype, compression))
+        target = atomic.checked_target(path)
+        atomic.remove_leftovers(target)
+        atomic.write(target, _image(posterior, dtype, compression))
 
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
@@ -71,13 +77,13 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
     for name, block in state["blocks"].items():
         formats: dict[str, str] = {}
         for tensor_name, tensor in block["tensors"].items():
-            _check(name, tensor_name, tensor, dtype)
+            _check(name, tensor_name, tensor, dtype, padded=block["kind"] == "inf")
             formats[tensor_name] = schema.dtype_name(dtype or tensor.dtype)
             arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, dtype or tensor.dtype)
         blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
     centre: dict[str, str] = {}
     for name, tensor in state["centre"].items():  # in its own precision: it is what the network predicts with
-        _check("centre", f"mean of {name}", tensor, None)
+        _check("centre", f"mean of '{name}'", tensor, None)
         centre[name] = schema.dtype_name(tensor.dtype)
         arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
     features: dict[str, Any] | None = None
@@ -101,56 +107,24 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
     }
     try:
         likelihood_from_attributes(state["attributes"]["likelihood"])
-        image = hdf5.build_image(described, _attributes(described), arrays, userblock.SIZE, compression)
-    except hdf5.FormatError as error:
-        raise PosthocUQError(str(error)) from None
+        text = plain.written(described)
+        kept = plain.read_plain(text)  # as it comes out of a file
+        check_posterior(kept)
+        checked_layers(kept)
+        if state["features"] is not None:
+            check_features(state["features"]["tensors"])
+        check_blocks(kept, {name: block["tensors"] for name, block in state["blocks"].items()})
+        image = hdf5.build_image(text, attributes_of(described), arrays, userblock.SIZE, compression)
     except (PosthocUQError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}") from error
-    return atomic.seal(image)
+    return atomic.seal(image, posterior.method)
 
 
-def _attributes(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The main facts once more, as attributes that any HDF5 tool shows."""
-    plain: dict[str, Any] = described["attributes"]
-    likelihood: dict[str, Any] = plain["likelihood"]
-    prior = plain["prior_precision"]
-    root = {
-        **{key: value for key, value in plain.items() if key != "record"},
-        "format": "posthoc_uq posterior",
-        "format_version": userblock.FORMAT_VERSION,
-        "library_version": described["library_version"],
-        "fingerprint": described["fingerprint"],
-        "prior_precision": "per layer" if isinstance(prior, Mapping) else prior,
-        "likelihood": likelihood["name"],
-        "noise_variance": likelihood.get("noise_variance"),
-        "evidence": plain["evidence"],
-        "fit": plain["record"]["fit"],
-        "tuning": plain["record"]["tuning"],
-    }
-    found: dict[str, dict[str, Any]] = {"/": root, "layers": {}, "blocks": {}}
-    for name, layer in described["layers"].items():
-        own = {"prior_precision": prior[name]} if isinstance(prior, Mapping) else {}
-        found[schema.layer_path(name)] = {"name": name, **layer, **own}
-    for name, block in described["blocks"].items():
-        own = {"name": name, "kind": block["kind"], "members": block["members"]}
-        found[schema.block_path(name)] = {**own, **block["attributes"]}
-        for tensor_name, number_format in block["dtypes"].items():
-            found[schema.tensor_path(name, tensor_name)] = {"dtype": number_format}
-    for name, number_format in described["centre"].items():
-        found[schema.centre_path(name)] = {"name": name, "dtype": number_format}
-    features = described["features"]
-    if features is not None:
-        found[schema.FEATURES] = dict(features["attributes"])
-        for name, number_format in features["dtypes"].items():
-            found[schema.features_path(name)] = {"dtype": number_format}
-    return found
-
-
-def _check(block: str, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+def _check(block: str, name: str, tensor: Tensor, dtype: torch.dtype | None, *, padded: bool = False) -> None:
     """Whether a tensor can be stored and read back."""
     if schema.dtype_name(tensor.dtype) not in schema.DTYPES:
         raise PosthocUQError(f"Layer '{block}': '{name}' is of {tensor.dtype}, which a file does not hold.")
-    fault = schema.complaint(name, tensor)
+    fault = complaint(name, tensor, padded=padded)
     if fault is not None:
         kind = NonFiniteError if "NaN" in fault else PosthocUQError
         raise kind(

@@ -26,14 +26,18 @@ CENTRE = "centre"  # the group of parameters that stand in place of the model's 
 
 FEATURES = "features"  # the group of the last layer's inputs
 
-_NON_NEGATIVE = (
-    "diagonal",
-    "residual",
-    "eigenvalues",
-    "input_eigenvalues",
-    "output_eigenvalues",
-    "variances",
-)
+LARGEST = 1e30
+"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "diag": ("diagonal",),
+    "kfac": ("kfac",),
+    "efb": ("efb",),
+    "inf": ("inf",),
+    "full": ("dense",),
+    "function_space": ("mean_field", "diagonal", "kfac", "efb", "inf"),
+}
+"""The kinds of blocks that each method gives."""
 
 
 def layer_path(layer: str) -> str:
@@ -92,13 +96,3 @@ def check_unchanged(posterior: Posterior) -> None:
             "The model's parameters changed after the posterior was fitted or loaded; fit again, or give the model its "
             "parameters back."
         )
-
-
-def complaint(name: str, tensor: Tensor) -> str | None:
-    """What is wrong with the numbers of a block's tensor, in words, or None."""
-    if not bool(torch.isfinite(tensor).all()):
-        return "holds NaN or infinity"
-    checked = tensor.diagonal() if name == "fisher" else tensor
-    if name in (*_NON_NEGATIVE, "fisher") and bool((checked < 0).any()):
-        return "holds negative numbers where a variance must stand"
-    return None

@@ -1,6 +1,7 @@
-"""The first 512 bytes of a file: magic word, format version, length and SHA-256 of all that follows.
+"""The first 512 bytes of a file: magic word, format version, length and SHA-256 of all that follows, and what it is.
 
-libhdf5 hangs or crashes on some damaged files, so nothing reaches it before this digest has been checked.
+libhdf5 hangs or crashes on some damaged files, so nothing reaches it before this digest has been checked. And nothing
+of a file is read before its length has been compared with what it announces, and with what a file of its kind may have.
 """
 
 from __future__ import annotations
@@ -8,46 +9,62 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from collections.abc import Callable
 from hashlib import sha256
-from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.storage.schema import CHECKPOINT, METHODS
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 OLDEST_VERSION = 1  # that is still read
 SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"
-_FIELDS = struct.Struct("<16sIQ32s")  # magic, version, length, digest; zeros up to SIZE
+KINDS = (*METHODS, CHECKPOINT)
+_FIELDS = struct.Struct("<16sIQ32s16s")  # magic, version, length, digest, kind; zeros up to SIZE
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_KINDS_FROM = 4  # the first version that names its kind
 
 
-def header(body: bytes | memoryview, version: int = FORMAT_VERSION) -> bytes:
+class Header(NamedTuple):
+    """What a user block says.
+
+    Attributes:
+        version: of the format.
+        length: bytes that follow.
+        digest: SHA-256 of these.
+        kind: the method of a posterior, or `CHECKPOINT`; None in files of earlier versions.
+    """
+
+    version: int
+    length: int
+    digest: bytes
+    kind: str | None
+
+
+def header(body: bytes | memoryview, kind: str | None, version: int = FORMAT_VERSION) -> bytes:
     """The user block of a file whose HDF5 part is `body`."""
-    return _FIELDS.pack(MAGIC, version, len(body), sha256(body).digest()).ljust(SIZE, b"\0")
+    packed = _FIELDS.pack(MAGIC, version, len(body), sha256(body).digest(), (kind or "").encode())
+    return packed.ljust(SIZE, b"\0")
 
 
-def version_of(data: bytes) -> int:
-    """The format version of a verified file."""
-    return int(_FIELDS.unpack_from(data)[1])
-
-
-def verify(data: bytes, path: str) -> None:
-    """Check that `data`, read from `path`, is what was once written.
+def parse(block: bytes, size: int, path: str) -> Header:
+    """What the first bytes of a file of `size` bytes say.
 
     Raises:
-        CorruptPosteriorError: it is not, or is of a format that this release does not read.
+        CorruptPosteriorError: it is no file of this package, is damaged, or of a format that is not read.
     """
-    if len(data) >= len(MAGIC) and not data.startswith(MAGIC):
-        foreign = data.startswith(_HDF5_SIGNATURE)
+    if len(block) >= len(MAGIC) and not block.startswith(MAGIC):
+        foreign = block.startswith(_HDF5_SIGNATURE)
         kind = "an HDF5 file that posthoc_uq did not write" if foreign else "not a posterior file"
         raise CorruptPosteriorError(
             f"'{path}' is {kind}: it does not begin with a posterior file's magic word."
         )
-    if len(data) < SIZE:
+    if len(block) < SIZE:
         raise CorruptPosteriorError(
-            f"'{path}' is no posterior file or was cut short: it has {len(data)} bytes."
+            f"'{path}' is no posterior file or was cut short: it has {len(block)} bytes."
         )
-    _, version, length, digest = _FIELDS.unpack_from(data)
+    _, version, length, digest, name = _FIELDS.unpack_from(block)
     if version > FORMAT_VERSION:
         raise CorruptPosteriorError(
             f"'{path}' is of format version {version}, and this release of posthoc_uq reads versions "
@@ -59,26 +76,26 @@ def verify(data: bytes, path: str) -> None:
             f"reads versions {OLDEST_VERSION} to {FORMAT_VERSION}); fit and save again, or load it with the release "
             f"that wrote it."
         )
-    body = memoryview(data)[SIZE:]
-    if length != len(body):
+    if length != size - SIZE:
         raise CorruptPosteriorError(
-            f"'{path}' is damaged: {len(body)} bytes follow its header, which announces {length}; copy or "
+            f"'{path}' is damaged: {size - SIZE} bytes follow its header, which announces {length}; copy or "
             f"save it again."
         )
-    if sha256(body).digest() != digest:
-        raise CorruptPosteriorError(
-            f"'{path}' is damaged: its SHA-256 is not the one in its header; copy or save it again."
-        )
-    if any(data[_FIELDS.size : SIZE]) or body[: len(_HDF5_SIGNATURE)] != _HDF5_SIGNATURE:
-        raise CorruptPosteriorError(f"'{path}' is damaged: its header is not followed by an HDF5 file.")
+    kind = name.rstrip(b"\0").decode(errors="replace")
+    known = kind in KINDS if version >= _KINDS_FROM else kind == ""
+    if not known or any(block[_FIELDS.size : SIZE]):
+        raise CorruptPosteriorError(f"'{path}' is damaged: its header is none that posthoc_uq writes.")
+    return Header(version, length, digest, kind or None)
 
 
-def read(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """All bytes of a file, read once and verified.
+def read(
+    path: str | os.PathLike[str], limit: Callable[[str | None], int] | None = None
+) -> tuple[bytes, Header]:
+    """All bytes of a file, read once and verified, and what its user block says.
 
     Args:
         path: the file.
-        limit: most bytes that it may have.
+        limit: most bytes that a file may have, by the kind that its user block names.
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -86,23 +103,54 @@ def read(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
         CorruptPosteriorError: it is no posterior file, or a damaged one.
     """
     try:
-        with Path(path).open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise PosthocUQError(f"'{path}' is not a file.")
-            if limit is not None and status.st_size > limit:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            block = file.read(SIZE)
+            found = parse(block, size, str(path))
+            most = None if limit is None else limit(found.kind)
+            if most is not None and size > most:
                 raise PosteriorMismatchError(
-                    f"'{path}' has {status.st_size} bytes, and a posterior of this model takes at most "
-                    f"{limit}; was it fitted on another model?"
+                    f"'{path}' has {size} bytes, and a {_described(found.kind)} of this model takes at most "
+                    f"{most}; was it fitted on another model?"
                 )
-            data = file.read(status.st_size + 1)
-    except FileNotFoundError:
-        raise PosthocUQError(f"There is no file '{path}'.") from None
-    except IsADirectoryError:
-        raise PosthocUQError(f"'{path}' is a folder, not a posterior file.") from None
+            data = block + file.read(found.length + 1)
     except OSError as error:
         raise PosthocUQError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except MemoryError:
         raise PosthocUQError(f"'{path}' does not fit into memory.") from None
-    verify(data, str(path))
-    return data
+    body = memoryview(data)[SIZE:]
+    if len(body) != found.length or sha256(body).digest() != found.digest:
+        raise CorruptPosteriorError(
+            f"'{path}' is damaged: its SHA-256 is not the one in its header; copy or save it again."
+        )
+    if body[: len(_HDF5_SIGNATURE)] != _HDF5_SIGNATURE:
+        raise CorruptPosteriorError(f"'{path}' is damaged: its header is not followed by an HDF5 file.")
+    return data, found
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file for reading, once it is known to be one: a pipe would wait for a writer, and some devices act when opened.
+
+    Raises:
+        PosthocUQError: there is none, or it is something else.
+        OSError: it cannot be opened.
+    """
+    try:
+        if stat.S_ISREG(os.stat(path).st_mode):
+            opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+            if stat.S_ISREG(os.fstat(opened).st_mode):
+                return os.fdopen(opened, "rb")
+            os.close(opened)
+    except FileNotFoundError:
+        raise PosthocUQError(f"There is no file '{path}'.") from None
+    except (TypeError, ValueError) as error:
+        raise PosthocUQError(f"{path!r} is no path to a file: {error}.") from None
+    if os.path.isdir(path):
+        raise PosthocUQError(f"'{path}' is a folder, not a posterior file.")
+    raise PosthocUQError(f"'{path}' is not a file.")
+
+
+def _described(kind: str | None) -> str:
+    return (
+        CHECKPOINT if kind == CHECKPOINT else "posterior" if kind is None else f"posterior by method={kind!r}"
+    )

@@ -226,5 +226,5 @@ def added_product(
 ) -> Any:
     uncertain = isinstance(first, MomentTensor) or isinstance(second, MomentTensor)
     product = products(state, torch.matmul, first, second) if uncertain else torch.matmul(first, second)
-    scaled = _certain_or(state, product, torch.tensor(float(alpha)))
-    return _sum(scaled, _certain_or(state, input, torch.tensor(float(beta))), 1.0, 1.0)
+    scaled = _certain_or(state, product, torch.tensor(float(alpha), device="cpu"))
+    return _sum(scaled, _certain_or(state, input, torch.tensor(float(beta), device="cpu")), 1.0, 1.0)

@@ -1,0 +1,92 @@
+"""Any value as plain ones that are equal in another process, and after a round trip through JSON."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from hashlib import sha256
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.contexts import Context
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.state import posterior_state
+from posthoc_uq.storage.schema import fingerprint
+
+_DEPTH = 16  # of values inside of each other that are looked at: a function may close over itself
+
+
+def plain(value: Any, depth: int = _DEPTH) -> Any:
+    """Numbers, strings, lists and dictionaries of these.
+
+    Tensors are told by a digest of their numbers, functions by their name, code and what they closed over. Of objects
+    of the user's own classes only the class is looked at.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if isinstance(value, Tensor):
+        return f"Tensor {fingerprint({'': value})}"
+    if depth == 0:
+        return _name(type(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, depth - 1) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, depth - 1) for inner in cast(list[Any], value)]
+    if callable(value) and not isinstance(value, nn.Module):
+        return _callable(value, depth - 1)
+    return [_name(type(value)), plain(_inside(value), depth - 1)]
+
+
+def _inside(value: Any) -> Any:
+    """What tells an object from others of its class, as far as that is known."""
+    if isinstance(value, nn.Module):
+        return dict(chain(value.named_parameters(), value.named_buffers()))
+    if isinstance(value, Likelihood):
+        return value.attributes()
+    if isinstance(value, Context):
+        return value.identity()
+    if isinstance(value, Posterior):
+        return {"blocks": posterior_state(value)["blocks"], "mean": value.mean, **value.settings.plain()}
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+def _callable(value: Callable[..., Any], depth: int) -> Any:
+    if isinstance(value, functools.partial):
+        made = cast("functools.partial[Any]", value)
+        return plain([made.func, made.args, made.keywords], depth)
+    if isinstance(value, types.MethodType):
+        return plain([value.__self__, value.__func__], depth)
+    if isinstance(value, types.FunctionType):
+        held = inspect.getclosurevars(value).nonlocals
+        code = sha256(_code(value.__code__).encode()).hexdigest()
+        return [_name(value), code, plain([value.__defaults__, value.__kwdefaults__, held], depth)]
+    return _name(value if isinstance(value, (type, types.BuiltinFunctionType)) else type(value))
+
+
+def _code(code: types.CodeType) -> str:
+    constants = [_code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
+    return repr((code.co_code.hex(), code.co_names, constants))
+
+
+def _constant(value: Any) -> str:
+    # a set's order changes from process to process
+    return (
+        repr(sorted(map(repr, cast("frozenset[Any]", value))))
+        if isinstance(value, frozenset)
+        else repr(value)
+    )
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"

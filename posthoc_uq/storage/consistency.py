@@ -1,0 +1,113 @@
+"""What the fields of a posterior's description must be to each other; each by itself is in ``table``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posthoc_uq.errors import CorruptPosteriorError
+from posthoc_uq.layers import KINDS, Layer, matrix_sides
+from posthoc_uq.posteriors.referral import checked_referral
+from posthoc_uq.storage.schema import METHODS
+
+
+def checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
+    """The layers of a description that the table admits, once they fit all else that it says.
+
+    Raises:
+        CorruptPosteriorError: two of its fields contradict each other; says which.
+    """
+    layers = {name: Layer.from_attributes(name, own) for name, own in state["layers"].items()}
+    if not layers:
+        raise CorruptPosteriorError("it holds no layer")
+    for layer in layers.values():
+        _check_layer(layer)
+    weights = [layer.weight for layer in layers.values()]
+    if len(set(weights)) < len(weights):
+        raise CorruptPosteriorError("two of its layers have the same weight")
+    _check_method(state)
+    _check_by_layer(state, layers)
+    _check_outputs(state, layers)
+    checked_referral(state["attributes"]["record"].get("referral", {}))
+    return layers
+
+
+def _check_layer(layer: Layer) -> None:
+    shape = layer.weight_shape
+    sides = layer.groups * layer.outputs, layer.inputs - (layer.bias is not None)
+    if len(shape) != KINDS[layer.kind] or sides != matrix_sides(layer.kind, shape):
+        raise CorruptPosteriorError(
+            f"layer '{layer.name}' of kind {layer.kind!r} has a weight of shape {shape}, which is not {layer.groups} "
+            f"matrices of ({layer.outputs}, {layer.inputs})"
+        )
+
+
+def _check_method(state: Mapping[str, Any]) -> None:
+    method = state["attributes"]["method"]
+    kinds = {block["kind"] for block in state["blocks"].values()}
+    if len(kinds) != 1 or not kinds <= set(METHODS[method]):
+        raise CorruptPosteriorError(
+            f"its method is {method!r}, and its blocks are of the kinds {sorted(kinds)}"
+        )
+    samples = {block["attributes"].get("samples") for block in state["blocks"].values()}
+    if kinds == {"mean_field"} and samples != {state["attributes"]["evidence"]["samples"]}:
+        raise CorruptPosteriorError("its variances are of another number of samples than the fit saw")
+    if state["centre"] and kinds != {"mean_field"}:
+        raise CorruptPosteriorError(f"it has a trained mean, which method={method!r} does not give")
+
+
+def _check_by_layer(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> None:
+    """What is by layer names every layer once."""
+    attributes = state["attributes"]
+    record = attributes["record"]
+    places = {
+        "prior_precision": attributes["prior_precision"],
+        "faithful prior": record.get("faithful", {}).get("value"),
+    }
+    for place, value in places.items():
+        if isinstance(value, dict) and value.keys() != layers.keys():
+            raise CorruptPosteriorError(f"its {place} does not name every layer once")
+
+
+def _check_outputs(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> None:
+    """The likelihood fits the number of outputs, as far as that is known: by what was seen of the targets, and by the
+    last layer where its outputs are the model's.
+    """
+    attributes = state["attributes"]
+    likelihood, evidence = attributes["likelihood"], attributes["evidence"]
+    name, noise = likelihood["name"], likelihood.get("noise_variance", [])
+    outputs, classes = _outputs_of_last(state, layers), None
+    if name != "regression" and (evidence["targets"] or evidence["squared_residuals"]):
+        raise CorruptPosteriorError(f"its likelihood is {name!r}, and its evidence is a regression's")
+    if evidence["targets"]:
+        seen, rest = divmod(evidence["targets"], evidence["samples"])
+        if rest or outputs not in (None, seen):
+            raise CorruptPosteriorError(
+                f"its evidence has {evidence['targets']} targets of {evidence['samples']} samples, which is no number "
+                f"of its outputs"
+            )
+        outputs = seen
+    if outputs is not None:
+        contradicts = {
+            "classification": outputs < 2,
+            "binary": outputs != 1,
+            "regression": len(noise) not in (1, outputs),
+        }
+        if contradicts[name]:
+            raise CorruptPosteriorError(f"its likelihood {name!r} contradicts its {outputs} outputs")
+        classes = {"classification": outputs, "binary": 2, "regression": 1}[name]
+    features = state["features"]
+    if features is not None and classes is not None and features["attributes"]["classes"] > classes:
+        raise CorruptPosteriorError(f"its features are of more classes than the {classes} that there are")
+
+
+def _outputs_of_last(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> int | None:
+    if state["features"] is None:
+        return None
+    attributes = state["features"]["attributes"]
+    described = attributes["layer"]
+    last = Layer.from_attributes(described["name"], described)
+    _check_layer(last)
+    if layers.get(last.name, last) != last:
+        raise CorruptPosteriorError(f"its features are of a layer '{last.name}' that is another one")
+    return last.groups * last.outputs if attributes["source"] == "outputs" else None

@@ -1,0 +1,307 @@
+"""The one table of what each field of a description may be: of a posterior's, and of a checkpoint's.
+
+`check_posterior` and `check_checkpoint` are called where a file is read, and where one is written, so that no file is
+written that would not be read again. What fields must be to each other is in ``consistency``, and what the numbers of
+tensors may be in ``numbers``.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from posthoc_uq.heads.scores import SCORES
+from posthoc_uq.layers import KINDS
+from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.posteriors.features import SOURCES
+from posthoc_uq.posteriors.information import CORRECTIONS
+from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS
+from posthoc_uq.storage import schema
+from posthoc_uq.storage.fields import (
+    AnyNumber,
+    ByName,
+    Field,
+    Flag,
+    Items,
+    Named,
+    Number,
+    OneOf,
+    Plain,
+    Record,
+    Simple,
+    Text,
+    Whole,
+    maybe,
+    number_or_named,
+    or_empty,
+)
+
+_ANY = 1e300
+_POSITIVE = Number(1 / schema.LARGEST, schema.LARGEST)
+_TEMPERATURE = Number(1e-12, 1e12)
+_SHARE = Number(0.0, 1.0)
+_COUNT = Whole(1)
+_SUM = Number(-_ANY, _ANY)
+_NAME = Text()
+_FORMAT = Text(tuple(schema.DTYPES))
+_DIGEST = Text(pattern="[0-9a-f]{64}")
+_HEAD = Text(HEADS)
+_HASH = Whole(-(2**63), 2**64)
+
+_LAYER: dict[str, Field] = {
+    "kind": Text(tuple(KINDS)),
+    "weight": _NAME,
+    "bias": _NAME,
+    "groups": Whole(1, 2**31),
+    "outputs": Whole(1, 2**31),
+    "inputs": Whole(1, 2**40),
+    "weight_shape": Items(Whole(1, 2**31), 2, 5),
+}
+
+_BLOCK_ATTRIBUTES: dict[str, Field] = {
+    "diagonal": Record({}),
+    "kfac": Record({}),
+    "efb": Record({}),
+    "inf": Record(
+        {
+            "correction": Text(CORRECTIONS),
+            "input_directions": Whole(0, 2**40),
+            "output_directions": Whole(0, 2**31),
+        }
+    ),
+    "dense": Record({}),
+    "mean_field": Record({"samples": _COUNT}),
+}
+
+_BLOCK = ByName(
+    "kind",
+    {
+        kind: Record(
+            {
+                "kind": Text((kind,)),
+                "members": Items(_NAME, 1),
+                "attributes": attributes,
+                "dtypes": Named(_FORMAT),
+            }
+        )
+        for kind, attributes in _BLOCK_ATTRIBUTES.items()
+    },
+)
+
+_FEATURES = Record(
+    {
+        "attributes": Record(
+            {
+                "layer": Record({"name": _NAME, **_LAYER}),
+                "source": Text(SOURCES),
+                "samples": _COUNT,
+                "smoothing": Number(1e-12, 1e12),
+                "classes": Whole(1, 2**31),
+                "width": Whole(1, 2**40),
+                "rank": Whole(0, 2**40),
+            }
+        ),
+        "dtypes": Named(_FORMAT),
+    }
+)
+
+_LIKELIHOOD = ByName(
+    "name",
+    {
+        "classification": Record({"name": _NAME}),
+        "binary": Record({"name": _NAME}),
+        "regression": Record({"name": _NAME, "noise_variance": Items(_POSITIVE, 1)}),
+    },
+)
+
+_HYPERPARAMETERS: dict[str, Field] = {
+    "scale": _POSITIVE,
+    "prior_precision": number_or_named(_POSITIVE),
+    "residual_weight": _SHARE,
+    "noise_scale": _POSITIVE,
+    "temperature": _TEMPERATURE,
+}
+
+_EVIDENCE = Record(
+    {
+        "samples": _COUNT,
+        "squared_residuals": Number(0.0, _ANY),
+        "targets": Whole(0),
+        "noise_power": Whole(0, 2),
+    },
+    {"log_likelihood": _SUM},
+)
+
+_FAITHFUL = Record(
+    {
+        "head": _HEAD,
+        "value": number_or_named(_POSITIVE),
+        "temperature": _TEMPERATURE,
+        "network_temperature": _TEMPERATURE,
+        "budget": Number(1e-300, _ANY),
+    },
+    {
+        "divergence": _SUM,
+        "settings": Record(
+            {}, {name: _HYPERPARAMETERS[name] for name in ("residual_weight", "noise_scale", "scale")}
+        ),  # which older files have not
+    },
+)
+
+_CALIBRATION = Record(
+    {
+        "alpha": Number(-40.0, 40.0),
+        "beta": Number(-10.0, 10.0),
+        "residual": Number(0.0, _ANY),
+        "before": Number(0.0, _ANY),
+        "n_mc": Whole(2),
+        "head": Named(Plain()),
+        "posterior": Record({}, _HYPERPARAMETERS),
+    }
+)
+
+_THRESHOLDS: dict[str, Field] = {
+    "rate": _SHARE,
+    "inputs": _COUNT,
+    "head": Named(Plain(), {"head": _HEAD}),
+    "posterior": Record({}, _HYPERPARAMETERS),
+}
+
+_REFERRAL = OneOf(
+    lambda value: isinstance(value, dict) and "scores" in value,
+    (
+        Record({"score": Text(SCORES), "threshold": Number(-inf, inf), **_THRESHOLDS}),
+        Record(
+            {
+                "scores": Record(
+                    {},
+                    dict.fromkeys(
+                        SCORES, Record({"threshold": _SUM, "quantiles": Items(_SUM, 1, QUANTILES)})
+                    ),
+                ),
+                "shares": Items(_SHARE, 1, QUANTILES),
+                **_THRESHOLDS,
+            }
+        ),
+    ),
+)
+
+_REMEMBERED = Record(
+    {
+        "fit": Named(
+            Plain(finite=False),  # the losses of a training are what they were
+            {
+                "images": _NAME,
+                "last layer": _NAME,
+                "novelty": _NAME,
+                "prior body variance": Number(0.0, schema.LARGEST),
+            },
+        ),
+        "deterministic": Named(_NAME),
+        "tuning": Named(_NAME),
+    },
+    {
+        "head": or_empty(
+            Record({"name": _HEAD, "options": Named(Simple()), "criterion": Text(HEAD_CRITERIA)})
+        ),
+        "faithful": or_empty(_FAITHFUL),
+        "calibration": or_empty(_CALIBRATION),
+        "referral": or_empty(_REFERRAL),
+    },
+)
+
+_POSTERIOR = Record(
+    {
+        "library_version": Text(longest=100),
+        "fingerprint": _DIGEST,
+        "attributes": Record(
+            {
+                "method": Text(tuple(schema.METHODS)),
+                **_HYPERPARAMETERS,
+                "likelihood": _LIKELIHOOD,
+                "evidence": _EVIDENCE,
+                "record": _REMEMBERED,
+            }
+        ),
+        "layers": Named(Record(_LAYER)),
+        "blocks": Named(_BLOCK),
+        "centre": Named(_FORMAT),
+        "features": maybe(_FEATURES),
+    }
+)
+
+_SUMMARY = Record(
+    {
+        "batches": Whole(0),
+        "seen": Whole(0),
+        "samples": Whole(0),
+        "log_likelihood": maybe(_SUM),
+        "outputs": Whole(0),
+        "keys": Items(Whole(-(2**63), 2**63)),
+        "digest": _HASH,
+        "content": _HASH,
+    }
+)
+
+_ENTRY = OneOf(
+    lambda value: 0 if not isinstance(value, dict) or "value" in value else 1 + ("numbers" in value),
+    (
+        Record({"value": Plain(finite=False)}),
+        Record({"dtype": _NAME}),
+        Record({"dtype": _NAME, "numbers": Plain()}),
+    ),
+)
+
+_TRAINING = Record(
+    {
+        "state": Record(
+            {
+                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples")},
+                "digest": _HASH,
+                "sums": Named(_SUM),
+                "seconds": Number(0.0, _ANY),
+                "history": Items(Named(_SUM, {"validation NLL": AnyNumber()})),
+                "best": Whole(-1),
+                "done": Flag(),
+            }
+        ),
+        "optimiser": Record(
+            {"kind": _NAME, "state": Named(Named(_ENTRY)), "groups": Items(Named(Plain(finite=False)))}
+        ),
+    }
+)
+
+_CHECKPOINT = Record(
+    {
+        "kind": Text((schema.CHECKPOINT,)),
+        "description": Record(
+            {
+                "identity": Named(Plain(finite=False, depth=50)),
+                "memory_budget": Whole(2**20),
+                "stages": Named(_SUMMARY),
+                "sweep": maybe(_NAME),
+                "summary": maybe(_SUMMARY),
+                "training": maybe(_TRAINING),
+            }
+        ),
+        "index": Items(Items(_NAME, 2, 2)),
+    }
+)
+
+
+def check_posterior(state: Any) -> None:
+    """Refuse a posterior's description with a field that it may not have.
+
+    Raises:
+        CorruptPosteriorError: says which field, and what it may be.
+    """
+    _POSTERIOR.check(state, "its description")
+
+
+def check_checkpoint(state: Any) -> None:
+    """Refuse a checkpoint's description with a field that it may not have.
+
+    Raises:
+        CorruptPosteriorError: says which field, and what it may be.
+    """
+    _CHECKPOINT.check(state, "its description")

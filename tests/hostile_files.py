@@ -1,0 +1,376 @@
+"""Files of every method, and checkpoints, that somebody changed and gave a digest that fits.
+
+Each must be refused with an error of the project, or give finite results. Run as a script for many of them:
+``python tests/hostile_files.py --count 3000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.storage import userblock
+
+METHODS: dict[str, dict[str, Any]] = {
+    "diag": {"likelihood": "binary"},
+    "kfac": {},
+    "efb": {"likelihood": "regression"},
+    "inf": {"rank": 6},
+    "full": {},
+    "function_space": {"epochs": 2, "n_context": 4},
+}
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    7,
+    2**31,
+    2**63,
+    2**70,
+    10**400,
+    1e-300,
+    1e-3,
+    0.5,
+    1.9,
+    1e-29,
+    1e29,
+    1e31,
+    3e38,
+    1e300,
+]
+VALUES += [float("nan"), float("inf"), -float("inf"), "", "evil", "\x1b]0;pwned\x07", "x" * 5000, "\udc80"]
+VALUES += [[], [[]], [1.0], [1, "a", None], {}, {"x": 1}, {"": {}}, [[[[[[[[[1]]]]]]]]]]
+
+
+def model(likelihood: str = "classification") -> nn.Module:
+    """A small network with a grouped convolution."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        last = nn.Linear(16, 1 if likelihood == "binary" else 3)
+        return nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), last).eval()
+
+
+def batches(likelihood: str = "classification") -> list[tuple[Tensor, Tensor]]:
+    """Five batches of images."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20, 2, 4, 4, generator=generator)
+    y = torch.randint(0, 3, (20,), generator=generator)
+    targets = {
+        "classification": y,
+        "binary": y % 2,
+        "regression": nn.functional.one_hot(y, 3) + 0.1 * x[:, 0, 0, :3],
+    }
+    return list(zip(x.split(4), targets[likelihood].split(4), strict=True))
+
+
+class Stops:
+    """A loader that fails after some batches of all passes together."""
+
+    def __init__(self, data: list[Any], after: int) -> None:
+        self.data, self.left = data, after
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.data:
+            if self.left == 0:
+                raise RuntimeError("stopped")
+            self.left -= 1
+            yield batch
+
+
+def fit(method: str, loader: Any = None, **options: Any) -> uq.Posterior:
+    """A fit with the options of `METHODS`."""
+    own = {"prior_precision": 1.0, "progress": False, **METHODS[method]}
+    likelihood = own.get("likelihood", "classification")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return uq.fit(model(likelihood), loader or batches(likelihood), method=method, **own, **options)
+
+
+class Image:
+    """What a file holds, to be changed and written again."""
+
+    def __init__(self, path: Path) -> None:
+        self.kind = path.read_bytes()[60:76].rstrip(b"\0").decode()
+        self.arrays: dict[str, np.ndarray] = {}
+        self.attributes: dict[str, dict[str, Any]] = {}
+        with h5py.File(path) as file:
+            self.state = json.loads(file["state"][()])
+            self.attributes["/"] = dict(file.attrs)
+
+            def note(name: str, item: Any) -> None:
+                self.attributes[name] = dict(item.attrs)
+                if isinstance(item, h5py.Dataset) and name != "state":
+                    self.arrays[name] = item[()]
+
+            file.visititems(note)
+
+    def write(self, path: Path, text: str | None = None) -> None:
+        """The file with a digest that fits."""
+        buffer = BytesIO()
+        with h5py.File(buffer, "w", userblock_size=512) as file:
+            text = json.dumps(self.state) if text is None else text
+            file.create_dataset("state", data=np.bytes_(text.encode(errors="replace")))
+            for name in self.attributes:
+                if name not in ("/", "state") and name not in self.arrays:
+                    file.require_group(name)
+            for name, array in self.arrays.items():
+                file.create_dataset(name, data=array)
+            for name, values in self.attributes.items():
+                if name in file:
+                    file[name].attrs.update(values)
+        body = buffer.getvalue()[512:]
+        path.write_bytes(userblock.header(body, self.kind) + body)
+
+
+def place(value: Any, source: random.Random) -> tuple[Any, Any]:
+    """A container somewhere in a description, and a key of it: often of a single value, of any of them alike."""
+    leaves = [] if source.random() < 0.5 else [*leaves_of(value)]
+    if leaves:
+        return source.choice(leaves)
+    while True:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = source.choice(keys)
+        inner = value[key]
+        if not isinstance(inner, (dict, list)) or not inner or source.random() < 0.15:
+            return value, key
+        value = inner
+
+
+def leaves_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every single value of a description, by its container and key; few of long lists, none of a fit's identity."""
+    for key in list(value) if isinstance(value, dict) else range(min(3, len(value))):
+        if isinstance(value[key], (dict, list)):
+            yield from leaves_of(value[key]) if key != "identity" else ()
+        else:
+            yield value, key
+
+
+def change_description(image: Image, source: random.Random) -> str | None:
+    """One change of the description; a text where JSON cannot be made of a value."""
+    holder, key = place(image.state, source)
+    what = source.choice(["replace", "replace", "replace", "scale", "delete", "add", "move", "double"])
+    if what == "replace":
+        holder[key] = source.choice(VALUES)
+    elif what == "scale":
+        number = isinstance(holder[key], (int, float)) and not isinstance(holder[key], bool)
+        holder[key] = holder[key] * source.choice([-1, 0, 2, 1e10, 1e-200, 1 + 1e-9]) if number else 0
+    elif what == "delete":
+        del holder[key]
+    elif what == "add":
+        if isinstance(holder, dict):
+            holder[source.choice(["evil", "", "name", "kind", "\x1b[2J"])] = source.choice(VALUES)
+        else:
+            holder.append(source.choice(VALUES))
+    elif what == "move":
+        other, place_of = place(image.state, source)
+        holder[key] = json.loads(json.dumps(other[place_of]))
+    elif isinstance(holder, dict):
+        text = json.dumps(image.state)
+        name = json.dumps(key)
+        return text.replace(f"{name}: ", f"{name}: {json.dumps(source.choice(VALUES[:20]))}, {name}: ", 1)
+    return None
+
+
+def change_numbers(image: Image, source: random.Random) -> None:
+    """One change of a dataset."""
+    name = source.choice(list(image.arrays))
+    array = np.array(image.arrays[name])
+    numbers = np.random.default_rng(source.getrandbits(32))
+    what = source.choice(["one", "all", "scale", "random", "shape", "type", "drop", "copy", "swap"])
+    value = source.choice([float("nan"), float("inf"), -1.0, 0.0, 3e38, 1e-40, 1e20, 1e29, -1e-9])
+    if what == "one" and array.size:
+        array.flat[source.randrange(array.size)] = value
+    elif what == "all":
+        array[...] = value
+    elif what == "scale":
+        array = array * np.float32(source.choice([1e10, -1, 1e-10, 2, 1.001]))
+    elif what == "random":
+        array = numbers.standard_normal(array.shape).astype(array.dtype)
+    elif what == "shape":
+        array = source.choice(
+            [array.reshape(-1), array[..., :-1] if array.ndim else array, array[None], array.T]
+        )
+    elif what == "type":
+        array = array.astype(source.choice(["<f8", "<f2", "<i4", ">f4"]))
+    elif what == "drop":
+        del image.arrays[name]
+        return
+    elif what == "copy":
+        name = source.choice([name + "2", "blocks/evil/x", "evil"])
+    elif what == "swap":
+        array = image.arrays[source.choice(list(image.arrays))]
+    image.arrays[name] = array
+
+
+def change_attributes(image: Image, source: random.Random) -> None:
+    """One more attribute, or an empty group."""
+    if source.random() < 0.7:
+        image.attributes[source.choice(list(image.attributes))][
+            source.choice(["evil", "dtype", "\x1b[2J"])
+        ] = 1
+    else:
+        image.attributes[source.choice(["evil", "blocks/evil", "layers/evil/evil"])] = {}
+
+
+def changed(original: Path, target: Path, source: random.Random) -> None:
+    """A file that is one to three changes away from another."""
+    while True:
+        image, text = Image(original), None
+        with np.errstate(all="ignore"):
+            for _ in range(source.choice([1, 1, 2, 3])):
+                pick = source.random()
+                if pick < 0.6 or not image.arrays:
+                    text = change_description(image, source)
+                elif pick < 0.93:
+                    change_numbers(image, source)
+                else:
+                    change_attributes(image, source)
+        try:
+            image.write(target, text)
+            return
+        except (ValueError, OSError, TypeError, OverflowError, RuntimeError, AttributeError, KeyError):
+            continue  # no such file can be written
+
+
+def check_finite(posterior: uq.Posterior, x: Tensor) -> None:
+    """Everything that a posterior holds and gives is finite, or an error of the project."""
+    for block in posterior.blocks.values():
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in posterior.mean.values())
+    numbers = [posterior.scale, posterior.residual_weight, posterior.noise_scale, posterior.temperature]
+    prior = posterior.prior_precision
+    numbers += list(prior.values()) if isinstance(prior, dict) else [prior]
+    assert all(math.isfinite(number) and number >= 0 for number in numbers)
+    str(posterior.report())
+    for variance in posterior.variance().values():
+        assert bool((torch.isfinite(variance) & (variance >= 0)).all())
+    for draw in posterior.sample(2, torch.Generator().manual_seed(0)).values():
+        assert bool(torch.isfinite(draw).all())
+    assert posterior.model is not None
+    uq.wrap(posterior.model, posterior)(x)
+
+
+def try_posterior(path: Path, likelihood: str, untrusted: bool) -> None:
+    """Read a file in every way."""
+    uq.inspect(path) if untrusted else None
+    check_finite(uq.load(path, model(likelihood), untrusted=untrusted), batches(likelihood)[0][0])
+
+
+def try_checkpoint(path: Path, method: str) -> None:
+    """Go on from a file."""
+    posterior = fit(method, checkpoint=path)
+    likelihood = METHODS[method].get("likelihood", "classification")
+    check_finite(posterior, batches(likelihood)[0][0])
+
+
+def originals(folder: Path) -> list[tuple[str, Path, Callable[[Path, random.Random], None]]]:
+    """A posterior of every method, and checkpoints from several places of their fits."""
+    found: list[tuple[str, Path, Callable[[Path, random.Random], None]]] = []
+    for method, options in METHODS.items():
+        likelihood = options.get("likelihood", "classification")
+        path = folder / f"{method}.h5"
+        posterior = fit(method)
+        posterior.record.calibration = _CALIBRATION if method == "inf" else {}
+        posterior.record.referral = _REFERRAL if method in ("inf", "kfac") else {}
+        uq.save(posterior, path)
+
+        def read(path: Path, source: random.Random, likelihood: str = likelihood) -> None:
+            try_posterior(path, likelihood, source.random() < 0.02)
+
+        found.append((method, path, read))
+        for after in (3, 8, 13, 17) if method == "function_space" else (3, 8, 13):
+            path = folder / f"{method}.{after}.checkpoint"
+            with suppress(RuntimeError):
+                fit(method, Stops(batches(likelihood), after), checkpoint=path, checkpoint_every=1)
+            if not path.exists():
+                continue
+
+            def resume(path: Path, source: random.Random, method: str = method) -> None:
+                try_checkpoint(path, method)
+
+            found.append((f"checkpoint of {method}", path, resume))
+    return found
+
+
+_CALIBRATION: dict[str, Any] = {
+    "alpha": 0.1,
+    "beta": 1.0,
+    "residual": 0.1,
+    "before": 0.2,
+    "n_mc": 10,
+    "head": {"weights": "row"},
+    "posterior": {"scale": 20.0, "prior_precision": 1.0, "residual_weight": 1.0, "noise_scale": 1.0},
+}
+_REFERRAL: dict[str, Any] = {
+    "scores": {"entropy": {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]}},
+    "shares": [1 / 3, 2 / 3, 1.0],
+    "rate": 0.4,
+    "inputs": 3,
+    "head": {"head": "sampling"},
+    "posterior": {"scale": 20.0},
+}
+
+
+def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
+    """How many files of each kind were refused, and how many read; raises at the first that does neither."""
+    source, found = random.Random(seed), Counter[tuple[str, str]]()
+    kinds = originals(folder)
+    for number in range(count):
+        name, original, read = kinds[number % len(kinds)]
+        target = folder / "hostile.h5"
+        changed(original, target, source)
+        kept = target.read_bytes()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                read(target, source)
+            found[name, "read"] += 1
+        except PosthocUQError:
+            found[name, "refused"] += 1
+        except BaseException:
+            (folder.parent / f"failed-{seed}-{number}.h5").write_bytes(kept)
+            print(f"file {number} of seed {seed}: {name}", flush=True)
+            raise
+    return found
+
+
+def main() -> None:
+    """Count."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(given.count, given.seed, Path(folder))
+    for name in sorted({name for name, _ in found}):
+        print(f"{name:32} refused {found[name, 'refused']:5}  read {found[name, 'read']:5}")
+    print(f"{sum(found.values())} files in {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,543 @@
+"""Where tensors lie: with any default device of torch's, and on whatever device there is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import posthoc_uq as uq
+from posthoc_uq.contexts import UniformBox
+from posthoc_uq.devices import Checks, has_double, on_host
+from posthoc_uq.heads.draws import normals, placed_normals
+from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.randomness import device_generators
+
+CPU = torch.device("cpu")
+Work = Callable[[torch.device], dict[str, Any]]
+
+# torch's functions that make a tensor of nothing, on torch's default device unless they are told where
+MADE = frozenset(
+    "arange as_tensor asarray empty empty_strided eye full linspace logspace ones rand randint randn randperm range "
+    "scalar_tensor tensor tril_indices triu_indices zeros".split()
+)
+
+
+def calls_without_a_device(source: str) -> list[int]:
+    """Lines that make a tensor without saying where."""
+    found: list[int] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MADE:
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if of_torch and "device" not in {keyword.arg for keyword in node.keywords}:
+                found.append(node.lineno)
+    return found
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
+    assert calls_without_a_device("import torch\nx = torch.ones(2)\ny = torch.ones(2, device=x.device)") == [
+        2
+    ]
+    root = Path(uq.__file__).parent
+    found = {
+        f"{path.relative_to(root)}:{line}"
+        for path in sorted(root.rglob("*.py"))
+        for line in calls_without_a_device(path.read_text(encoding="utf-8"))
+    }
+    assert not found
+
+
+def made_on_host(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Make it on the CPU, whatever torch's default device is: it is the user's."""
+
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return make(*args, **kwargs)
+
+    return made
+
+
+@made_on_host
+def network(outputs: int = 3, device: torch.device = CPU) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, outputs)]
+    model = nn.Sequential(*layers).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    return model.to(device)
+
+
+@made_on_host
+def images(samples: int = 24, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (samples,), generator=generator)
+    return torch.randn(samples, 1, 4, 4, generator=generator), labels
+
+
+@made_on_host
+def regression(samples: int = 24) -> tuple[Tensor, Tensor]:
+    return images(samples)[0], torch.randn(samples, 2, generator=torch.Generator().manual_seed(2))
+
+
+@made_on_host
+def probabilities(samples: int) -> Tensor:
+    return torch.rand(samples, 3, generator=torch.Generator().manual_seed(0)).softmax(1)
+
+
+def batched(data: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(data[0].split(10), data[1].split(10), strict=True))
+
+
+def described(posterior: uq.Posterior) -> dict[str, Any]:
+    """What does not depend on the choice of an eigenbasis."""
+    return posterior.variance() | {
+        "log determinant": posterior.log_determinant(),
+        "prior": posterior.prior_precision,
+    }
+
+
+def fitted(model: nn.Module, method: str = "inf", **options: Any) -> uq.Posterior:
+    given: dict[str, Any] = {"layers": "last"} if method == "full" else {}
+    given |= {"epochs": 1} if method == "function_space" else {"prior_precision": 1.0}
+    data = batched(regression() if options.get("likelihood") == "regression" else images())
+    return uq.fit(model, data, method=method, progress=False, **given | options)
+
+
+def fits(method: str, **options: Any) -> Work:
+    return lambda device: described(
+        fitted(network(2 if "likelihood" in options else 3, device), method, **options)
+    )
+
+
+def predicts(head: str, method: str = "inf", **options: Any) -> Work:
+    def work(device: torch.device) -> dict[str, Any]:
+        model, x = network(device=device), images(6, 3)[0]
+        predictor = uq.wrap(model, fitted(model, method), head, **options)
+        found = predictor(x.to(device)).to_dict() | {"top": predictor.novelty(x.to(device), of="top")}
+        assert {tensor.device.type for tensor in found.values()} == {device.type}
+        return found | {f"loader {k}": v for k, v in predictor.predict([x], progress=False).to_dict().items()}
+
+    return work
+
+
+def regresses(device: torch.device) -> dict[str, Any]:
+    model = network(2, device)
+    posterior = fitted(model, likelihood="regression", noise_variance=0.1)
+    prediction = uq.wrap(model, posterior, "moments")(images(6, 3)[0].to(device))
+    return prediction.to_dict() | {"drawn": prediction.sample(2, torch.Generator().manual_seed(0))}
+
+
+def tunes(device: torch.device) -> dict[str, Any]:
+    posterior = fitted(network(device=device))
+    uq.tune(posterior, batched(images(seed=4)), progress=False, max_evaluations=2)
+    found: dict[str, Any] = {"validation": posterior.prior_precision}
+    for name, options in {"evidence": {}, "by layer": {"per_layer": True}}.items():
+        uq.tune(posterior, progress=False, **options)
+        found[name] = posterior.prior_precision
+    return found
+
+
+def searches_faithfully(device: torch.device) -> dict[str, Any]:
+    return {"prior": uq.fit(network(device=device), batched(images()), progress=False).prior_precision}
+
+
+def evaluates(device: torch.device) -> dict[str, Any]:
+    model = network(device=device)
+    predictor = uq.wrap(model, fitted(model, "diag"), n_samples=3)
+    result = uq.evaluate(predictor, batched(images(seed=4)), ood_loaders=[images()[0] * 3], progress=False)
+    return {"quality": result.to_dict()["quality"]}
+
+
+def stores(device: torch.device) -> dict[str, Any]:
+    model = network(device=device)
+    with TemporaryDirectory() as folder:
+        uq.save(fitted(model), Path(folder) / "posterior.h5")
+        return described(uq.load(Path(folder) / "posterior.h5", model))
+
+
+def scores(device: torch.device) -> dict[str, Any]:
+    from posthoc_uq import metrics
+
+    probs, labels = probabilities(12).to(device), images(12)[1].to(device)
+    errors = (labels == 0).to(probs)
+    mean, sd, values = probs[:, 0], probs[:, 1] + 0.1, probs[:, 2]
+    return {
+        "top k": metrics.top_k_accuracy(probs, labels, 2),
+        **{
+            f"{score.__name__} {binning}": score(probs, labels, 5, binning)
+            for score in (metrics.expected_calibration_error, metrics.classwise_calibration_error)
+            for binning in ("equal_width", "equal_mass")
+        },
+        "auroc": metrics.ood_auroc(probs[:, 0], probs[:, 1]),
+        "risk": metrics.risk_coverage(probs[:, 0], errors).risk,
+        "auc": metrics.selective_auc(probs[:, 0], probs, labels, [0.1, 0.3]),
+        "coverage": metrics.coverage_curve(mean, sd, values).observed,
+        "crps": metrics.crps_gaussian(mean, sd, values),
+    }
+
+
+WORKS: dict[str, Work] = {
+    **{method: fits(method) for method in ("inf", "efb", "kfac", "diag", "full")},
+    "exact Fisher": fits("inf", fisher="exact"),
+    "sketch": fits("inf", basis="sketch", rank=4),
+    "regression, its noise": fits("inf", likelihood="regression"),
+    "sampling": predicts("sampling", "diag", n_samples=3),
+    "sampling, seeds": predicts("sampling", "diag", n_samples=3, keep="seeds", antithetic=True),
+    "linearized": predicts("linearized"),
+    "linearized, dense": predicts("linearized", "full"),
+    "linearized, jvp": predicts("linearized", "diag", engine="jvp", n_probes=4),
+    "linearized, two classes": predicts("linearized", outputs=2),
+    "moments": predicts("moments"),
+    "moments, full": predicts("moments", cov="full"),
+    "moments, bridge": predicts("moments", link="bridge"),
+    "regression": regresses,
+    "tuning": tunes,
+    "faithful": searches_faithfully,
+    "evaluation": evaluates,
+    "file": stores,
+    "metrics": scores,
+}
+CONTEXTS: dict[str, Any] = {
+    "batch": "batch",
+    "monochrome": "monochrome",
+    "uniform": "uniform",
+    "box": UniformBox(-1.0, torch.ones(1, 4, 4)),
+    "loader": [images(8, 6)[0]],
+}
+TRAININGS = {
+    **{name: fits("function_space", context=context, initial="diag") for name, context in CONTEXTS.items()},
+    "initialised": fits("function_space", prior_mean="random_init"),
+}
+
+
+def forget_draws() -> None:
+    for kept in (normals, placed_normals):
+        kept.cache_clear()
+
+
+def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
+    if isinstance(expected, Tensor):
+        if exact:
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{where}: {m}"
+            )
+        elif expected.is_floating_point() and "variation" not in where:  # counts jump at a tie
+            found, expected = found.cpu().to(expected.dtype), expected.cpu()
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3, msg=lambda m: f"{where}: {m}")
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name, value in expected.items():
+            assert_same(found[name], value, f"{where}, {name}", exact)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=0 if exact else 2e-2, nan_ok=True), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", WORKS | TRAININGS)
+def test_torchs_default_device_changes_nothing(name: str) -> None:
+    """Tensors of the default device ``meta`` have no numbers: nothing may be computed with one."""
+    work = (WORKS | TRAININGS)[name]
+    expected = work(CPU)
+    forget_draws()
+    with torch.device("meta"):
+        found = work(CPU)
+    assert_same(found, expected, name, exact=True)
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", WORKS)
+def test_a_device_finds_what_the_cpu_does(name: str, device: torch.device) -> None:
+    assert_same(WORKS[name](device), WORKS[name](CPU), name, exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", WORKS | TRAININGS)
+def test_the_device_as_torchs_default_changes_nothing(name: str, device: torch.device) -> None:
+    work = (WORKS | TRAININGS)[name]
+    for place in (CPU, device):
+        expected = work(place)
+        forget_draws()
+        with torch.device(device):
+            found = work(place)
+        assert_same(found, expected, name, exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_on_a_device(name: str, device: torch.device) -> None:
+    found = TRAININGS[name](device)
+    prior = found.pop("prior")
+    assert prior == TRAININGS[name](CPU)["prior"]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore:The posterior's prior precision")
+@pytest.mark.parametrize("head", ["sampling", "linearized", "moments"])
+@pytest.mark.parametrize("method", ["inf", "kfac", "diag", "full", "function_space"])
+def test_a_posterior_and_a_model_on_two_devices(head: str, method: str, device: torch.device) -> None:
+    far, near, x = network(device=device), network(), images(6, 3)[0]
+    options = {"n_samples": 3} if head == "sampling" else {}
+    posterior = fitted(far, method)
+    expected = uq.wrap(far, posterior, head, **options)(x.to(device)).to_dict()
+    with TemporaryDirectory() as folder:
+        uq.save(posterior, Path(folder) / "posterior.h5")
+        at_home = uq.load(Path(folder) / "posterior.h5", far, device="cpu")
+        away = uq.load(Path(folder) / "posterior.h5", near, device=device)
+    for model, own, place in ((near, posterior, CPU), (near, away, CPU), (far, at_home, device)):
+        found = uq.wrap(model, own, head, **options)(x.to(place)).to_dict()
+        assert {tensor.device.type for tensor in found.values()} == {place.type}
+        assert_same(found, expected, head, exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        ("sampling", {"n_samples": 3}),
+        ("sampling", {"n_samples": 3, "keep": "seeds"}),
+        ("linearized", {}),
+        ("linearized", {"engine": "jvp", "n_probes": 4}),
+        ("moments", {}),
+        ("moments", {"cov": "full"}),
+    ],
+    ids=str,
+)
+def test_a_predictor_moves(head: str, options: dict[str, Any], device: torch.device) -> None:
+    model, x = network(device=device), images(6, 3)[0]
+    before = {name: (p.device, p.clone()) for name, p in model.named_parameters()}
+    predictor = uq.wrap(model, fitted(model), head, **options)
+    expected = {name: tensor.cpu() for name, tensor in predictor(x.to(device)).to_dict().items()}
+    for place in (CPU, device):
+        assert predictor.to(place).device.type == place.type
+        found = predictor(x.to(place)).to_dict()
+        assert {tensor.device.type for tensor in found.values()} == {place.type}
+        assert_same(found, expected, head, exact=False)
+        assert_same(predictor.predict([x], progress=False).to_dict(), expected, head, exact=False)
+    for name, parameter in model.named_parameters():
+        assert parameter.device == before[name][0] and torch.equal(parameter, before[name][1])
+
+
+@pytest.mark.device
+def test_what_is_given_may_be_on_the_device(device: torch.device) -> None:
+    noise, low = torch.tensor([0.1, 0.2], device=device), torch.full((1, 4, 4), -1.0, device=device)
+    posterior = fitted(network(2, device), likelihood="regression", noise_variance=noise)
+    torch.testing.assert_close(posterior.noise_variance, torch.tensor([0.1, 0.2], dtype=torch.float64))
+    posterior.prior_precision = torch.tensor(2.0, device=device)
+    assert posterior.prior_precision == 2.0
+    fitted(network(device=device), "function_space", context=UniformBox(low, -low))
+    x, y = (tensor.to(device) for tensor in images())
+    found = uq.fit(network(device=device), [(x, y)], prior_precision=1.0, progress=False)
+    assert_same(found.variance(), fitted(network()).variance(), "a loader on the device", exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_fit_on_a_device_goes_on(likelihood: str, device: torch.device, tmp_path: Path) -> None:
+    data = batched(regression() if likelihood == "regression" else images())
+    options: dict[str, Any] = {"likelihood": likelihood, "prior_precision": 1.0, "progress": False}
+    model, read = network(2 if likelihood == "regression" else 3, device), 0
+
+    class Breaks:
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            nonlocal read
+            for batch in data:
+                read += 1
+                if read == 6:
+                    raise InterruptedError
+                yield batch
+
+    options |= {"checkpoint": tmp_path / "checkpoint.h5", "checkpoint_every": 1}
+    with pytest.raises(InterruptedError):
+        uq.fit(model, Breaks(), **options)
+    found = uq.fit(model, Breaks(), **options)
+    whole = uq.fit(model, data, **{**options, "checkpoint": None})
+    assert_same(described(found), described(whole), likelihood, exact=True)
+
+
+@pytest.mark.device
+def test_float64_is_refused_where_a_device_has_none(device: torch.device) -> None:
+    if has_double(device):
+        assert fitted(network(device=device), dtype=torch.float64).dtype == torch.float64
+    else:
+        with pytest.raises(uq.PosthocUQError, match=r"leave dtype out, or move the model to the CPU"):
+            fitted(network(device=device), dtype=torch.float64)
+
+
+@pytest.mark.device
+def test_the_devices_random_state_stays_as_it_was(device: torch.device) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network(device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 1e-3 * torch.randn(3, device=x.device)
+
+    model = Draws().eval()
+
+    def states() -> list[Tensor]:
+        return [module.get_rng_state(*place) for module, place in device_generators()]
+
+    before = states()
+    predictor = uq.wrap(model, fitted(model), n_samples=3)
+    predictor.predict([images(6)[0]], progress=False)
+    assert all(torch.equal(one, other) for one, other in zip(states(), before, strict=True))
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers and tensors that come to it, sizes that it must know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        source = args[1] if name == "copy_" else args[0] if args else None
+        if isinstance(source, Tensor) and source.device.type != "cpu":
+            copied = name in ("_to_copy", "copy_") and found.device.type == "cpu"
+            self.count += copied or name in (
+                "_local_scalar_dense",
+                "nonzero",
+                "_unique2",
+                "unique_dim",
+                "equal",
+            )
+        return found
+
+
+def waits_a_batch(work: Callable[[list[tuple[Tensor, Tensor]]], Any]) -> float:
+    """How many more there are for each batch more."""
+    counts: list[int] = []
+    for batches in (3, 7):
+        data = images(8 * batches)
+        loader = list(zip(data[0].split(8), data[1].split(8), strict=True))
+        with Waits() as waits:
+            work(loader)
+        counts.append(waits.count)
+    return (counts[1] - counts[0]) / 4
+
+
+def counting_device(device: torch.device) -> torch.device:
+    if not has_double(device):
+        pytest.skip(f"'{device}' has no float64, which is computed on the host")
+    return device
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("method", "sweeps"), [("inf", 2), ("kfac", 1), ("full", 1)])
+def test_a_sweep_looks_at_the_device_once_a_batch(method: str, sweeps: int, device: torch.device) -> None:
+    model = network(device=counting_device(device))
+    options: dict[str, Any] = {"layers": "last"} if method == "full" else {}
+    options |= {"method": method, "prior_precision": 1.0, "progress": False}
+    assert waits_a_batch(lambda loader: uq.fit(model, loader, **options)) <= sweeps
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_training_looks_at_the_device_twice_a_step(device: torch.device) -> None:
+    """Once for whether the covariances have Cholesky factors, on which its way depends, once for all else."""
+    model, counts = network(device=counting_device(device)), list[int]()
+    for epochs in (1, 3):
+        with Waits() as waits:
+            fitted(model, "function_space", epochs=epochs, context="batch", body="sample")
+        counts.append(waits.count)
+    assert counts[1] - counts[0] <= 2 * 2 * len(batched(images()))
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("head", "waits"), [("sampling", 1), ("linearized", 2), ("moments", 1)])
+def test_a_prediction_comes_in_one_copy(head: str, waits: int, device: torch.device) -> None:
+    """The linearised head looks once more, at what has lost too many digits."""
+    model = network(device=counting_device(device))
+    predictor = uq.wrap(model, fitted(model), head, **({"n_samples": 3} if head == "sampling" else {}))
+    predictor(images(8)[0].to(device))
+    assert waits_a_batch(lambda loader: predictor.predict(loader, progress=False)) <= waits
+
+
+@pytest.mark.device
+def test_an_evaluation_copies_little(device: torch.device) -> None:
+    model = network(device=counting_device(device))
+    predictor = uq.wrap(model, fitted(model), "moments")
+    assert waits_a_batch(lambda loader: uq.evaluate(predictor, loader, progress=False)) <= 5
+
+
+@pytest.mark.device
+def test_tensors_that_come_to_the_host_together_are_the_same(device: torch.device) -> None:
+    tensors = [
+        torch.tensor(True),
+        torch.arange(3, dtype=torch.uint8),
+        torch.tensor([[1.5, float("nan")], [-0.0, float("inf")]]),
+        torch.arange(-2, 2, dtype=torch.int64).reshape(2, 2).T,
+        torch.zeros(0, 3),
+        torch.tensor([1.25, -2.0], dtype=torch.bfloat16),
+        torch.tensor(7, dtype=torch.int16),
+    ]
+    far = [tensor.to(device) for tensor in tensors]
+    for found in (on_host(*far), on_host(*far[:3], *tensors[3:])):
+        for own, expected in zip(found, tensors, strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
+            assert (
+                own.untyped_storage().nbytes() <= max(1, own.numel() * own.element_size()) or own is expected
+            )
+    needs = torch.ones(2, device=device, requires_grad=True)
+    assert on_host(needs, far[0])[0].requires_grad
+
+
+class TestLooks:
+    """Of a batch that is read when it is done: the first error is the one that was asked for first."""
+
+    def test_labels_that_are_out_of_range(self) -> None:
+        for likelihood, x, y in (
+            ("classification", images(8)[0], torch.tensor([0, 1, 2, 0, 1, 2, 0, 3])),
+            ("classification", images(8)[0], torch.tensor([0, 1, 2, 0, 1, 2, 0, -100])),
+            ("regression", images(8)[0], torch.full((8, 3), float("inf"))),
+        ):
+            for fisher in ("mc", "empirical"):
+                with pytest.raises(uq.PosthocUQError, match=r"^Batch 1: (Labels run from|Some targets)"):
+                    good = (x, torch.zeros_like(y))
+                    options: dict[str, Any] = {"noise_variance": 1.0} if likelihood == "regression" else {}
+                    uq.fit(
+                        network(),
+                        [good, (x, y)],
+                        likelihood=likelihood,
+                        fisher=fisher,
+                        progress=False,
+                        **options,
+                    )
+
+    def test_a_likelihood_with_a_check_of_its_own(self) -> None:
+        class Strict(Categorical):
+            def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+                super().check(outputs, targets)
+                if targets is not None and bool((targets == 2).any()):
+                    raise uq.PosthocUQError("Class 2 is not wanted.")
+
+        with pytest.raises(uq.PosthocUQError, match=r"^Batch 0: Class 2 is not wanted"):
+            uq.fit(network(), batched(images()), likelihood=Strict(), prior_precision=1.0, progress=False)
+
+    def test_in_the_order_of_asking(self) -> None:
+        checks, found = Checks(), list[int]()
+        for number in range(3):
+            checks.later(torch.tensor(number), lambda value: found.append(int(value)))
+        assert not found
+        checks.look()
+        checks.look()
+        assert found == [0, 1, 2]

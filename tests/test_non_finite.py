@@ -1,0 +1,132 @@
+"""Inputs, curvatures and draws too large for their numbers: a NonFiniteError or a finite answer, never a NaN."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.heads.finite import checked
+
+METHODS = ("diag", "kfac", "efb", "inf", "full", "function_space")
+LIKELIHOODS = ("classification", "binary", "regression")
+HEADS: dict[str, dict[str, Any]] = {
+    "sampling": {"head": "sampling", "n_samples": 4},
+    "exact": {"head": "linearized", "engine": "exact"},
+    "probit": {"head": "linearized", "link": "probit"},
+    "bridge": {"head": "linearized", "link": "bridge"},
+    "jvp": {"head": "linearized", "engine": "jvp", "n_probes": 3},
+    "moments": {"head": "moments"},
+    "full covariance": {"head": "moments", "cov": "full"},
+}
+
+
+def _data() -> Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+
+
+@functools.cache
+def _fitted(method: str, likelihood: str, size: float = 1.0) -> uq.Posterior:
+    outputs = 1 if likelihood == "binary" else 3
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, outputs))
+    x = _data()
+    targets = {"classification": torch.arange(6) % 3, "binary": torch.arange(6) % 2, "regression": x}
+    options = {"epochs": 1, "n_context": 2, "context": "batch"} if method == "function_space" else {}
+    if likelihood == "regression":
+        options["noise_variance"] = 1.0
+    return uq.fit(
+        model,
+        [(size * x, targets[likelihood])],
+        method=method,
+        likelihood=likelihood,
+        prior_precision=1.0,
+        progress=False,
+        **options,
+    )
+
+
+def _require_finite(found: dict[str, Tensor], where: Any) -> None:
+    for name, tensor in found.items():
+        assert bool(torch.isfinite(tensor).all()), (where, name)
+
+
+def _answers(head: str, posterior: uq.Posterior, x: Tensor) -> int:
+    """How many answers were refused; the others must be finite."""
+    predictor = uq.wrap(posterior.model, posterior, **HEADS[head])
+    asked = [lambda: predictor(x).to_dict(), lambda: predictor.predict([x], progress=False).to_dict()]
+    asked.append(lambda: {"novelty": predictor.novelty(x, of="top")})
+    if predictor.head != "sampling":
+        asked.append(lambda: {"variance": predictor.functional_variance(x)})
+    if predictor.head == "linearized":
+        asked += [
+            lambda: {"covariance": predictor.functional_covariance(x)},
+            lambda: {"trace": predictor.functional_trace(x)},
+        ]
+    refused = 0
+    for ask in asked:
+        try:
+            _require_finite(ask(), (head, float(x.abs().max())))
+        except NonFiniteError:
+            refused += 1
+    return refused
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("method", METHODS)
+def test_fits_of_huge_inputs(method: str, likelihood: str) -> None:
+    size = 1e20
+    try:
+        posterior = _fitted(method, likelihood, size)
+    except NonFiniteError:
+        return
+    _require_finite(posterior.variance(), "variance")
+    _require_finite(posterior.sample(2), "draws")
+    assert bool(torch.isfinite(posterior.log_determinant()))
+    for head in ("sampling", "exact", "moments"):
+        _answers(head, posterior, size * _data())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("method", METHODS)
+def test_predictions_of_huge_inputs(method: str, head: str) -> None:
+    for likelihood in LIKELIHOODS if method == "diag" else ("classification",):
+        posterior = _fitted(method, likelihood)
+        assert _answers(head, posterior, _data()) == 0
+        assert _answers(head, posterior, 1e38 * _data()) > 0
+        _answers(head, posterior, 1e20 * _data())
+
+
+def test_the_error_counts_the_inputs() -> None:
+    posterior = _fitted("diag", "classification")
+    x = _data()
+    x[2, 0], x[4, 1] = float("nan"), float("inf")
+    for head in HEADS:
+        predictor = uq.wrap(posterior.model, posterior, **HEADS[head])
+        with pytest.raises(NonFiniteError, match=r"of 2 of 6 inputs is not finite \(the first is number 2\)"):
+            predictor(x)
+
+
+def test_draws_that_overflow() -> None:
+    """Finite weights whose products are not."""
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+    posterior = uq.fit(model, [_data()], method="diag", prior_precision=1.0, progress=False)
+    posterior.prior_precision = posterior.scale = 1e-24
+    predictor = uq.wrap(model, posterior, head="sampling", n_samples=4)
+    with pytest.raises(NonFiniteError, match="narrower posterior"):
+        predictor(_data())
+
+
+def test_a_masked_class_is_an_answer() -> None:
+    logits = torch.randn(2, 5, 3)
+    logits[:, :, 1] = float("-inf")
+    assert checked(uq.ClassPrediction.from_logits(logits)).probs[:, 1].eq(0).all()
+    logits[1, 3, 2] = float("inf")
+    with pytest.raises(NonFiniteError, match="of 1 of 5 inputs"):
+        checked(uq.ClassPrediction.from_logits(logits))

@@ -1,0 +1,187 @@
+"""Settings of a posterior: what is computed is computed under those of one moment, whatever is set meanwhile."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.errors import PosthocUQError
+
+HEADS: dict[str, dict[str, Any]] = {
+    "sampling": {"head": "sampling", "n_samples": 3},
+    "exact": {"head": "linearized", "engine": "exact"},
+    "jvp": {"head": "linearized", "engine": "jvp", "n_probes": 3},
+    "moments": {"head": "moments"},
+    "full covariance": {"head": "moments", "cov": "full"},
+}
+WHILE_RUNNING: list[Callable[[], None]] = []
+
+
+class Meddling(nn.Module):
+    """Something else happens while the model runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for work in WHILE_RUNNING:
+            work()
+        return x
+
+
+def _fitted(
+    likelihood: str = "classification", method: str = "kfac"
+) -> tuple[nn.Module, uq.Posterior, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Meddling(), nn.Linear(5, 3))
+        x = torch.randn(10, 4)
+    targets = torch.randn(10, 3) if likelihood == "regression" else torch.arange(10) % 3
+    options = {"noise_variance": 0.5} if likelihood == "regression" else {}
+    posterior = uq.fit(
+        model,
+        [(x, targets)],
+        method=method,
+        likelihood=likelihood,
+        prior_precision=1.0,
+        progress=False,
+        **options,
+    )
+    return model, posterior, x
+
+
+def _same(first: Any, second: Any) -> bool:
+    one, two = first.to_dict(), second.to_dict()
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def _meddle(posterior: uq.Posterior) -> None:
+    posterior.prior_precision = 50.0
+    posterior.scale = 3.0
+    posterior.temperature = 4.0
+    posterior.noise_scale = 5.0
+
+
+@pytest.fixture
+def meddling() -> Any:
+    yield WHILE_RUNNING.append
+    WHILE_RUNNING.clear()
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_prediction_is_of_one_moment(head: str, likelihood: str, meddling: Any) -> None:
+    """Set while the model runs, and while the first of the factors is made: the old settings alone, or the new ones."""
+    model, posterior, x = _fitted(likelihood)
+    first = posterior.settings
+    predictor = uq.wrap(model, posterior, **HEADS[head])
+    expected = predictor(x)
+    meddling(lambda: _meddle(posterior))
+    assert _same(predictor(x), expected)
+    WHILE_RUNNING.clear()
+    predictor.refresh(0)
+    changed = predictor(x)
+    assert not _same(changed, expected)
+    # again, with nothing kept: the change comes between the factors of two blocks
+    posterior.settings = first
+    own = copy.deepcopy(posterior)
+    block = next(iter(own.blocks.values()))
+    made = block.factor
+
+    def factor(settings: Any) -> Any:
+        _meddle(own)
+        return made(settings)
+
+    fresh = uq.wrap(model, own, **HEADS[head])
+    own.settings = replace(first, residual_weight=0.5)  # which is nothing to this method, but a change
+    block.factor = factor  # type: ignore[method-assign]
+    fresh.refresh(0)
+    own.temperature, own.noise_scale = first.temperature, first.noise_scale
+    assert _same(fresh(x), expected)
+
+
+def test_no_factor_ends_under_the_settings_of_another() -> None:
+    _, posterior, _ = _fitted()
+    expected = {}
+    for value in (1.0, 50.0):
+        posterior.prior_precision = value
+        expected[value] = posterior.variance()
+    posterior.prior_precision = 1.0
+    own = copy.deepcopy(posterior)
+    for block in own.blocks.values():
+        made = block.factor
+
+        def factor(settings: Any, made: Any = made) -> Any:
+            own.prior_precision = 50.0  # between the reading of the settings and the end
+            return made(settings)
+
+        block.factor = factor  # type: ignore[method-assign]
+    for value in (1.0, 50.0, 1.0):
+        own.prior_precision = value
+        for name, variance in own.variance().items():
+            assert torch.equal(variance, expected[value][name]), (value, name)
+    own.prior_precision = 1.0
+    evidence = float(own.log_marginal_likelihood())
+    posterior.prior_precision = 1.0
+    assert evidence == float(posterior.log_marginal_likelihood())
+
+
+def test_threads_that_set_and_threads_that_read() -> None:
+    model, posterior, x = _fitted()
+    predictor = uq.wrap(model, posterior, head="linearized", link="probit")
+    values = (1.0, 50.0)
+    variances, predictions = {}, {}
+    for value in values:
+        posterior.prior_precision = value
+        variances[value], predictions[value] = posterior.variance(), predictor(x)
+    stop = threading.Event()
+
+    def setting() -> None:
+        while not stop.is_set():
+            for value in values:
+                posterior.prior_precision = value
+
+    def reading(_: int) -> bool:
+        good = True
+        for _ in range(15):
+            found, prediction = posterior.variance(), predictor(x)
+            good &= any(all(torch.equal(found[n], v) for n, v in variances[t].items()) for t in values)
+            good &= any(_same(prediction, predictions[t]) for t in values)
+        return good
+
+    setter = threading.Thread(target=setting)
+    setter.start()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(reading, range(4)))
+    finally:
+        stop.set()
+        setter.join()
+
+
+def test_settings_are_one_value() -> None:
+    _, posterior, _ = _fitted()
+    before, snapshot = posterior.settings, posterior.snapshot()
+    posterior.settings = replace(before, scale=2.0, temperature=3.0)
+    assert (posterior.scale, posterior.temperature, snapshot.scale) == (2.0, 3.0, before.scale)
+    with pytest.raises(PosthocUQError, match="scale must be positive"):
+        posterior.settings = replace(before, scale=0.0)
+    posterior.prior_precision = dict.fromkeys(posterior.layers, 2.0)
+    prior = posterior.prior_precision
+    for change in (
+        lambda: prior.update({"0": 3.0}),
+        lambda: prior.__setitem__("0", 3.0),
+        lambda: prior.pop("0"),
+        lambda: prior.clear(),
+    ):
+        with pytest.raises(PosthocUQError, match="cannot be changed in place"):
+            change()
+    for twin in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert twin.settings == posterior.settings
+        twin.prior_precision = 7.0
+        assert posterior.prior_precision == {"0": 2.0, "3": 2.0} == {**prior}
