@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from posthoc_uq.curvature.capture import Owner
 
 _NAMED = 5
-_OLD_HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
+# Ends of the names that torch's hooks give what a weight is computed from, and what undoes them.
+_HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
 
 
 def home_of(owner: Owner, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module]:
@@ -22,21 +23,18 @@ def home_of(owner: Owner, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Mod
 def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module]) -> str:
     """Why no use of a layer's weight was seen, and what to do about it."""
     name, attribute, _ = owner
-    before, found, tensor = f".{name}".rpartition(".parametrizations.")
-    layer = f"model.get_submodule('{before[1:] if found else name}')"
+    layer = f"model.get_submodule('{home_of(owner, modules)[0]}')"
+    _, found, tensor = f".{name}".rpartition(".parametrizations.")
+    hook = next((_HOOKS[end] for end in _HOOKS if attribute == f"weight{end}"), None)
     if found:
-        call = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
+        remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
+    elif hook is not None:
+        remedy = f"torch.nn.utils.{hook}({layer})"
     else:
-        _, module = home_of(owner, modules)
-        ending = next(
-            (e for e in _OLD_HOOKS if attribute.endswith(e) and attribute.startswith("weight")), None
-        )
-        if ending is None or hasattr(type(module), attribute):
-            return f"its weight '{parameter}' is used in a way that cannot be caught"
-        call = f"torch.nn.utils.{_OLD_HOOKS[ending]}({layer})"
+        return f"its weight '{parameter}' is used in a way that cannot be caught"
     return (
         f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight itself; call "
-        f"model.eval() and {call}, which keeps the weight as it is"
+        f"model.eval() and {remedy}, which keeps the weight as it is"
     )
 
 
