@@ -23,6 +23,7 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.function_space import function_space_kl
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.replica import untied
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
 from posthoc_uq.wrapping import wrap
@@ -58,5 +59,6 @@ __all__ = [
     "save",
     "set_referral",
     "tune",
+    "untied",
     "wrap",
 ]

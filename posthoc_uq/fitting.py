@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import LOADER, explained
-from posthoc_uq.curvature.dryrun import Prepared, Selection, prepare
+from posthoc_uq.curvature.dryrun import Prepared, prepare
 from posthoc_uq.curvature.features import FeatureSource, find_features
+from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
@@ -123,7 +124,8 @@ def fit(
         method: ``"inf"`` (sparse information form), ``"efb"``, ``"kfac"``, ``"diag"``, ``"full"`` or
             ``"function_space"``.
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
-        layers: ``"all"``, ``"last"``, names or prefixes of names, or a predicate ``(name, module) -> bool``.
+        layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
+            ``(name, module) -> bool``.
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them,
             ``"empirical"`` targets, or ``"auto"`` (the default): exact where outputs and samples are few, else
             drawn, up to three a sample (`posthoc_uq.inference.labels.resolve_fisher`); the report says what was used.
@@ -220,6 +222,8 @@ def fit(
             return whole, batch, prepared, features, samples, gives_probabilities(model, batch, law)
 
     loader, batch, prepared, features, samples, probabilities = together(begin, "the dry run")
+    if prepared.warning is not None:
+        warnings.warn(prepared.warning, UserWarning, stacklevel=2)
     if probabilities:
         warnings.warn(PROBABILITIES, UserWarning, stacklevel=2)
     kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples))

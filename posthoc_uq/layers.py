@@ -23,7 +23,7 @@ from torch import Tensor, nn
 BATCH_AXES = (0, 1, INTERLEAVED := -1)
 
 # Dimensions of the weight, by the kind of the layer.
-KINDS = {"linear": 2, "conv1d": 3, "conv2d": 4, "conv3d": 5}
+KINDS = {"linear": 2, "matmul": 2, "conv1d": 3, "conv2d": 4, "conv3d": 5}
 
 WEIGHTED_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -34,7 +34,8 @@ class Layer:
 
     Attributes:
         name: dotted module name, or the parameter's name where a module holds several weights.
-        kind: ``"linear"``, ``"conv1d"``, ``"conv2d"`` or ``"conv3d"``.
+        kind: ``"linear"``, ``"matmul"`` (``x @ W``, a linear layer whose weight has its inputs first), ``"conv1d"``,
+            ``"conv2d"`` or ``"conv3d"``.
         weight: name of the weight in ``model.named_parameters()``.
         bias: name of the bias, or None.
         groups: number of blocks; 1 except for grouped convolutions.
@@ -51,6 +52,11 @@ class Layer:
     outputs: int
     inputs: int
     weight_shape: tuple[int, ...]
+
+    @property
+    def convolutional(self) -> bool:
+        """Whether the weight is a convolution's."""
+        return self.kind.startswith("conv")
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
@@ -72,6 +78,8 @@ class Layer:
         inputs)``.
         """
         lead = weight.shape[: weight.ndim - len(self.weight_shape)]
+        if self.kind == "matmul":
+            weight = weight.transpose(-2, -1)
         matrix = weight.reshape(*lead, self.groups, self.outputs, -1)
         if bias is None:
             return matrix
@@ -80,12 +88,13 @@ class Layer:
     def to_parameters(self, matrix: Tensor) -> dict[str, Tensor]:
         """The inverse of `to_matrix`, by parameter name."""
         lead = matrix.shape[:-3]
-        if self.bias is None:
-            return {self.weight: matrix.reshape(*lead, *self.weight_shape)}
-        return {
-            self.weight: matrix[..., :-1].reshape(*lead, *self.weight_shape),
-            self.bias: matrix[..., -1].reshape(*lead, self.groups * self.outputs),
-        }
+        weight = matrix if self.bias is None else matrix[..., :-1]
+        if self.kind == "matmul":
+            weight = weight.transpose(-2, -1).contiguous()
+        found = {self.weight: weight.reshape(*lead, *self.weight_shape)}
+        if self.bias is not None:
+            found[self.bias] = matrix[..., -1].reshape(*lead, self.groups * self.outputs)
+        return found
 
     def attributes(self) -> dict[str, Any]:
         """Plain values from which `from_attributes` rebuilds the layer."""
@@ -136,18 +145,26 @@ class Call:
 def describe(
     name: str, kind: str, weight: tuple[str, Tensor], bias: tuple[str, Tensor] | None, groups: int
 ) -> Layer:
-    """The `Layer` of a weight ``(outputs * groups, inputs / groups, *kernel)`` and its bias."""
+    """The `Layer` of a weight ``(outputs * groups, inputs / groups, *kernel)``, or ``(inputs, outputs)`` of the kind
+    ``"matmul"``, and its bias.
+    """
     weight_name, tensor = weight
+    outputs, inputs = matrix_sides(kind, tuple(tensor.shape))
     return Layer(
         name=name,
         kind=kind,
         weight=weight_name,
         bias=bias[0] if bias is not None else None,
         groups=groups,
-        outputs=tensor.shape[0] // groups,
-        inputs=prod(tensor.shape[1:]) + (bias is not None),
+        outputs=outputs // groups,
+        inputs=inputs + (bias is not None),
         weight_shape=tuple(tensor.shape),
     )
+
+
+def matrix_sides(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Outputs of all groups, and inputs of one without the bias, of a weight of this shape."""
+    return (shape[1], shape[0]) if kind == "matmul" else (shape[0], prod(shape[1:]))
 
 
 def pad_input(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:

@@ -78,6 +78,39 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
     return twin.eval()
 
 
+def untied(model: nn.Module, layer: str) -> nn.Module:
+    """A copy of `model`, on the same memory and in eval mode, in which one layer's parameters are its own.
+
+    A layer that shares its weight with an embedding, as the last one of GPT-2 does, can have a posterior in the copy:
+    it is about the layer's use of the weight, and the embedding keeps its values. Fit, load and wrap the copy.
+
+    Args:
+        model: the model.
+        layer: name of the module that shares parameters with others.
+
+    Raises:
+        PosthocUQError: there is no such module, or it shares none.
+    """
+    twin = replicate(model)
+    modules = dict(twin.named_modules())
+    if layer not in modules:
+        raise PosthocUQError(f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...")
+    elsewhere = {
+        id(parameter)
+        for module in twin.modules()
+        if module is not modules[layer]
+        for parameter in module.parameters(recurse=False)
+    }
+    shared = [item for item in modules[layer].named_parameters(recurse=False) if id(item[1]) in elsewhere]
+    if not shared:
+        raise PosthocUQError(
+            f"Module '{layer}' shares no parameter with another one; fit the model as it is."
+        )
+    for attribute, parameter in shared:
+        setattr(modules[layer], attribute, nn.Parameter(parameter.detach(), requires_grad=False))
+    return twin
+
+
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Name of every parameter by the identity of its tensor."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

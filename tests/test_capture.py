@@ -342,9 +342,9 @@ def test_a_layer_that_is_never_called_is_listed_and_not_an_error() -> None:
     assert "spare" in str(posterior.report())
 
 
-class MatmulLinear(nn.Linear):
+class EinsumLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return input @ self.weight.T + self.bias
+        return torch.einsum("bi,oi->bo", input, self.weight) + self.bias
 
 
 class LstmNet(nn.Module):
@@ -381,14 +381,14 @@ def _tokens() -> Tensor:
     [
         (
             lambda: nn.Sequential(
-                nn.Linear(4, 4), nn.Tanh(), nn.ModuleDict({"layer": MatmulLinear(4, 3)})["layer"]
+                nn.Linear(4, 4), nn.Tanh(), nn.ModuleDict({"layer": EinsumLinear(4, 3)})["layer"]
             ),
             _x(4),
         ),
         (LstmNet, _x(2, 4)),
         (Embedded, _tokens()),
     ],
-    ids=["matmul", "lstm", "tied embedding"],
+    ids=["einsum", "lstm", "tied embedding"],
 )
 def test_weights_that_cannot_be_followed_are_named_or_skipped(model: Any, x: Tensor) -> None:
     torch.manual_seed(0)
@@ -419,6 +419,8 @@ def _four() -> nn.Module:
         (["0.2", "2.0"], ["0.2", "2.0"]),
         ("0", ["0.0", "0.2"]),
         (["2"], ["2.0", "2.1"]),
+        ("?.0", ["0.0", "2.0"]),
+        (["*.2", "2*"], ["0.2", "2.0", "2.1"]),
         (lambda name, module: name.endswith("0") and isinstance(module, nn.Linear), ["0.0", "2.0"]),
     ],
 )
@@ -437,6 +439,11 @@ def test_selection(selection: Any, expected: list[str]) -> None:
 def test_an_unknown_layer_gets_a_suggestion() -> None:
     with pytest.raises(PosthocUQError, match=r"'2\.O'.*'2\.0'"):
         _fit(_four(), [_x(4)], layers=["2.O"])
+
+
+def test_a_pattern_that_fits_no_layer_is_named() -> None:
+    with pytest.raises(PosthocUQError, match=r"no weighted layer '\*lora_\*'"):
+        _fit(_four(), [_x(4)], layers="*lora_*")
 
 
 def test_the_layer_view_goes_there_and_back() -> None:

@@ -33,7 +33,10 @@ _fit_options = together(
             help="What the outputs are.",
         ),
         click.option(
-            "--layers", default="all", show_default=True, help="all, last, or names with commas between."
+            "--layers",
+            default="all",
+            show_default=True,
+            help="all, last, or names and patterns with commas between.",
         ),
         click.option(
             "--rank", type=NumberOr(), help="With inf: eigenvalues kept of a layer, or their share [100]."

@@ -31,7 +31,12 @@ Sink = Callable[[Caught], None]
 
 @dataclass
 class Tracked:
-    """A layer as the first batch showed it."""
+    """A layer as the first batch showed it.
+
+    Attributes:
+        holders: names and types of the modules that hold the weight; several where it is tied.
+        product: whether the weight was seen as a factor of a product of matrices.
+    """
 
     layer: Layer
     module: nn.Module | None
@@ -40,6 +45,13 @@ class Tracked:
     uses: int = 0
     batch_axis: int = 0
     keep_input: bool = False  # the input is changed in place after the call: keep a copy of it
+    holders: tuple[tuple[str, str], ...] = ()
+    product: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """By which the layer may be asked for."""
+        return [self.layer.name, *(name for name, _ in self.holders)]
 
 
 Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
@@ -138,13 +150,16 @@ class Capture:
 
 
 def _describe(use: Use, names: Mapping[int, str], held: Mapping[int, list[Owner]]) -> Tracked:
-    module_name, attribute, module = held[id(use.weight)][0]
+    # an embedding that shares its weight with a layer is the other use of it
+    holders = sorted(held[id(use.weight)], key=lambda owner: isinstance(owner[2], nn.Embedding))
+    module_name, attribute, module = holders[0]
     weight_name = names[id(use.weight)]
     bias_name = names.get(id(use.bias)) if use.bias is not None else None
     bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
     name = module_name if attribute == "weight" and module_name else weight_name
     layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
-    return Tracked(layer, module)
+    shown = tuple((name, type(module).__name__) for name, _, module in holders)
+    return Tracked(layer, module, holders=shown, product=use.product)
 
 
 def _is_plain(tracked: Tracked, holders: int) -> bool:

@@ -59,7 +59,7 @@ class Caught:
 
     def _activations(self, call: Call, dtype: torch.dtype) -> Operand:
         layer, x = call.layer, call.input.detach()
-        if layer.kind == "linear":
+        if not layer.convolutional:
             rows = self._rows(x).to(dtype)
             return Rows((F.pad(rows, (0, 1), value=1.0) if layer.bias is not None else rows).unsqueeze(1))
         if x.shape[0] != self.samples:
@@ -83,7 +83,7 @@ class Caught:
         layer, gradient = call.layer, call.output_gradient
         assert gradient is not None
         gradient = gradient.detach().to(dtype)
-        if layer.kind == "linear":
+        if not layer.convolutional:
             return self._rows(gradient).unsqueeze(1)
         return gradient.reshape(self.samples, layer.groups, layer.outputs, -1).transpose(2, 3)
 

@@ -7,8 +7,6 @@ For every layer the caught pairs must rebuild autograd's own gradient, of the ba
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,24 +16,15 @@ from posthoc_uq.arguments import described
 from posthoc_uq.curvature.capture import Capture, Tracked, owners
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
-from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
+from posthoc_uq.curvature.reference import HOLD_WEIGHTS, Reference
+from posthoc_uq.curvature.selection import Selection, asked_by_name, no_such_layer, wanted_names
+from posthoc_uq.curvature.uncovered import why_not_rebuilt, without_posterior
+from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.layers import BATCH_AXES, WEIGHTED_MODULES, Layer
 from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import parameter_names, replicate
-
-Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
+from posthoc_uq.replica import parameter_names
 
 PROBE_SAMPLES = 2
-_HOLD_WEIGHTS = (
-    *WEIGHTED_MODULES,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.Bilinear,
-    nn.MultiheadAttention,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 
 @dataclass
@@ -46,11 +35,13 @@ class Prepared:
         capture: ready to run.
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
+        warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
     """
 
     capture: Capture
     deterministic: dict[str, str]
     outputs: int
+    warning: str | None = None
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -86,17 +77,26 @@ def prepare(
     failures: dict[str, str] = {}
     names = {t.layer.weight for t in found}
     for name, parameter_name in reference.missed_weights(names, selection):
-        failures[name] = f"its weight '{parameter_name}' is used in a way that cannot be caught"
+        failures[name] = reference.why_not_caught(parameter_name)
     capture, broken = _settle(model, probe, chosen, reference, 0.1 if autocast else None)
-    failures |= {name: "what was caught does not rebuild its gradient" for name in broken}
-    if failures and unsupported == "raise":
-        listed = "; ".join(f"'{name}': {why}" for name, why in failures.items())
+    failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders) for t in broken}
+    # A parameter that meets a product may be anything; only its module's type, its ties or its name make it a layer.
+    loose = {t.layer.name for t in broken if _is_loose(t) and (selection == "all" or callable(selection))}
+    errors = {name: why for name, why in failures.items() if name not in loose}
+    if errors and unsupported == "raise":
+        listed = "; ".join(f"'{name}': {why}" for name, why in errors.items())
         raise UnsupportedLayerError(
             f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
         )
     if not capture.tracked:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
-    return Prepared(capture, reference.deterministic(capture, failures), reference.pull[0].numel())
+    covered = {name for t in capture.tracked.values() for name in t.layer.parameter_names}
+    warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
+    return Prepared(capture, reference.deterministic(covered, failures), reference.pull[0].numel(), warning)
+
+
+def _is_loose(tracked: Tracked) -> bool:
+    return tracked.product and len(tracked.holders) < 2 and not isinstance(tracked.module, HOLD_WEIGHTS)
 
 
 def count_samples(batch: Batch) -> int:
@@ -118,8 +118,8 @@ def count_samples(batch: Batch) -> int:
     )
 
 
-def select(found: list[Tracked], selection: Selection, reference: _Reference) -> list[Tracked]:
-    """The layers that the user asked for: all, the last, by name or prefix, or by predicate."""
+def select(found: list[Tracked], selection: Selection, reference: Reference) -> list[Tracked]:
+    """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
     if callable(selection):
         chosen = [t for t in found if t.module is not None and selection(t.layer.name, t.module)]
     elif selection == "all":
@@ -127,25 +127,16 @@ def select(found: list[Tracked], selection: Selection, reference: _Reference) ->
     elif selection == "last":
         chosen = found[-1:]
     else:
-        wanted = [selection] if isinstance(selection, str) else list(selection)
-        names = [t.layer.name for t in found]
+        wanted = wanted_names(selection) or []
         for want in wanted:
-            if not any(n == want or n.startswith(want + ".") for n in names) and not reference.holds_missed(
-                want
-            ):
-                near = difflib.get_close_matches(want, names, n=3, cutoff=0.3)
-                known = f"the nearest are {near}" if near else f"there are {names[:5]}"
-                more = ", ..." if not near and len(names) > 5 else ""
-                raise PosthocUQError(
-                    f"There is no weighted layer '{want}' in the forward pass; {known}{more}."
-                )
-        chosen = [
-            t for t in found if any(t.layer.name == w or t.layer.name.startswith(w + ".") for w in wanted)
-        ]
+            known = any(asked_by_name([want], t.names) for t in found)
+            if not known and not reference.holds_missed(want):
+                raise no_such_layer(want, [t.layer.name for t in found])
+        chosen = [t for t in found if asked_by_name(wanted, t.names)]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
 
 
-def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, _Reference]:
+def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Reference]:
     """The samples to prove the layers on, and what autograd says of them.
 
     Two at least: one alone would not show which dimension of a layer's input counts the samples.
@@ -153,131 +144,18 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, _Refere
     if samples == 1:
         two = batch.doubled()
         try:
-            return two, _Reference(model, two, 2)
+            return two, Reference(model, two, 2)
         except PosthocUQError:
             raise
         except Exception:  # the model takes one sample at a time, or fails again below
-            return batch, _Reference(model, batch, 1)
+            return batch, Reference(model, batch, 1)
     probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
-    return probe, _Reference(model, probe, min(samples, PROBE_SAMPLES))
-
-
-class _Reference:
-    """What autograd says: outputs and gradients of a probe batch, computed without any capture."""
-
-    def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
-        self.samples = samples
-        twin = replicate(model).requires_grad_(True)
-        self.names = parameter_names(twin)
-        self.order = {name: index for index, name in enumerate(self.names.values())}
-        self._owners = owners(twin)
-        try:
-            self._differentiate(twin, probe)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            # The model changes the input of a frozen layer: fine for its user, who never asks for that
-            # layer's gradient.
-            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-                self._differentiate(twin, probe)
-
-    def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
-        samples, parameters = self.samples, list(twin.parameters())
-        with torch.enable_grad():
-            outputs = probe.call(twin)
-            if outputs.ndim == 0 or outputs.shape[0] != samples:
-                raise PosthocUQError(
-                    f"The model gives outputs of shape {tuple(outputs.shape)} for {samples} samples; the "
-                    f"first dimension must "
-                    f"count the samples."
-                )
-            if not bool(torch.isfinite(outputs).all()):
-                raise NonFiniteError("Batch 0: the model's outputs are not finite.")
-            self.pull = self.cotangent(outputs)
-            last = torch.zeros_like(self.pull)
-            last[-1] = self.pull[-1]
-            self.total = self._gradients(outputs, parameters, self.pull, retain=True)
-            self.last = self._gradients(outputs, parameters, last, retain=False)
-
-    @staticmethod
-    def cotangent(outputs: Tensor) -> Tensor:
-        """Fixed numbers without structure, shaped like the outputs; the same for every sample."""
-        size = outputs[0].numel()
-        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(outputs.dtype)
-        return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
-
-    def _gradients(
-        self, outputs: Tensor, parameters: Sequence[Tensor], pull: Tensor, retain: bool
-    ) -> dict[str, Tensor | None]:
-        found = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
-        return {self.names[id(p)]: g for p, g in zip(parameters, found, strict=True)}
-
-    def _home(self, parameter: str) -> tuple[str, nn.Module]:
-        key = next(key for key, name in self.names.items() if name == parameter)
-        module_name, _, module = self._owners[key][0]
-        return module_name, module
-
-    def _used(self, name: str) -> bool:
-        gradient = self.total[name]
-        return gradient is not None and bool((gradient != 0).any())
-
-    def _missed(self, caught: set[str]) -> list[tuple[str, str]]:
-        missed: list[tuple[str, str]] = []
-        for name, gradient in self.total.items():
-            module_name, module = self._home(name)
-            if (
-                gradient is None
-                or gradient.ndim < 2
-                or name in caught
-                or not isinstance(module, _HOLD_WEIGHTS)
-            ):
-                continue
-            if self._used(name):
-                missed.append((module_name or name, name))
-        return missed
-
-    def missed_weights(self, caught: set[str], selection: Selection) -> list[tuple[str, str]]:
-        """Modules that hold weights which have a gradient but were not seen in use, among those asked for."""
-        missed = self._missed(caught)
-        if selection == "all":
-            return missed
-        if selection == "last":
-            return []
-        if callable(selection):
-            return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]
-        wanted = [selection] if isinstance(selection, str) else list(selection)
-        return [
-            (module, name)
-            for module, name in missed
-            if any(module == w or module.startswith(w + ".") for w in wanted)
-        ]
-
-    def holds_missed(self, prefix: str) -> bool:
-        """Whether a module of that name or prefix holds weights that no use was seen of."""
-        return any(module == prefix or module.startswith(prefix + ".") for module, _ in self._missed(set()))
-
-    def deterministic(self, capture: Capture, failures: dict[str, str]) -> dict[str, str]:
-        """Every parameter without a posterior, with the reason."""
-        covered = {name for t in capture.tracked.values() for name in t.layer.parameter_names}
-        reasons: dict[str, str] = {}
-        for name, gradient in self.total.items():
-            if name in covered:
-                continue
-            module_name, module = self._home(name)
-            if gradient is None:
-                reasons[name] = "not used in the forward pass"
-            elif module_name in failures:
-                reasons[name] = f"skipped: {failures[module_name]}"
-            elif isinstance(module, WEIGHTED_MODULES):
-                reasons[name] = "not among the chosen layers"
-            else:
-                reasons[name] = f"{type(module).__name__} is kept deterministic"
-        return reasons
+    return probe, Reference(model, probe, min(samples, PROBE_SAMPLES))
 
 
 def _settle(
-    model: nn.Module, probe: Batch, chosen: list[Tracked], reference: _Reference, tolerance: float | None
-) -> tuple[Capture, list[str]]:
+    model: nn.Module, probe: Batch, chosen: list[Tracked], reference: Reference, tolerance: float | None
+) -> tuple[Capture, list[Tracked]]:
     """A capture of the chosen layers that is proved, and the layers that no engine could serve."""
 
     def attempt(layers: list[Tracked]) -> tuple[Capture, set[str]]:
@@ -305,17 +183,17 @@ def _settle(
         if not bad:
             break
         layers = [
-            replace(t, batch_axis=axis) if t.layer.name in bad and t.layer.kind == "linear" else t
+            replace(t, batch_axis=axis) if t.layer.name in bad and not t.layer.convolutional else t
             for t in layers
         ]
         capture, bad = attempt(layers)
-    broken = sorted(bad)
+    broken = sorted((t for t in layers if t.layer.name in bad), key=lambda t: t.layer.name)
     if broken:
         capture, _ = attempt([t for t in layers if t.layer.name not in bad])
     return capture, broken
 
 
-def _failing(capture: Capture, probe: Batch, reference: _Reference, tolerance: float | None) -> set[str]:
+def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: float | None) -> set[str]:
     """Layers whose caught pairs do not rebuild autograd's gradients."""
     failing = set(capture.tracked)
     recording = capture.run(probe, reference.samples)

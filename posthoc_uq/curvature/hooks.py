@@ -1,4 +1,4 @@
-"""Catching uses of a weight wherever they happen: calls of ``linear`` and ``conv`` on tracked parameters.
+"""Catching uses of a weight wherever they happen: ``linear``, ``conv`` and products with tracked parameters.
 
 This is the collector beside BackPACK. It follows the parameter, not the module, so it also sees shared
 modules, tied weights, autocast, weights used through `torch.nn.functional`, and layers whose output is
@@ -16,20 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from posthoc_uq.affine import AffineCall, affine_call
 from posthoc_uq.attention import open_attention
 from posthoc_uq.layers import Geometry
-
-_CONVOLUTIONS: dict[Any, tuple[str, int]] = {
-    F.conv1d: ("conv1d", 1),
-    F.conv2d: ("conv2d", 2),
-    F.conv3d: ("conv3d", 3),
-}
-_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 @dataclass
 class Use:
-    """One call of ``linear`` or ``conv`` on a tracked weight."""
+    """One call of ``linear`` or ``conv`` on a tracked weight, or a product with it.
+
+    Attributes:
+        weight: the parameter itself.
+        product: whether it was a product of matrices.
+    """
 
     kind: str
     input: Tensor
@@ -37,13 +36,14 @@ class Use:
     bias: Tensor | None
     geometry: Geometry
     groups: int
+    product: bool = False
 
 
 UseHandler = Callable[[Use, Tensor], None]
 
 
 class CallInterceptor(TorchFunctionMode):
-    """Reports every ``linear`` or ``conv`` call whose weight is tracked to `handler`, with the call's output.
+    """Reports every ``linear``, ``conv`` or product whose weight is tracked to `handler`, with the call's output.
 
     Args:
         tracked: identities of the parameters to look for.
@@ -63,13 +63,12 @@ class CallInterceptor(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return open_attention(*args, **kwargs)
-        convolution = _CONVOLUTIONS.get(func)
-        if convolution is None and func is not F.linear:
-            return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        if id(given["weight"]) in self._tracked and (torch.is_grad_enabled() or not self._anchored):
-            use = _use(convolution, given)
+        if self._anchored and not torch.is_grad_enabled():
+            return output
+        call = affine_call(func, args, kwargs)
+        if call is not None and id(call.parameter) in self._tracked:
+            use = _use(call)
             if self._anchored and not output.requires_grad:
                 output = _anchor(output)  # the first layer: nothing before it needs a gradient
             self._handler(use, output)
@@ -93,19 +92,17 @@ def _anchor(tensor: Tensor) -> Tensor:
     return _Anchor.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # type: ignore[no-any-return]
 
 
-def _use(convolution: tuple[str, int] | None, given: dict[str, Any]) -> Use:
-    if convolution is None:
-        return Use("linear", given["input"], given["weight"], given.get("bias"), Geometry(), 1)
-    kind, dims = convolution
-    padding = given.get("padding", 0)
-    geometry = Geometry(
-        stride=_tuple(given.get("stride", 1), dims),
-        padding=padding if isinstance(padding, str) else _tuple(padding, dims),
-        dilation=_tuple(given.get("dilation", 1), dims),
-    )
-    return Use(
-        kind, given["input"], given["weight"], given.get("bias"), geometry, int(given.get("groups", 1))
-    )
+def _use(call: AffineCall) -> Use:
+    given, geometry = call.rest, Geometry()
+    if call.kind.startswith("conv"):
+        dims, padding = call.parameter.ndim - 2, given.get("padding", 0)
+        geometry = Geometry(
+            stride=_tuple(given.get("stride", 1), dims),
+            padding=padding if isinstance(padding, str) else _tuple(padding, dims),
+            dilation=_tuple(given.get("dilation", 1), dims),
+        )
+    groups = int(given.get("groups", 1))
+    return Use(call.kind, call.input, call.parameter, call.bias, geometry, groups, call.product)
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class LayerNoise(nn.Module):
     """One layer; a module, so that it moves with its predictor.
 
     Attributes:
-        variances: in the weight's shape.
+        variances: in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
         summed: ``W o W + S`` for layers where that meets the input's variance alone, or None.
         joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
@@ -46,7 +46,9 @@ class LayerNoise(nn.Module):
         summed: Tensor | None = None
         joined: Tensor | None = None
         square = weight.detach().to(kind).square()
-        if layer.kind.startswith("conv") and layer.groups == 1:
+        if layer.kind == "matmul":
+            own, square = own.T, square.T
+        if layer.convolutional and layer.groups == 1:
             joined = torch.cat([square + own, own], dim=1)
             own = joined[:, own.shape[1] :]
         else:
@@ -95,7 +97,7 @@ def layer_noises(model: nn.Module, posterior: Posterior, weights: str, cov: str)
     variances = posterior.variance()
     found: dict[str, LayerNoise] = {}
     for name, layer in posterior.layers.items():
-        linear = layer.kind == "linear"
+        linear = not layer.convolutional
         row = linear and weights != "marginal"
         rows = posterior.rows(name) if linear and (row or cov == "full") else None
         found[name] = LayerNoise(layer, parameters[layer.weight], variances, rows, row)

@@ -99,7 +99,7 @@ def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch
     if len(calls) != 1 or layer.groups != 1 or layer.outputs != size or tracked.batch_axis != 0:
         return None
     wide = outputs.to(dtype).reshape(samples, size)
-    if layer.kind == "linear":
+    if not layer.convolutional:
         if calls[0].input.numel() != samples * calls[0].input.shape[-1]:
             return None
     elif calls[0].input.shape[0] != samples:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from posthoc_uq.affine import affine_call
 from posthoc_uq.attention import open_attention
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.moments.unscented import Moments
@@ -30,7 +31,7 @@ class WeightNoise(Protocol):
     Attributes:
         layer: its name.
         row: whether correlations inside a row of the weight matrix are kept.
-        variances: marginal variances, in the weight's shape.
+        variances: marginal variances, in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
         summed: ``W o W + S``, or None where it is to be made at every call.
         joined: ``[W o W + S, S]`` along the input channels of a convolution, or None.
@@ -245,9 +246,6 @@ class Noises:
         return found
 
 
-AFFINE: set[Any] = set()
-
-
 class Pass(TorchFunctionMode):
     """One run of a model on tensors with moments; a context that lasts as long as the model runs.
 
@@ -268,11 +266,12 @@ class Pass(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return open_attention(*args, **kwargs)
+        call = affine_call(func, args, kwargs)
+        if call is not None and id(call.parameter) in self.noises.by_weight:
+            if call.kind.startswith("conv"):
+                return RULES[func](self, *args, **kwargs)
+            return RULES[F.linear](self, call.input, call.matrix, call.bias, parameter=call.parameter)
         if not any(issubclass(kind, MomentTensor) for kind in types):
-            if func in AFFINE:
-                weight = kwargs["weight"] if "weight" in kwargs else args[1] if len(args) > 1 else None
-                if id(weight) in self.noises.by_weight:
-                    return RULES[func](self, *args, **kwargs)
             return func(*args, **kwargs)
         if kwargs.get("out") is not None:
             raise self.refusal(f"{function_name(func)} writes into out=", "use its result")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 from posthoc_uq.errors import CorruptPosteriorError
-from posthoc_uq.layers import KINDS, Layer
+from posthoc_uq.layers import KINDS, Layer, matrix_sides
 from posthoc_uq.posteriors.referral import checked_referral
 from posthoc_uq.storage.schema import METHODS
 
@@ -35,8 +34,8 @@ def checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
 
 def _check_layer(layer: Layer) -> None:
     shape = layer.weight_shape
-    fits = layer.groups * layer.outputs == shape[0] and len(shape) == KINDS[layer.kind]
-    if not fits or layer.inputs != prod(shape[1:]) + (layer.bias is not None):
+    sides = layer.groups * layer.outputs, layer.inputs - (layer.bias is not None)
+    if len(shape) != KINDS[layer.kind] or sides != matrix_sides(layer.kind, shape):
         raise CorruptPosteriorError(
             f"layer '{layer.name}' of kind {layer.kind!r} has a weight of shape {shape}, which is not {layer.groups} "
             f"matrices of ({layer.outputs}, {layer.inputs})"

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.moments.tensor import (
-    AFFINE,
     MomentTensor,
     Pass,
     WeightNoise,
@@ -41,9 +40,11 @@ def _plain_weights(state: Pass, weight: Any, bias: Any) -> None:
 
 
 @rule(F.linear)
-def linear(state: Pass, input: Any, weight: Any, bias: Any = None) -> MomentTensor:
+def linear(
+    state: Pass, input: Any, weight: Any, bias: Any = None, *, parameter: Tensor | None = None
+) -> MomentTensor:
     _plain_weights(state, weight, bias)
-    noise = state.noises.of(weight)
+    noise = state.noises.of(weight if parameter is None else parameter)
     m, v = (input.moment_mean, input.moment_variance) if isinstance(input, MomentTensor) else (input, None)
     mean = F.linear(m, weight, bias)
     with full_precision(m):
@@ -184,12 +185,9 @@ def _register(dims: int) -> None:
         }
         return _convolution(state, _TRANSPOSED[dims], input, weight, bias, args)
 
-    AFFINE.update({_CONVOLUTIONS[dims], _TRANSPOSED[dims]})
-
 
 for _dims in (1, 2, 3):
     _register(_dims)
-AFFINE.add(F.linear)
 
 
 @rule(F.batch_norm, torch.batch_norm)

@@ -1,0 +1,88 @@
+"""Weights that get no posterior, in words: what ties them, what computes them, and which share of all they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from posthoc_uq.curvature.capture import Owner
+
+_NAMED = 5
+# Ends of the names that torch's hooks give what a weight is computed from, and what undoes them.
+_HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
+
+
+def home_of(owner: Owner, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module]:
+    """The module a parameter belongs to: under a parametrization, the one whose weight is computed from it."""
+    name, _, module = owner
+    before, found, _ = f".{name}".rpartition(".parametrizations.")
+    return (before[1:], modules[before[1:]]) if found else (name, module)
+
+
+def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module]) -> str:
+    """Why no use of a layer's weight was seen, and what to do about it."""
+    name, attribute, _ = owner
+    layer = f"model.get_submodule('{home_of(owner, modules)[0]}')"
+    _, found, tensor = f".{name}".rpartition(".parametrizations.")
+    hook = next((_HOOKS[end] for end in _HOOKS if attribute == f"weight{end}"), None)
+    if found:
+        remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
+    elif hook is not None:
+        remedy = f"torch.nn.utils.{hook}({layer})"
+    else:
+        return f"its weight '{parameter}' is used in a way that cannot be caught"
+    return (
+        f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight itself; call "
+        f"model.eval() and {remedy}, which keeps the weight as it is"
+    )
+
+
+def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]]) -> str:
+    """Why what was caught of a layer is not its whole gradient, and what to do about it.
+
+    Args:
+        parameter: its weight.
+        holders: names and types of the modules that hold the weight, that of the layer first.
+    """
+    if len(holders) < 2:
+        return "what was caught does not rebuild its gradient"
+    own, shared = holders[0][0], " and ".join(f"'{name}' ({kind})" for name, kind in holders)
+    return (
+        f"its weight '{parameter}' is tied: {shared} share it, and not all of these uses can be followed; for a "
+        f"posterior of the uses in '{own}' alone, fit and wrap posthoc_uq.untied(model, '{own}')"
+    )
+
+
+def without_posterior(
+    parameters: Mapping[str, Tensor], kinds: Mapping[str, str], covered: Collection[str]
+) -> str | None:
+    """One sentence on the matrices among the used parameters that have no posterior, with their share of all weights;
+    None where there is none.
+
+    Args:
+        parameters: all of the model, by name.
+        kinds: parameters that took part in the forward pass and were asked for, with the type of their module.
+        covered: those with a posterior.
+    """
+    left = [name for name in kinds if name not in covered and _is_matrix(parameters[name])]
+    if not left:
+        return None
+    total = sum(p.numel() for p in parameters.values() if p.is_floating_point())
+    left.sort(key=lambda name: -parameters[name].numel())
+    shown = [f"'{name}' ({kinds[name]}, {_share(parameters[name].numel(), total)})" for name in left[:_NAMED]]
+    more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+    summed = _share(sum(parameters[name].numel() for name in left), total)
+    return (
+        f"Weights without a posterior, {summed} of all weights: {', '.join(shown)}{more}. Predictions take them for "
+        f"certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight gets a "
+        f"posterior; choosing layers by layers=[...] leaves out what is not to have one."
+    )
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.2g}%" if part < total else "100%"

@@ -1,0 +1,160 @@
+"""Weights that get no posterior are named: in a warning with their share, or in an error that says the way out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import posthoc_uq as uq
+from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
+
+OPTIONS: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False, "fisher": "exact"}
+INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 5, (6, 3), generator=torch.Generator().manual_seed(1))
+
+
+def _fit(model: nn.Module, inputs: Tensor = INPUTS, **options: Any) -> uq.Posterior:
+    return uq.fit(model, [inputs], **(OPTIONS | options))
+
+
+def _shares(model: nn.Module, **options: Any) -> list[str]:
+    """The warnings on weights without a posterior."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _fit(model, **options)
+    return [str(w.message) for w in seen if "without a posterior" in str(w.message)]
+
+
+class Mixed(nn.Module):
+    """A product of two weights, an einsum, a scale and a shift by numbers, and a plain layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.up = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+        self.turn, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(1, 4))
+        self.readout = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.einsum("si,io->so", x + x @ (self.down @ self.up), self.turn)
+        return self.readout(torch.tanh(mixed * self.scale))
+
+
+def test_matrices_without_a_posterior_are_one_warning_with_their_share_of_all_weights() -> None:
+    found = _shares(Mixed())
+    assert len(found) == 1
+    # of 16 + 8 + 8 + 4 + 20 weights
+    assert found[0].startswith("Weights without a posterior, 57% of all weights: 'turn' (Mixed, 29%), ")
+    assert "'down' (Mixed, 14%)" in found[0] and "'up' (Mixed, 14%)" in found[0]
+    assert "scale" not in found[0] and "readout" not in found[0]
+
+
+def test_what_was_not_asked_for_is_no_warning() -> None:
+    assert _shares(Mixed(), layers="last") == []
+    assert _shares(Mixed(), layers=["readout"]) == []
+    assert _shares(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))) == []
+
+
+def test_a_product_that_cannot_be_followed_is_an_error_where_it_is_asked_for_by_name() -> None:
+    with pytest.raises(UnsupportedLayerError, match="'up': what was caught does not rebuild its gradient"):
+        _fit(Mixed(), layers=["up", "readout"])
+
+
+def _old(function: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda layer: getattr(nn.utils, function)(layer)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("put", "take"),
+    [
+        (parametrizations.weight_norm, lambda m: parametrize.remove_parametrizations(m, "weight")),
+        (parametrizations.spectral_norm, lambda m: parametrize.remove_parametrizations(m, "weight")),
+        (_old("weight_norm"), nn.utils.remove_weight_norm),
+        (_old("spectral_norm"), nn.utils.remove_spectral_norm),
+    ],
+    ids=["weight_norm", "spectral_norm", "weight_norm by hooks", "spectral_norm by hooks"],
+)
+@pytest.mark.parametrize("layers", ["all", "last", ["2"]])
+def test_a_weight_that_is_computed_from_others_is_refused_with_the_way_out(
+    put: Any, take: Any, layers: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), put(nn.Linear(4, 3))).eval()
+    with torch.no_grad():
+        outputs = model(INPUTS)
+    with pytest.raises(
+        UnsupportedLayerError, match=r"'2': its weight is computed .*torch\.nn\.utils\..*remove_"
+    ):
+        _fit(model, layers=layers)
+    take(model.get_submodule("2"))
+    posterior = _fit(model, layers=layers)
+    assert "2.weight" in posterior.mean
+    torch.testing.assert_close(model(INPUTS), outputs)
+
+
+def test_a_parametrised_layer_that_is_skipped_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), parametrizations.spectral_norm(nn.Linear(4, 4)))
+    (found,) = _shares(model, unsupported="skip")
+    assert ", 40% of all weights: '1.parametrizations.weight.original' (ParametrizedLinear, 40%)." in found
+
+
+class Tied(nn.Module):
+    """A language model in small: its last layer shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.embedding(tokens).mean(1))))
+
+
+@pytest.mark.parametrize("layers", ["last", "all", "head", "embedding"])
+def test_a_tied_weight_is_refused_with_what_it_is_tied_to(layers: str) -> None:
+    with pytest.raises(UnsupportedLayerError) as error:
+        _fit(Tied(), TOKENS, layers=layers)
+    message = str(error.value)
+    assert "'embedding.weight' is tied: 'head' (Linear) and 'embedding' (Embedding) share it" in message
+    assert "posthoc_uq.untied(model, 'head')" in message
+
+
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+def test_the_uses_of_a_tied_weight_that_can_be_followed_are_fitted_when_asked_for(
+    head: str, tmp_path: Any
+) -> None:
+    model = Tied()
+    before = copy.deepcopy(model.state_dict())
+    own = uq.untied(model, "head")
+    assert own.get_submodule("head").weight.data_ptr() == model.head.weight.data_ptr()
+    posterior = _fit(own, TOKENS, layers="last", method="full")
+    apart = Tied()
+    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
+    expected = _fit(apart, TOKENS, layers="last", method="full")
+    torch.testing.assert_close(posterior.variance()["head.weight"], expected.variance()["head.weight"])
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", uq.untied(model, "head"))
+    found = uq.wrap(own, loaded, head)(TOKENS)
+    torch.testing.assert_close(
+        found.probs, uq.wrap(apart, expected, head)(TOKENS).probs, rtol=1e-4, atol=1e-6
+    )
+    assert model.head.weight is model.embedding.weight
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_untying_what_is_not_tied_is_one_clear_error() -> None:
+    with pytest.raises(PosthocUQError, match="'body' shares no parameter"):
+        uq.untied(Tied(), "body")
+    with pytest.raises(PosthocUQError, match="no module 'haed'"):
+        uq.untied(Tied(), "haed")
