@@ -934,7 +934,9 @@ def test_the_child_refuses_the_same(case: str, saved: tuple[Path, nn.Module, Pos
 def test_a_deflate_bomb_is_stopped_by_the_memory_limit(
     saved: tuple[Path, nn.Module, Posterior], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One chunk that claims 80 bytes and inflates to 384 MiB of zeros; libhdf5 itself would not mind."""
+    """One chunk that claims 80 bytes and inflates to 384 MiB of zeros; libhdf5 itself would not mind. Versions before 2.0
+    keep no length above 64 KiB for such a chunk, so that they can make no such file.
+    """
     path, model, _ = saved
     blocks, packer = 24, zlib.compressobj(9)
     begin = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -946,7 +948,12 @@ def test_a_deflate_bomb_is_stopped_by_the_memory_limit(
         replace(file, shape=(2, 2, 5), dtype="<f4", compression="gzip", shuffle=True, chunks=(2, 2, 5))
         file[f"{BLOCK}/diagonal"].id.write_direct_chunk((0, 0, 0), packed)
 
-    edit(path, change)
+    try:
+        edit(path, change)
+    except OSError as error:
+        if "can't be encoded" not in str(error):
+            raise
+        pytest.skip(f"libhdf5 {h5py.version.hdf5_version} cannot write a chunk that inflates that far")
     monkeypatch.setattr(sandbox, "_MEMORY", 2**32)
     assert not bool(load(path, model, untrusted=True).blocks["body.a/b"].tensors()["diagonal"].any())
     monkeypatch.setattr(sandbox, "_MEMORY", 2**29)
