@@ -13,7 +13,7 @@ from _cache import Rows
 from _foreign import foreign_pictures
 from _harm import cell, markdown
 from _rivals import distances
-from _scored import outputs, predicted, timed
+from _scored import outputs, predicted
 from _zoo import CLASSIFIERS, SEEDS, Pair, loader, trained
 from torch import Tensor, nn
 
@@ -98,7 +98,7 @@ def aurocs(
 
 
 def ours(pair: Pair, seed: int) -> dict[str, Any]:
-    """The library's scores with nothing chosen, and what each form of novelty costs in forward passes."""
+    """The library's scores with nothing chosen."""
     model, split = trained(pair, seed), pair.split(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -111,21 +111,7 @@ def ours(pair: Pair, seed: int) -> dict[str, Any]:
         foreign_pictures(pair.data, FOREIGN),
         [("entropy", "novelty, class")],
     )
-    return {"AUROC": found, "passes": _passes(model, predictor, test[:100])}
-
-
-def _passes(model: nn.Module, predictor: uq.Predictor, inputs: Tensor, repeats: int = 5) -> dict[str, float]:
-    """Time of each form of novelty over that of a plain forward pass: medians."""
-    found: dict[str, float] = {}
-    for form in FORMS:
-        predictor.novelty(inputs, of=form)
-        ratios: list[float] = []
-        for _ in range(repeats):
-            plain, _ = timed(lambda: outputs(model, inputs))
-            own, _ = timed(partial(predictor.novelty, inputs, of=form))
-            ratios.append(own / plain)
-        found[form] = sorted(ratios)[repeats // 2]
-    return found
+    return {"AUROC": found}
 
 
 def of_distances(pair: Pair, seed: int) -> dict[str, Any]:
@@ -227,10 +213,6 @@ def tables(found: Sequence[Mapping[str, Any]]) -> str:
         parts += [f"\n### {name}\n", _table(scores)]
         means[name] = {score: mean(kinds.values()) for score, kinds in scores.items()}
     parts += ["\n### Means over the kinds\n", _means_table(means)]
-    costs = [row["passes"] for row in found if "passes" in row]
-    if costs:
-        line = [cell(mean(row[form] for row in costs), 2) for form in FORMS]
-        parts += ["\n### Cost in forward passes\n", markdown([f"novelty, {form}" for form in FORMS], [line])]
     errors = [
         f"{row['pair']}, {row['row']}, seed {row['seed']}: {row['error']}" for row in found if "error" in row
     ]

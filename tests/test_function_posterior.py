@@ -694,7 +694,9 @@ def test_real_architectures(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 3, 32, 32, generator=generator)
     data = [(x[:2], torch.tensor([0, 1])), (x[2:], torch.tensor([2, 3]))]
-    posterior = fitted(model, loader=data, epochs=1, n_context=4, divergence=None)  # the search takes a minute
+    posterior = fitted(
+        model, loader=data, epochs=1, n_context=4, divergence=None
+    )  # the search takes a minute
     assert all(bool(torch.isfinite(v).all()) for v in posterior.variance().values())
     moved = [n for n, m in posterior.mean.items() if not torch.equal(m, posterior.original[n])]
     assert len(moved) == len(posterior.mean)

@@ -934,8 +934,8 @@ def test_the_child_refuses_the_same(case: str, saved: tuple[Path, nn.Module, Pos
 def test_a_deflate_bomb_is_stopped_by_the_memory_limit(
     saved: tuple[Path, nn.Module, Posterior], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One chunk that claims 80 bytes and inflates to 384 MiB of zeros; libhdf5 itself would not mind. Versions before 2.0
-    keep no length above 64 KiB for such a chunk, so that they can make no such file.
+    """One chunk that claims 80 bytes and inflates to 384 MiB of zeros; libhdf5 itself would not mind. Versions
+    before 2.0 keep no length above 64 KiB for such a chunk, so that they can make no such file.
     """
     path, model, _ = saved
     blocks, packer = 24, zlib.compressobj(9)
