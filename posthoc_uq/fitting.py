@@ -208,7 +208,7 @@ def fit(
     model = unwrap(model)
     device, budget = model_device(model), sweeping.memory_budget
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
-    data, statistics = loader, statistics_dtype(model, dtype)
+    data, statistics = loader, together(lambda: statistics_dtype(model, dtype), "checking dtype")
 
     def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None, bool]:
         with isolated_random_state(seed):

@@ -394,8 +394,14 @@ class TestReferral:
         evaluation, predictor = compared
         evaluation.set_referral(0.0)
         with torch.no_grad():
-            flags = uq.refer(predictor, predictor(torch.full_like(x[:2], float("nan"))))
-        assert bool(flags.all())
+            prediction = predictor(x[:2])
+            with pytest.raises(uq.NonFiniteError, match="2 of 2 inputs"):
+                predictor(torch.full_like(x[:2], float("nan")))
+        # a prediction that somebody made elsewhere
+        prediction = replace(
+            prediction, probs=torch.full_like(prediction.probs, float("nan")), log_probs=None
+        )
+        assert bool(uq.refer(predictor, prediction).all())
 
     def test_by_several_scores(self, images, compared, tmp_path):
         model, posterior, (x, _), foreign = images

@@ -9,7 +9,6 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.faithful import TOLERANCE
-from posthoc_uq.heads.predictor import hyperparameters_of
 from posthoc_uq.inference.kept import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
@@ -288,7 +287,7 @@ def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(classifier, 
     loaded = uq.load(tmp_path / "p.h5", model)
     assert loaded.record.head == {"name": "moments", "options": {}, "criterion": "faithful"}
     assert loaded.record.faithful == posterior.record.faithful
-    assert hyperparameters_of(loaded) == hyperparameters_of(posterior)
+    assert loaded.settings == posterior.settings
     assert torch.equal(uq.wrap(model, loaded)(x).probs, uq.wrap(model, posterior)(x).probs)
     with pytest.warns(UserWarning, match=r"found for head='moments'.*criterion='faithful', head='sampling'"):
         uq.wrap(model, loaded, "sampling")

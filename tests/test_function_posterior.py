@@ -198,7 +198,6 @@ def test_every_head_predicts_around_the_trained_mean() -> None:
     quiet = copy.deepcopy(posterior)
     for block in quiet.blocks.values():
         block.variances.zero_()
-    quiet._cache.clear()
     torch.testing.assert_close(uq.wrap(model, quiet, "moments").functional_mean(x), moved)
     torch.testing.assert_close(uq.wrap(model, quiet).outputs(x)[0], moved)
 
@@ -344,7 +343,7 @@ def test_held_out_data_tune_scale_and_temperature() -> None:
     assert len(trials.trials) >= 3 and "given up" in posterior.record.tuning["scale"]
     assert {trial["prior precision"] for trial in trials.trials} == {1.0}
     uq.tune(posterior, batches(), temperature=True, progress=False)
-    assert posterior.record.tuning["temperature"] == "validation NLL"
+    assert posterior.record.tuning["temperature"].startswith("validation NLL")
 
 
 def test_report_says_how_it_came_about() -> None:

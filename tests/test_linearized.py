@@ -928,7 +928,7 @@ def test_what_it_cannot_serve() -> None:
         LinearizedPredictor(model, posterior, engine="last_layer")(x)
     with pytest.raises(uq.PosthocUQError, match="at least 1"):
         LinearizedPredictor(model, posterior).functional_trace(x, n_probes=0)
-    with pytest.raises(uq.PosthocUQError, match="no input tensor"):
+    with pytest.raises(uq.PosthocUQError, match="needs an input tensor with at least one sample"):
         LinearizedPredictor(model, posterior)(x[:0])
     images = nn.Sequential(*model, nn.Unflatten(1, (3, 1)))
     with pytest.raises(uq.PosthocUQError, match=r"\(batch, outputs\)"):

@@ -12,10 +12,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from resume_worker import BATCH, SAMPLES, data, fit, model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq import contexts
@@ -233,7 +234,7 @@ def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> No
     by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options"}
     path = tmp_path / "fit.h5"
     _interrupted(path, method="inf")
-    found = read_snapshot(path)[0]["identity"]
+    found = read_snapshot(path, 10**9)[0]["identity"]
     named = set(inspect.signature(uq.fit).parameters) | {field.name for field in fields(LaplaceOptions)}
     assert found.keys() == (named - without - by_content) | {
         "held-out data", "labels", "model", "autocast", "processes", "first batch",
@@ -242,6 +243,14 @@ def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> No
 
 def _told_apart(first: Any, second: Any) -> bool:
     return json.dumps(plain(first)) != json.dumps(plain(second))
+
+
+class _Rate:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, step: int) -> float:
+        return self.factor / step
 
 
 def test_values_that_change_a_result_are_told_apart() -> None:
@@ -264,11 +273,17 @@ def test_values_that_change_a_result_are_told_apart() -> None:
         (contexts.Mixture([(1, "batch"), (1, "uniform")]), contexts.Mixture([(2, "batch"), (1, "uniform")])),
         (Gaussian(1.0), Gaussian(2.0)),
         (torch.optim.SGD, torch.optim.Adam),
+        (np.float32(0.1), np.float32(0.2)),
+        (np.zeros(2), np.ones(2)),
+        (DataLoader(TensorDataset(x)), DataLoader(TensorDataset(x + 1))),
+        (_Rate(0.1), _Rate(0.2)),
+        (eval("lambda: factor", {"factor": 1.0}), eval("lambda: factor", {"factor": 2.0})),
     ]
     for first, second in apart:
         assert _told_apart(first, second)
     box = contexts.UniformBox()
     seen = copy.copy(box)
     seen.observe(x, torch.Generator())
-    for first, second in [(rate(0.1), rate(0.1)), (x, x.clone()), (itself, itself), (box, seen)]:
+    same = [(rate(0.1), rate(0.1)), (x, x.clone()), (itself, itself), (box, seen), (_Rate(0.1), _Rate(0.1))]
+    for first, second in [*same, (DataLoader(TensorDataset(x)), DataLoader(TensorDataset(x.clone())))]:
         assert not _told_apart(first, second)

@@ -355,7 +355,7 @@ def test_a_refusal_after_the_first_input_goes_on_in_the_loop():
     posterior = uq.fit(model, [x], prior_precision=1.0, progress=False)
     predictor, loop = (uq.wrap(model, posterior, n_samples=4, batched=b) for b in (True, False))
     predictor(x)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(uq.PosthocUQError, match="cannot be run on these inputs"):
         predictor(x[:, :3] + 1000)  # the user's mistake is no refusal
     assert predictor.ensemble.refused is None
     torch.testing.assert_close(predictor.outputs(x + 1000), loop.outputs(x + 1000))

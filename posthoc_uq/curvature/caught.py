@@ -36,6 +36,10 @@ class Caught:
         gradients = [self._gradients(call, dtype) for call in self.calls]
         if len(activations) == 1:
             return activations[0], gradients[0]
+        if any(g.shape[1::2] != gradients[0].shape[1::2] for g in gradients):
+            raise UnsupportedLayerError(
+                f"Layer '{self.layer.name}' uses its weight both as it is and transposed."
+            )
         return Several(activations), torch.cat(gradients, dim=2)
 
     def activations(self, dtype: torch.dtype) -> list[Operand]:

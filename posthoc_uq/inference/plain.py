@@ -11,6 +11,7 @@ from hashlib import sha256
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,11 +27,16 @@ _DEPTH = 16  # of values inside of each other that are looked at: a function may
 def plain(value: Any, depth: int = _DEPTH) -> Any:
     """Numbers, strings, lists and dictionaries of these.
 
-    Tensors are told by a digest of their numbers, functions by their name, code and what they closed over. Of objects
-    of the user's own classes only the class is looked at.
+    Tensors and arrays are told by a digest of their numbers, functions by their name, their code, what they closed over
+    and the globals that they use, other objects by their class and attributes.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, Any]", value)
+        return ["array", str(array.dtype), list(array.shape), sha256(array.tobytes()).hexdigest()]
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
     if isinstance(value, Tensor):
@@ -58,7 +64,12 @@ def _inside(value: Any) -> Any:
         return {"blocks": posterior_state(value)["blocks"], "mean": value.mean, **value.settings.plain()}
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    return None
+    return {name: inner for name, inner in getattr(value, "__dict__", {}).items() if _tells(inner)}
+
+
+def _tells(value: Any) -> bool:
+    """Whether a value may tell two objects or functions apart: not a module, and nothing that runs at the moment."""
+    return not isinstance(value, (types.ModuleType, types.GeneratorType, torch.Generator))
 
 
 def _callable(value: Callable[..., Any], depth: int) -> Any:
@@ -68,10 +79,14 @@ def _callable(value: Callable[..., Any], depth: int) -> Any:
     if isinstance(value, types.MethodType):
         return plain([value.__self__, value.__func__], depth)
     if isinstance(value, types.FunctionType):
-        held = inspect.getclosurevars(value).nonlocals
+        found = inspect.getclosurevars(value)
+        read = {name: inner for name, inner in found.globals.items() if _tells(inner) and not callable(inner)}
+        held = [dict(found.nonlocals), read]
         code = sha256(_code(value.__code__).encode()).hexdigest()
         return [_name(value), code, plain([value.__defaults__, value.__kwdefaults__, held], depth)]
-    return _name(value if isinstance(value, (type, types.BuiltinFunctionType)) else type(value))
+    if isinstance(value, (type, types.BuiltinFunctionType)):
+        return _name(value)
+    return [_name(type(value)), plain(_inside(value), depth)]
 
 
 def _code(code: types.CodeType) -> str:
