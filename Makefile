@@ -8,7 +8,8 @@
 
 VENV      ?= .venv
 PIP_FLAGS ?=
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+# In the order of their names: by default files with many tests go first, and the slow ones with few come last, alone.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_FLAGS ?=
 
 BIN       := $(VENV)/bin
