@@ -33,9 +33,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
 
-DIVERGENCE = (
-    0.002  # nats: the default budget; the networks that chose it lose at most four fifths of what they may
-)
+DIVERGENCE = 0.002  # nats: the default budget, which leaves choosing networks a fifth of the rule
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
 TOLERANCE = 0.05  # decades of the prior precision
 TEMPERATURES = (0.3, 3.0)  # in which a matched temperature is looked for

@@ -116,8 +116,9 @@ class HeldOutSearch:
         """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters; sets the
         temperature first where that is searched too.
 
-        The temperature is the most probable one under a log-normal prior around 1. Without it a few samples that are
-        all predicted correctly ask for a temperature of nothing, and their number for none of the doubt that is left.
+        The temperature is the most probable one under a log-normal prior around 1. Without that prior, the best
+        temperature for a few samples that are all predicted correctly is close to zero, which makes every prediction
+        certain.
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():

@@ -108,11 +108,8 @@ def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> Fea
             return None
         layer = found[-1].layer
         rows, outputs = _probe(capture.twin, layer, two, 2)
-    except Exception:  # the whole batch has run before; some models refuse two of its samples
-        return None
-    try:
         alone = [_probe(capture.twin, layer, two.narrow(i, 1, 2), 1)[0] for i in range(2)]
-    except Exception:  # nor does every model take a single sample
+    except Exception:  # the whole batch has run before, but some models refuse two of its samples, or one
         return None
     if not _agree(torch.cat(alone), rows):
         return None
