@@ -17,11 +17,13 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
+from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
-from posthoc_uq.heads.replay import Features, intercept, own
+from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.stand_ins import writable_copy
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -192,7 +194,9 @@ class MomentsPredictor(Predictor):
         layers = self._posterior.layers
         noises = Noises({id(parameters[layers[n.layer].weight]): n for n in taken.noises})
         with Pass(self._rules, noises, self._where):
-            args, kwargs = tree_map(own, (batch.args, batch.kwargs))  # a model may change its inputs in place
+            args, kwargs = tree_map(
+                writable_copy, (batch.args, batch.kwargs)
+            )  # a model may change its inputs in place
             found: Any = output_tensor(self.network(*args, **kwargs))
         self._check_used(taken, noises.used)
         if not isinstance(found, MomentTensor):
