@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context
+from posthoc_uq.contexts import Context, Mixture
+from posthoc_uq.contexts.mixture import default_context, resolve_context
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError

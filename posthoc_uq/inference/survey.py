@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from posthoc_uq.contexts import Context, single_input
+from posthoc_uq.contexts import Context
+from posthoc_uq.contexts.base import single_input
 from posthoc_uq.loaders import Bar, BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 
