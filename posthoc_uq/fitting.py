@@ -18,10 +18,10 @@ from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
+from posthoc_uq.drawn_models import warn_if_draws_differ
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE
 from posthoc_uq.heads.prediction import can_be_faithful
-from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
@@ -272,7 +272,7 @@ def fit(
     else:
         _settle_prior(posterior, None if trains else prior_precision)
         if posterior.record.head["criterion"] == "evidence" and val_loader is None:
-            warn_of_noise(posterior, batch, seed)
+            warn_if_draws_differ(posterior, batch, seed)
     if val_loader is not None and not trains:
         tune(
             posterior,
