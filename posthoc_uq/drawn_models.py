@@ -19,7 +19,7 @@ _SAME_DECISIONS = 0.75  # share of the trained model's decisions that drawn mode
 
 
 def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
-    """Say so where models drawn at the evidence no longer predict what the trained one does.
+    """Warn where models drawn at the prior precision of the evidence no longer predict what the trained one does.
 
     Laplace's evidence trusts a linear approximation; where weights outnumber the data by far, weights drawn at its
     optimum lie outside of it.

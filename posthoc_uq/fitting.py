@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import LOADER, explained
+from posthoc_uq.curvature.content import batch_hash
 from posthoc_uq.curvature.dryrun import Prepared, prepare
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.selection import Selection
@@ -26,7 +27,7 @@ from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
 from posthoc_uq.inference.function_space import fit_function_space, from_curvature
-from posthoc_uq.inference.identity import batch_hash, identity
+from posthoc_uq.inference.identity import identity
 from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, resolve_fisher
 from posthoc_uq.inference.laplace import FAMILIES, laplace
@@ -167,7 +168,7 @@ def fit(
     """
     asked = dict(locals())  # all of the arguments, for the identity of a checkpoint
 
-    def settle() -> tuple[LaplaceOptions, FunctionSpaceOptions | None, Likelihood]:
+    def settle() -> tuple[LaplaceOptions, FunctionSpaceOptions | None, Likelihood, bool]:
         """The options, once all of them have been checked that need no data."""
         sweeping, training = method_options(method, options)
         trains = training is not None and training.epochs > 0
@@ -192,19 +193,19 @@ def fit(
         device = model_device(unwrap(model))
         budget = default_budget(device) if memory_budget is None else _checked_budget(memory_budget)
         _check_every(checkpoint_every)
-        finds_noise = _finds_noise(law, likelihood, noise_variance)
+        # The noise of a regression is found from the data where none is given.
+        finds_noise = isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
         check_reusable(loader, _reads(method, training) + finds_noise)
         if val_loader is not None and is_divided(val_loader):
             raise PosthocUQError(
                 "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
             )
-        return replace(sweeping, memory_budget=budget), training, law
+        return replace(sweeping, memory_budget=budget), training, law, finds_noise
 
-    sweeping, training, law = together(settle, "checking the options")
+    sweeping, training, law, finds_noise = together(settle, "checking the options")
     trains = training is not None and training.epochs > 0
     if prior_precision is not None and not isinstance(prior_precision, str):
         prior_precision = asked["prior_precision"] = float(prior_precision)
-    finds_noise = _finds_noise(law, likelihood, noise_variance)
     model = unwrap(model)
     device, budget = model_device(model), sweeping.memory_budget
     reader = BatchReader(device, batch_to_inputs, batch_to_targets)
@@ -231,8 +232,6 @@ def fit(
     run = Run(prepared, loader, settings, sweeping, device)
     faithful = can_be_faithful(law) and (trains or prior_precision in (None, "faithful"))
     faithful = faithful and divergence is not None
-    kept = KeptInputs(budget, wanted_for(run.layers.values()))
-    run.observers += [kept] if faithful else []
     if checkpoint is not None or world() > 1:
         own = identity(asked, run, model, training)
         check_common(own | {"checkpoint": "none" if checkpoint is None else "given"})
@@ -244,6 +243,8 @@ def fit(
                 "opening the checkpoint",
             )
             run.options = replace(sweeping, memory_budget=run.checkpoint.budget)
+    kept = KeptInputs(run.options.memory_budget, wanted_for(run.layers.values()))
+    run.observers += [kept] if faithful else []
     noise_source = find_noise(run) if finds_noise else "given"
     grams = None if trains else watch_features(run, features)
     if training is not None and trains:
@@ -287,13 +288,6 @@ def fit(
     return_freed_memory()
     posterior.fingerprint = fingerprint(posterior.original)
     return posterior
-
-
-def _finds_noise(
-    law: Likelihood, likelihood: str | Likelihood, noise_variance: Tensor | float | None
-) -> bool:
-    """Whether the noise of a regression is to be found from the data."""
-    return isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
 
 
 def _reads(method: str, training: FunctionSpaceOptions | None) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.contexts import Context, Mixture
 from posthoc_uq.contexts.mixture import default_context, resolve_context
+from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
@@ -77,9 +78,11 @@ def fit_function_space(
     options = _with_points(network, options)
     context = default_context(batch) if options.context is None else resolve_context(options.context)
     field = _field(network, options, run, model)
-    samples = run.summary.seen
-    if context.needs_data or not samples:
-        samples = survey(run.loader, settings.reader, context, settings.seed, settings.progress)
+    samples, content = run.summary.seen, None if run.checkpoint is None else Content()
+    if context.needs_data or not samples or content is not None:
+        samples = survey(run.loader, settings.reader, context, settings.seed, settings.progress, content)
+    if content is not None:
+        run.check_content(content.total)
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, run, model, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, law, context, samples, options, frozen)
@@ -91,6 +94,7 @@ def fit_function_space(
         seed=settings.seed,
         val_loader=val_loader,
         checkpoint=run.checkpoint,
+        content=content,
         progress=settings.progress,
     )
     run.seconds["training"] = time.perf_counter() - start
