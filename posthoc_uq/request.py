@@ -49,8 +49,10 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """Plain values that two fits must have in common for one to go on where the other stopped."""
         noise = "found from the data" if self.finds_noise else "given"
-        said = {"likelihood": plain(self.likelihood), "noise": noise, "prior precision": plain(self.prior)}
-        return self.method.identity() | said | {"head": self.head}
+        said = {"likelihood": plain(self.likelihood), "noise": noise, "head": self.head}
+        faithful = self.prior.divergence if isinstance(self.prior, Faithful) else None
+        prior = "faithful" if isinstance(self.prior, Faithful) else self.prior
+        return said | {"prior of the weights": prior, "divergence": faithful} | self.method.identity()
 
 
 def requested(
