@@ -30,7 +30,7 @@ from posthoc_uq.cli.inspect import described
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError, printable
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.methods import METHODS
-from posthoc_uq.storage import atomic, numbers, schema
+from posthoc_uq.storage import atomic, numbers
 
 EVIL = "\x1b]0;pwned\x07\u202e"
 
