@@ -97,7 +97,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
             arrays[schema.features_path(name)] = partial(as_array, tensor, dtype or tensor.dtype)
         features = {"attributes": kept["attributes"], "dtypes": formats}
     described = {
-        "library_version": _library_version(),
+        "library_version": library_version(),
         "fingerprint": schema.fingerprint(posterior.original),
         "attributes": state["attributes"],
         "layers": state["layers"],
@@ -157,7 +157,8 @@ def as_array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     return tensor.numpy().astype(stored, copy=False)
 
 
-def _library_version() -> str:
+def library_version() -> str:
+    """The version that is installed, or ``"unknown"`` of a checkout."""
     try:
         return version("posthoc-uq")
     except PackageNotFoundError:  # used from a checkout
