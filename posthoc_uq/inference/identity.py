@@ -17,8 +17,8 @@ from posthoc_uq.inference.plain import code_digest, plain
 from posthoc_uq.inference.task import Task
 from posthoc_uq.loaders import BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.storage.saving import library_version
 from posthoc_uq.storage.schema import fingerprint
+from posthoc_uq.version import __version__
 
 # Arguments of a fit whose values are no part of its identity: the result is the same with others ...
 _WITHOUT_EFFECT = ("progress", "checkpoint")
@@ -57,7 +57,7 @@ def identity(
         else task.val_loader is not None
     )
     return found | {
-        "library version": library_version(),
+        "library version": __version__,
         "layers": {name: list(layer.matrix_shape) for name, layer in task.layers.items()},
         "model": fingerprint({name: p for name, p in chain(model.named_parameters(), model.named_buffers())}),
         "architecture": _architecture(model),
