@@ -24,7 +24,6 @@ from posthoc_uq.curvature.content import Content, batch_hash
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.inference.plain import plain
-from posthoc_uq.inference.run import LaplaceOptions
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import sample_keys
@@ -396,12 +395,14 @@ def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> No
     """What is no part of it is listed here too: an argument that is new must be put on one side or the other."""
     without = {"progress", "checkpoint", "checkpoint_every", "memory_budget"}  # the result is the same
     by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options"}
+    otherwise = {"prior_precision"}  # under two names
     path = tmp_path / "fit.h5"
     _interrupted(path, method="inf")
     found = read_snapshot(path, 10**9)[0]["identity"]
-    named = set(inspect.signature(uq.fit).parameters) | {field.name for field in fields(LaplaceOptions)}
-    assert found.keys() == (named - without - by_content) | {
-        "held-out data", "labels", "model", "architecture", "library version", "autocast", "processes", "first batch",
+    named = set(inspect.signature(uq.fit).parameters) | {field.name for field in fields(uq.INF)}
+    assert found.keys() == (named - without - by_content - otherwise) | {
+        "held-out data", "noise", "prior of the weights", "divergence", "model", "architecture", "library version",
+        "autocast", "processes", "first batch",
     }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
 from hashlib import sha256
 from itertools import chain
 from typing import Any, cast
@@ -14,18 +13,19 @@ from torch import nn
 
 from posthoc_uq.curvature.content import WORD, batch_hash
 from posthoc_uq.distributed import world
-from posthoc_uq.inference.options import FunctionSpaceOptions
 from posthoc_uq.inference.plain import code_digest, plain
-from posthoc_uq.inference.run import Run
+from posthoc_uq.inference.task import Task
 from posthoc_uq.loaders import BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.storage.saving import library_version
 from posthoc_uq.storage.schema import fingerprint
+from posthoc_uq.version import __version__
 
 # Arguments of a fit whose values are no part of its identity: the result is the same with others ...
-_WITHOUT_EFFECT = ("progress", "checkpoint", "checkpoint_every", "memory_budget")
+_WITHOUT_EFFECT = ("progress", "checkpoint")
 # ... or what they give is compared: the model's numbers, and every batch as it is read.
 _BY_CONTENT = ("model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options")
+# ... or the request says more of them.
+_SAID = ("method", "likelihood", "prior_precision", "head")
 
 
 def data_hash(loader: Iterable[Any], reader: BatchReader, seed: int) -> int:
@@ -35,32 +35,30 @@ def data_hash(loader: Iterable[Any], reader: BatchReader, seed: int) -> int:
 
 
 def identity(
-    arguments: Mapping[str, Any], run: Run, model: nn.Module, training: FunctionSpaceOptions | None = None
+    arguments: Mapping[str, Any], request: Mapping[str, Any], task: Task, chooses_epoch: bool
 ) -> dict[str, Any]:
     """Plain values by name: everything that a fit was asked for, but for what cannot change its result, and digests of
     the model's numbers.
 
     Args:
         arguments: of the fit, all of them, by name.
-        run: the fit, with the options that its method takes.
-        model: the model.
-        training: options of a training.
+        request: what its method, prior and head say of themselves.
+        task: the fit.
+        chooses_epoch: whether held-out data choose the epoch of a training.
     """
-    settings, kind = run.settings, run.device.type
-    options = asdict(run.options)
-    if training is not None:
-        options |= {field.name: getattr(training, field.name) for field in fields(training)}
-    asked = {name: value for name, value in arguments.items() if name not in _BY_CONTENT} | options
-    found = {name: plain(value) for name, value in asked.items() if name not in _WITHOUT_EFFECT}
-    validation = arguments.get("val_loader")
-    if validation is not None and training is not None and training.epochs > 0:  # it chooses the epoch
-        found["held-out data"] = data_hash(validation, settings.reader, settings.seed)
-    else:
-        found["held-out data"] = validation is not None
+    settings, kind, model = task.settings, task.device.type, task.model
+    asked = {name: value for name, value in arguments.items() if name not in (*_BY_CONTENT, *_SAID)}
+    found = {name: plain(value) for name, value in asked.items() if name not in _WITHOUT_EFFECT} | dict(
+        request
+    )
+    found["held-out data"] = (
+        data_hash(task.val_loader, settings.reader, settings.seed)
+        if chooses_epoch and task.val_loader is not None
+        else task.val_loader is not None
+    )
     return found | {
-        "library version": library_version(),
-        "labels": [settings.fisher, settings.n_samples],
-        "layers": {name: list(layer.matrix_shape) for name, layer in run.layers.items()},
+        "library version": __version__,
+        "layers": {name: list(layer.matrix_shape) for name, layer in task.layers.items()},
         "model": fingerprint({name: p for name, p in chain(model.named_parameters(), model.named_buffers())}),
         "architecture": _architecture(model),
         "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off",

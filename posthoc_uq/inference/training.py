@@ -36,9 +36,20 @@ OptimizerFactory = Callable[[list[Group]], Optimizer]
 _DATA, _STEP = 101, 102  # streams of the seed
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What all methods that train have in common; see `posthoc_uq.fit`."""
+    """What all methods that train have in common.
+
+    Attributes:
+        epochs: passes over the data.
+        lr: learning rate of the means.
+        log_variance_lr: learning rate of the log variances.
+        optimizer: a callable from parameter groups to a torch optimiser; Adam by default.
+        schedule: a callable from progress in [0, 1) to a factor on the rates; a cosine down to 0.05 by default.
+        clip: largest size of a gradient's entries; None for no limit.
+        patience: epochs without a better validation NLL after which to stop.
+        val_draws: draws of the weights for that NLL.
+    """
 
     epochs: int = 10
     lr: float = 1e-4

@@ -13,6 +13,7 @@ from typing import Any
 from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.layers import KINDS
 from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.features import SOURCES
 from posthoc_uq.posteriors.information import CORRECTIONS
 from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS
@@ -216,7 +217,7 @@ _POSTERIOR = Record(
         "fingerprint": _DIGEST,
         "attributes": Record(
             {
-                "method": Text(tuple(schema.METHODS)),
+                "method": Text(FAMILIES),
                 **_HYPERPARAMETERS,
                 "likelihood": _LIKELIHOOD,
                 "evidence": _EVIDENCE,
