@@ -18,6 +18,7 @@ from posthoc_uq.devices import host_double, sent
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.values import COUNT, POSITIVE, SEED
 
 __all__ = [
     "Callback",
@@ -97,9 +98,7 @@ class Monochrome(Context):
     needs_data = True
 
     def __init__(self, kept: int = PIXELS) -> None:
-        if kept < 1:
-            raise PosthocUQError(f"A monochrome context must keep at least one pixel value, not {kept}.")
-        self._kept, self._seen = kept, 0
+        self._kept, self._seen = COUNT("kept", kept), 0
         self.values = torch.empty(0, 0, device="cpu")
 
     def fresh(self) -> Context:
@@ -173,12 +172,8 @@ class UniformBox(Context):
     ) -> None:
         if (low is None) != (high is None):
             raise PosthocUQError("A uniform context needs both bounds, or none: low=... and high=....")
-        if not 0 < expand < float("inf"):
-            raise PosthocUQError(
-                f"expand is a positive factor on the box of the training inputs, not {expand}."
-            )
         self.needs_data = low is None
-        self._expand = expand
+        self._expand: float = POSITIVE("expand", expand)
         self._bounds: tuple[Tensor, Tensor] | None = None
         if low is not None and high is not None:
             self._bounds = host_double(low), host_double(high)
@@ -247,9 +242,8 @@ class Pool(Context):
         seed: int = 0,
     ) -> None:
         check_loader(loader)
-        if kept < 1:
-            raise PosthocUQError(f"A context from a loader must keep at least one input, not {kept}.")
-        self._loader, self._kept, self._seed = loader, kept, seed
+        self._loader, self._kept = loader, COUNT("kept", kept)
+        self._seed: int = SEED("seed", seed)
         self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
         self._inputs: Tensor | None = None
 

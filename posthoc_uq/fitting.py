@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.dryrun import Prepared, prepare
 from posthoc_uq.curvature.features import FeatureSource, find_features
-from posthoc_uq.curvature.selection import Selection
+from posthoc_uq.curvature.selection import Selection, check_selection
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
@@ -37,13 +37,16 @@ from posthoc_uq.inference.run import LaplaceOptions, Run, check_common
 from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable, no_sample
 from posthoc_uq.memory import default_budget, return_freed_memory
-from posthoc_uq.numbers import positive_number
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.replica import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import settle_faithful, tune
+from posthoc_uq.values import COUNT, POSITIVE, SEED, UNIT, Number, numbers, one_of
 from posthoc_uq.wrapping import head_class, wrap
+
+_NUMBERS = {"n_samples": COUNT, "residual_weight": UNIT, "seed": SEED, "checkpoint_every": COUNT}
+_BUDGET = Number(f"at least {2**20} bytes", least=2**20)
 
 
 def fit(
@@ -169,14 +172,20 @@ def fit(
 
     def settle() -> tuple[LaplaceOptions, FunctionSpaceOptions | None, Likelihood]:
         """The options, once all of them have been checked that need no data."""
+        asked.update(numbers(asked, _NUMBERS))
+        check_selection(layers)
         sweeping, training = method_options(method, options)
         trains = training is not None and training.epochs > 0
         law = resolve_likelihood(likelihood, noise_variance)
-        _check(fisher, n_samples, prior_precision, trains)
-        _check_faithful(divergence, head, training is not None)
-        if trains and residual_weight != 1.0:
+        _check(fisher, asked["n_samples"], prior_precision, trains)
+        asked["divergence"] = _checked_faithful(divergence, head, training is not None)
+        if trains and asked["residual_weight"] != 1.0:
             raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
-        if training is not None and not training.needs_curvature and (fisher, n_samples) != ("auto", 1):
+        if (
+            training is not None
+            and not training.needs_curvature
+            and (fisher, asked["n_samples"]) != ("auto", 1)
+        ):
             raise PosthocUQError(
                 "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
                 "out, or begin with a curvature's variances: initial='inf'."
@@ -190,8 +199,11 @@ def fit(
         if val_loader is not None:
             check_loader(val_loader, "val_loader")
         device = model_device(unwrap(model))
-        budget = default_budget(device) if memory_budget is None else _checked_budget(memory_budget)
-        _check_every(checkpoint_every)
+        check_differentiable(unwrap(model))
+        budget = (
+            default_budget(device) if memory_budget is None else int(_BUDGET("memory_budget", memory_budget))
+        )
+        asked["reader"] = BatchReader(device, batch_to_inputs, batch_to_targets)
         finds_noise = _finds_noise(law, likelihood, noise_variance)
         check_reusable(loader, _reads(method, training) + finds_noise)
         if val_loader is not None and is_divided(val_loader):
@@ -204,10 +216,11 @@ def fit(
     trains = training is not None and training.epochs > 0
     if prior_precision is not None and not isinstance(prior_precision, str):
         prior_precision = asked["prior_precision"] = float(prior_precision)
+    n_samples, residual_weight, seed, checkpoint_every = (asked[name] for name in _NUMBERS)
+    divergence, reader = asked["divergence"], cast(BatchReader, asked.pop("reader"))
     finds_noise = _finds_noise(law, likelihood, noise_variance)
     model = unwrap(model)
     device, budget = model_device(model), sweeping.memory_budget
-    reader = BatchReader(device, batch_to_inputs, batch_to_targets)
     data, statistics = loader, together(lambda: statistics_dtype(model, dtype), "checking dtype")
 
     def begin() -> tuple[Iterable[Any], Batch, Prepared, FeatureSource | None, int | None, bool]:
@@ -238,7 +251,7 @@ def fit(
         check_common(own | {"checkpoint": "none" if checkpoint is None else "given"})
         own["first batch"] = batch_hash(batch)
         if checkpoint is not None:
-            file, every = checkpoint, int(checkpoint_every)
+            file, every = checkpoint, checkpoint_every
             run.checkpoint = together(
                 lambda: Checkpoint(file, every, own, budget, model, run.layers, statistics),
                 "opening the checkpoint",
@@ -317,27 +330,16 @@ def _settle_prior(posterior: Posterior, prior_precision: float | str | None) -> 
         posterior.record.tuning["prior precision"] = "given"
 
 
-def _check_faithful(divergence: float | None, head: str | None, optimised: bool) -> None:
+def _checked_faithful(divergence: float | None, head: str | None, optimised: bool) -> float | None:
+    """The budget of a faithful posterior as a plain number."""
     if divergence is None and not optimised:
         raise PosthocUQError(
             "divergence=None leaves the variances that method='function_space' found as they are, and this method "
             "has a prior precision instead: choose prior_precision='evidence' or a number."
         )
-    if divergence is not None and (isinstance(divergence, bool) or not 0 < divergence < float("inf")):
-        raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {divergence!r}.")
     if head is not None:
         head_class(head)
-
-
-def _checked_budget(budget: int) -> int:
-    if budget < 2**20:
-        raise PosthocUQError(f"memory_budget must be at least {2**20} bytes, not {budget}.")
-    return int(budget)
-
-
-def _check_every(every: int) -> None:
-    if isinstance(every, bool) or every < 1:
-        raise PosthocUQError(f"checkpoint_every is a number of batches, at least 1; not {every!r}.")
+    return None if divergence is None else POSITIVE("divergence, a budget in nats,", divergence)
 
 
 def _check(fisher: str, n_samples: int, prior_precision: Any, trains: bool) -> None:
@@ -345,12 +347,10 @@ def _check(fisher: str, n_samples: int, prior_precision: Any, trains: bool) -> N
         raise PosthocUQError(
             "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
         )
-    if fisher not in get_args(FisherChoice):
-        raise PosthocUQError(f"fisher must be one of {get_args(FisherChoice)}, not {fisher!r}.")
-    if n_samples < 1 or (n_samples > 1 and fisher not in ("auto", "mc")):
+    one_of("fisher", fisher, get_args(FisherChoice))
+    if n_samples > 1 and fisher not in ("auto", "mc"):
         raise PosthocUQError(
-            f"n_samples is the number of labels drawn with fisher='mc', at least 1; not {n_samples} with "
-            f"{fisher!r}."
+            f"n_samples is the number of labels drawn with fisher='mc'; {n_samples} are none of {fisher!r}."
         )
     if prior_precision is None:
         return
@@ -368,7 +368,7 @@ def _check(fisher: str, n_samples: int, prior_precision: Any, trains: bool) -> N
             "prior_precision=1.0 and then set posterior.prior_precision = {layer: number, ...}, which takes no new fit."
         )
     if not isinstance(prior_precision, str):
-        positive_number("prior_precision", prior_precision)
+        POSITIVE("prior_precision", prior_precision)
 
 
 def _peek(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:

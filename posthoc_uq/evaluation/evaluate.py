@@ -18,7 +18,9 @@ from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.values import COUNT, NATURAL, Number, check_function, one_of, shown
 
+_RATE = Number("a share in [0, 1)", least=0, most=1 - 2**-53)
 Compared = Predictor | nn.Module | Callable[..., Any]
 
 
@@ -78,13 +80,15 @@ def evaluate(
     check_loader(loader)
     for one in foreign.values():
         check_loader(one, "loader of foreign inputs")
-    if any(not 0 <= rate < 1 for rate in referral_rates):
-        raise PosthocUQError(f"referral_rates are shares in [0, 1), not {list(referral_rates)}.")
-    if score is not None and score not in SCORES:
-        raise PosthocUQError(f"score must be one of {SCORES}, not {score!r}.")
-    unknown = [name for names in joint for name in names if name not in SCORES]
-    if unknown or any(isinstance(names, str) or not names for names in joint):
-        raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {list(joint)!r}.")
+    rates = [_RATE("Each of referral_rates", rate) for rate in _listed("referral_rates", referral_rates)]
+    if score is not None:
+        one_of("score", score, SCORES)
+    groups = [_listed("Each group of joint", group) for group in _listed("joint", joint)]
+    if any(not group or any(name not in SCORES for name in group) for group in groups):
+        raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {groups!r}.")
+    bins, n_examples = COUNT("bins", bins), NATURAL("n_examples", n_examples)
+    names = None if class_names is None else _listed("class_names", class_names)
+    check_function("display", display, "from an image to its colours")
     reading = (batch_to_inputs, batch_to_targets, progress)
     chosen = score or "entropy"
     galleries = {
@@ -111,12 +115,23 @@ def evaluate(
             row.name: row.predictor.hyperparameters() for row in rows if row.predictor is not None
         },
         score=score,
-        joint=tuple(tuple(names) for names in joint),
-        referral_rates=tuple(referral_rates),
+        joint=tuple(map(tuple, groups)),
+        referral_rates=tuple(rates),
         bins=bins,
-        class_names=None if class_names is None else list(class_names),
+        class_names=names,
         display=display,
     )
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    """A list, tuple or array as a list."""
+    if (
+        isinstance(value, (str, bytes, Mapping))
+        or not isinstance(value, Iterable)
+        or getattr(value, "ndim", 1) == 0
+    ):
+        raise PosthocUQError(f"{name} must be a list, not {shown(value)}.")
+    return list(cast(Iterable[Any], value))
 
 
 def _named_loaders(loaders: Any) -> dict[str, Iterable[Any]]:

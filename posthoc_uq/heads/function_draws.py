@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jvp  # pyright: ignore[reportPrivateImportUsage]
+from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.curvature.hooks import CallInterceptor
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.forward import jvp
 from posthoc_uq.loaders import Batch, output_tensor
 
 # `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
-from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
+from posthoc_uq.heads.links import DRAWS, checked_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
@@ -30,6 +29,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.values import UNIT, check_function, flag, one_of
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -116,17 +116,16 @@ class MomentsPredictor(Predictor):
         novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
-        self._tells_novelty = novelty
+        self._tells_novelty = flag("novelty", novelty)
         given = {"weights": weights, "cov": cov, "relu": relu, "max_pool": max_pool, "unknown": unknown}
         for name, value in given.items():
-            if value not in _CHOICES[name]:
-                raise PosthocUQError(f"{name} must be one of {_CHOICES[name]}, not {value!r}.")
-        if not 0.0 <= pool_rho <= 1.0:
-            raise PosthocUQError(f"pool_rho is a correlation between 0 and 1, not {pool_rho}.")
-        check_link(link, n_draws)
-        self._rules = Rules(relu, max_pool, float(pool_rho), cov, unknown)  # type: ignore[arg-type]
+            one_of(name, value, _CHOICES[name])
+        check_function("output_map", output_map, "of the outputs")
+        rho = UNIT("pool_rho", pool_rho)
+        self._rules = Rules(relu, max_pool, rho, cov, unknown)  # type: ignore[arg-type]
         self._weights = weights
-        self._link, self._n_draws, self._output_map = link, n_draws, output_map
+        self._link, self._n_draws = checked_link(link, n_draws)
+        self._output_map = output_map
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model, posterior.centre)
         self._cut = Cut(self.network, posterior.mean)

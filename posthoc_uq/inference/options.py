@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from math import isfinite
 from typing import Any, Literal, TypeVar, get_args
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.laplace import FAMILIES
 from posthoc_uq.inference.run import LaplaceOptions
-from posthoc_uq.inference.sparsify import kept_entries
-from posthoc_uq.inference.training import TrainingOptions
+from posthoc_uq.inference.sparsify import checked_rank
+from posthoc_uq.inference.training import TrainingOptions, check_options
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import CORRECTIONS
+from posthoc_uq.values import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Number, flag, one_of
 
 PriorMean = Literal["zero", "pretrained", "random_init"]
 Body = Literal["linearized", "sample"]
@@ -23,6 +23,17 @@ METHODS = (*FAMILIES, FUNCTION_SPACE)
 CURVATURES = ("diag", "kfac", "efb", "inf")  # whose marginal variances a training may begin from
 _BASES = ("auto", "exact", "sketch")
 _LAPLACE = ("rank", "basis", "basis_fraction", "correction")  # of them, those of "inf"
+
+_LOG_VARIANCE = Number("the logarithm of a variance, in [-80, 20]", least=-80, most=20)
+_FUNCTION_SPACE = {
+    "n_context": COUNT,
+    "n_sets": COUNT,
+    "n_draws": COUNT,
+    "initial_log_variance": _LOG_VARIANCE,
+    "initial_body_log_variance": _LOG_VARIANCE,
+    "prior_body_variance": NOT_NEGATIVE,
+    "function_noise": POSITIVE,  # context points that coincide have no density without it
+}
 
 Options = TypeVar("Options")
 
@@ -52,42 +63,20 @@ class FunctionSpaceOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least_one(self, "n_sets", "n_draws", *(["n_context"] if self.n_context is not None else []))
-        _among(self, "prior_mean", get_args(PriorMean))
-        _among(self, "body", get_args(Body))
+        check_options(self, _FUNCTION_SPACE)
+        for name in ("train_mean", "learn_noise"):
+            setattr(self, name, flag(name, getattr(self, name)))
+        one_of("prior_mean", self.prior_mean, get_args(PriorMean))
+        one_of("body", self.body, get_args(Body))
         if self.initial is None:
             self.initial = "constant" if self.epochs else "inf"
         if isinstance(self.initial, str):
-            _among(self, "initial", CURVATURES if self.epochs == 0 else ("constant", *CURVATURES))
+            one_of("initial", self.initial, CURVATURES if self.epochs == 0 else ("constant", *CURVATURES))
         elif not isinstance(self.initial, Posterior) or self.epochs == 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PosthocUQError(
                 f"initial must be one of {('constant', *CURVATURES)} or a fitted posterior to train on from; without "
                 f"epochs the posterior comes from the curvature itself: initial='inf'."
             )
-        for name in ("initial_log_variance", "initial_body_log_variance"):
-            if not -80 <= getattr(self, name) <= 20:
-                raise PosthocUQError(
-                    f"{name} is the logarithm of a variance in [-80, 20], not {getattr(self, name)}."
-                )
-        for name in ("prior_body_variance", "function_noise"):
-            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise PosthocUQError(f"{name} must be finite and not negative, not {getattr(self, name)}.")
-        if not self.function_noise:
-            raise PosthocUQError(
-                "function_noise must be positive: context points that coincide have no density."
-            )
-
-
-def _at_least_one(options: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PosthocUQError(f"{name} must be a whole number, at least 1; not {value!r}.")
-
-
-def _among(options: Any, name: str, allowed: tuple[str, ...]) -> None:
-    if getattr(options, name) not in allowed:
-        raise PosthocUQError(f"{name} must be one of {allowed}, not {getattr(options, name)!r}.")
 
 
 def method_options(
@@ -100,17 +89,15 @@ def method_options(
     Raises:
         PosthocUQError: the method is unknown, or an option is not one that it takes, or has no valid value.
     """
-    if method not in METHODS:
-        raise PosthocUQError(f"method must be one of {sorted(METHODS)}, not {method!r}.")
+    one_of("method", method, sorted(METHODS))
     chosen = {name: value for name, value in given.items() if value is not None}
     if method == FUNCTION_SPACE:
         return LaplaceOptions(), _made(method, FunctionSpaceOptions, chosen, _names(FunctionSpaceOptions))
     options = _made(method, LaplaceOptions, chosen, list(_LAPLACE) if method == "inf" else [])
-    kept_entries(options.rank, (1, 1, 1))
-    _among(options, "basis", _BASES)
-    if not 0 < options.basis_fraction <= 1:
-        raise PosthocUQError(f"basis_fraction must be in (0, 1], not {options.basis_fraction!r}.")
-    _among(options, "correction", CORRECTIONS)
+    options.rank = checked_rank(options.rank)
+    one_of("basis", options.basis, _BASES)
+    options.basis_fraction = SHARE("basis_fraction", options.basis_fraction)
+    one_of("correction", options.correction, CORRECTIONS)
     return options, None
 
 

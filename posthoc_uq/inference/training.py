@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from math import cos, inf, isfinite, pi
@@ -28,6 +28,16 @@ from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
 from posthoc_uq.inference.resumable import check_training
 from posthoc_uq.loaders import Batch, BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state, mixed_seed, sample_keys
+from posthoc_uq.values import COUNT, NATURAL, POSITIVE, Number, check_function
+
+_NUMBERS = {
+    "epochs": NATURAL,
+    "lr": POSITIVE,
+    "log_variance_lr": POSITIVE,
+    "clip": POSITIVE,
+    "patience": COUNT,
+    "val_draws": COUNT,
+}
 
 Group = dict[str, Any]
 OptimizerFactory = Callable[[list[Group]], Optimizer]
@@ -49,16 +59,21 @@ class TrainingOptions:
     val_draws: int = 10
 
     def __post_init__(self) -> None:
-        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PosthocUQError(f"epochs must be a whole number, 0 or more; not {self.epochs!r}.")
-        for name in ("lr", "log_variance_lr", "clip"):
-            value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value > 0):
-                raise PosthocUQError(f"{name} must be positive and finite, not {value}.")
-        for name in ("patience", "val_draws"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PosthocUQError(f"{name} must be at least 1, not {value}.")
+        check_options(self, _NUMBERS)
+        check_function("optimizer", self.optimizer, "from parameter groups to a torch optimiser")
+        check_function("schedule", self.schedule, "from the progress in [0, 1) to a factor on the rates")
+
+
+def check_options(options: Any, kinds: Mapping[str, Number]) -> None:
+    """Put plain numbers in the place of those that were passed; None stays.
+
+    Raises:
+        PosthocUQError: one is no number of its kind.
+    """
+    for name, kind in kinds.items():
+        value = getattr(options, name)
+        if value is not None:
+            setattr(options, name, kind(name, value))
 
 
 class Objective(ABC):
