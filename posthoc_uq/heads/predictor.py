@@ -81,9 +81,10 @@ class Predictor(nn.Module, ABC):
                 heads = [kind.head for kind in Predictor.__subclasses__() if hasattr(kind, name)]
                 if name.startswith("_") or hasattr(type(self), name) or not heads:
                     raise
+                others = " and ".join(f"head={head!r}" for head in heads)
                 raise NotAnsweredError(
-                    f"head={self.head!r} has no {name!r}, which head={' and head='.join(map(repr, heads))} has; make "
-                    f"one of the same posterior: uq.wrap(model, posterior, head={heads[0]!r})."
+                    f"head={self.head!r} has no {name!r}, unlike {others}; make one of the same posterior: "
+                    f"uq.wrap(model, posterior, head={heads[0]!r})."
                 ) from error
 
     @property
