@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
@@ -32,6 +32,7 @@ from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
+from posthoc_uq.values import POSITIVE
 
 DIVERGENCE = 0.002  # nats: the default budget, which leaves choosing networks a fifth of the rule
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
@@ -56,9 +57,9 @@ class Faithful:
     divergence: float | None = DIVERGENCE
 
     def __post_init__(self) -> None:
-        budget: Any = self.divergence
-        if budget is not None and (isinstance(budget, bool) or not 0 < budget < float("inf")):
-            raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {budget!r}.")
+        if self.divergence is not None:
+            budget = POSITIVE("divergence, a budget in nats,", self.divergence)
+            object.__setattr__(self, "divergence", budget)
 
 
 @dataclass

@@ -233,6 +233,8 @@ class Gaussian(Likelihood):
 
     def __init__(self, noise_variance: Tensor | float = 1.0) -> None:
         try:
+            if isinstance(noise_variance, bool):
+                raise TypeError
             noise = host_double(noise_variance).detach().flatten()
         except (TypeError, ValueError, RuntimeError):
             raise PosthocUQError(
@@ -349,7 +351,7 @@ def resolve_likelihood(
         if noise_variance is not None:
             raise PosthocUQError("A Likelihood object brings its own noise; leave noise_variance out.")
         return likelihood
-    if likelihood not in _BY_NAME:
+    if not isinstance(likelihood, str) or likelihood not in _BY_NAME:
         raise PosthocUQError(
             f"likelihood must be one of {sorted(_BY_NAME)} or a Likelihood object, not {likelihood!r}."
         )

@@ -7,7 +7,7 @@ Changing them re-factors small systems and never needs the training data again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
@@ -22,6 +22,7 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.values import COUNT, POSITIVE, SEED, flag, one_of, shown
 from posthoc_uq.wrapping import head_class, recorded_head, wrap
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
@@ -103,6 +104,13 @@ def tune(
             f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     criterion = _criterion(criterion, loader)
+    n_samples, max_evaluations = COUNT("n_samples", n_samples), COUNT("max_evaluations", max_evaluations)
+    seed = SEED("seed", seed)
+    if divergence is not None:
+        divergence = POSITIVE("divergence, a budget in nats,", divergence)
+    per_layer, noise = flag("per_layer", per_layer), flag("noise", noise)
+    temperature = None if temperature is None else flag("temperature", temperature)
+    reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
     if criterion == "evidence":
         if loader is not None or temperature or parameters is not None or prior_precisions is not None:
             raise PosthocUQError(
@@ -128,7 +136,6 @@ def tune(
     check_loader(loader)
     if divergence is None:
         divergence = DIVERGENCE if criterion == "faithful" else GUARDED
-    reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
     with restored_on_error(posterior):
         name, own = _head(posterior, head, n_samples, seed, options)
         _forget_calibration(posterior, name)
@@ -237,7 +244,7 @@ def _by_likelihood(
 ) -> Trials:
     main = "prior_precision" if posterior.takes_prior else "scale"
     if grid is not None:
-        _check_grid(names, grid)
+        grid = _checked_grid(names, grid)
     search = HeldOutSearch(
         posterior, loader, predictor, seed=seed, reader=reader, temperature=temperature, progress=progress
     )
@@ -284,16 +291,14 @@ def _return_to_faithful(
 def _criterion(criterion: str | None, loader: Iterable[Any] | None) -> str:
     if criterion is None:
         return "evidence" if loader is None else "likelihood"
-    if criterion not in CRITERIA:
-        raise PosthocUQError(f"criterion must be one of {CRITERIA}, not {criterion!r}.")
-    return criterion
+    return one_of("criterion", criterion, CRITERIA)
 
 
 def _head(
     posterior: Posterior, head: str | None, n_samples: int, seed: int, options: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     """The head to tune through, and its options."""
-    name = head or recorded_head(posterior)[0]
+    name = recorded_head(posterior)[0] if head is None else head
     head_class(name)
     own = options or _recorded(posterior, name)
     return name, ({**own, "n_samples": n_samples, "seed": seed} if name == "sampling" else own)
@@ -324,11 +329,17 @@ def _tempered(posterior: Posterior, temperature: bool | None) -> bool:
     return logits if temperature is None else temperature
 
 
-def _check_grid(names: list[str], grid: Sequence[float]) -> None:
+def _checked_grid(names: list[str], grid: Sequence[float]) -> list[float]:
     if "prior_precision" not in names:
         raise PosthocUQError(f"prior_precisions are given, and parameters={names} leave them alone.")
-    if len(grid) == 0 or any(not 0 < value < float("inf") for value in grid):
-        raise PosthocUQError(f"prior_precisions must be positive and finite, not {list(grid)}.")
+    if (
+        isinstance(cast(Any, grid), (str, Mapping))
+        or not isinstance(cast(Any, grid), Iterable)
+        or getattr(grid, "ndim", 1) != 1
+        or len(grid) == 0
+    ):
+        raise PosthocUQError(f"prior_precisions must be a list of numbers, not {shown(grid)}.")
+    return [POSITIVE("Each of prior_precisions", value) for value in grid]
 
 
 def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
@@ -343,6 +354,8 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
     if parameters is None:
         main = "prior_precision" if posterior.takes_prior else "scale"
         return [main, "noise"] if noise and regression else [main]
+    if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
+        raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")
     unknown = [p for p in parameters if p not in available]
     if unknown or (not parameters and regression):
         raise PosthocUQError(

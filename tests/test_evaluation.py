@@ -530,7 +530,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"referral_rates": (1.5,)}, "shares in"),
+            ({"referral_rates": (1.5,)}, "a share in"),
             ({"score": "surprise"}, "score must be one of"),
             ({"ood_loaders": {"test": []}}, "may not be named"),
         ],

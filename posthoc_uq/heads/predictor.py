@@ -6,14 +6,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import explained
 from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import NotAnsweredError, PosthocUQError
 from posthoc_uq.heads.finite import check_finite, checked
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
@@ -71,6 +71,21 @@ class Predictor(nn.Module, ABC):
         self._tells_novelty = False
         self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
+
+    if not TYPE_CHECKING:  # where it would say that any name is there
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                heads = [kind.head for kind in Predictor.__subclasses__() if hasattr(kind, name)]
+                if name.startswith("_") or hasattr(type(self), name) or not heads:
+                    raise
+                others = " and ".join(f"head={head!r}" for head in heads)
+                raise NotAnsweredError(
+                    f"head={self.head!r} has no {name!r}, unlike {others}; make one of the same posterior: "
+                    f"uq.wrap(model, posterior, head={heads[0]!r})."
+                ) from error
 
     @property
     def posterior(self) -> Posterior:

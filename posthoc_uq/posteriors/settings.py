@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
-from posthoc_uq.numbers import positive_number
+from posthoc_uq.values import POSITIVE, UNIT
 
 _SETTING = threading.Lock()  # a lock of the posterior's own could not be copied or pickled
 
@@ -134,12 +134,7 @@ class Adjustable:
     def _checked(self, name: str, value: Any) -> Any:
         if name == "prior_precision":
             return self._checked_prior(value)
-        if name != "residual_weight":
-            return positive_number(name, value)
-        weight = float(value)
-        if not 0.0 <= weight <= 1.0:
-            raise PosthocUQError(f"residual_weight must lie in [0, 1], not {weight}.")
-        return weight
+        return (UNIT if name == "residual_weight" else POSITIVE)(name, value)
 
     def _checked_prior(self, value: Any) -> float | LayerPriors:
         kept = self._settings.prior_precision
@@ -149,9 +144,9 @@ class Adjustable:
                 f"with prior_precision={value}, or set scale to widen or narrow the posterior."
             )
         if not isinstance(value, Mapping):
-            return positive_number("prior_precision", value)
+            return cast(float, POSITIVE("prior_precision", value))
         given = {
-            str(name): positive_number(f"prior_precision of layer '{name}'", number)
+            str(name): POSITIVE(f"prior_precision of layer '{name}'", number)
             for name, number in cast(Mapping[str, Any], value).items()
         }
         if given.keys() != self.layers.keys():
