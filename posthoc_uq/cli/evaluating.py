@@ -7,20 +7,20 @@ from typing import Any
 
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.models import source_of
-from posthoc_uq.cli.session import (
+from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
     output_names,
     posterior_of,
-    predictor_of,
     rewrite,
 )
+from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.evaluation import evaluate
 from posthoc_uq.posteriors.referral import rule_of
 
 
-def run(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+def evaluate_file(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Evaluate, write what was asked for, set the threshold; all numbers as plain values."""
     check_posterior_file(path)
     outputs = [given[name] for name in ("report", "csv_path", "json_file") if given[name] is not None]

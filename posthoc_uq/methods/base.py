@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -20,6 +20,8 @@ from posthoc_uq.posteriors.base import Posterior
 
 WITHOUT_EFFECT = {"without effect": True}
 """Metadata of a field that does not change the result: it is no part of what tells two fits apart."""
+
+Unsupported = Literal["raise", "skip"]
 
 _SMALLEST_BUDGET = 2**20
 
@@ -47,13 +49,13 @@ class Method(ABC):
     """Whether the dry run must catch and prove the gradients of every layer: for sweeps over them, and for posteriors
     that the linearised head is to predict with."""
 
-    unsupported: str = "raise"
+    unsupported: Unsupported = "raise"
     dtype: torch.dtype | None = None
     memory_budget: int | None = field(default=None, metadata=WITHOUT_EFFECT)
     checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
 
     def __post_init__(self) -> None:
-        among(self, "unsupported", ("raise", "skip"))
+        among(self, "unsupported", get_args(Unsupported))
         if self.memory_budget is not None:
             whole(self, "memory_budget", _SMALLEST_BUDGET, "bytes")
         whole(self, "checkpoint_every", 1, "batches")
