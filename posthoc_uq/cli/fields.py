@@ -43,12 +43,12 @@ class Field:
 def fields_of(kind: type) -> list[Field]:
     """The fields of a dataclass whose values can be given as text."""
     texts, annotations = described(kind, "Attributes"), _annotations(kind)
-    found = [
+    fields = [
         Field(field.name, annotations.get(field.name), field.default, texts.get(field.name, ""))
         for field in dataclasses.fields(kind)
         if field.init
     ]
-    return [field for field in found if textual(field.annotation)]
+    return [field for field in fields if textual(field.annotation)]
 
 
 def arguments_of(function: Callable[..., Any]) -> list[Field]:
@@ -56,20 +56,20 @@ def arguments_of(function: Callable[..., Any]) -> list[Field]:
     texts = described(function, "Args")
     plain = function.__init__ if isinstance(function, type) else function
     scope = vars(sys.modules[plain.__module__])
-    found = [
+    fields = [
         Field(name, _evaluated(argument.annotation, scope), argument.default, texts.get(name, ""))
         for name, argument in inspect.signature(function).parameters.items()
         if argument.default is not argument.empty
     ]
-    return [field for field in found if textual(field.annotation)]
+    return [field for field in fields if textual(field.annotation)]
 
 
 def _annotations(kind: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    annotations: dict[str, Any] = {}
     for owner in reversed(kind.__mro__):
         scope = vars(sys.modules[owner.__module__])
-        found |= {name: _evaluated(a, scope) for name, a in inspect.get_annotations(owner).items()}
-    return found
+        annotations |= {name: _evaluated(a, scope) for name, a in inspect.get_annotations(owner).items()}
+    return annotations
 
 
 def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:

@@ -40,7 +40,10 @@ def head_of(
     flags, settings = dict(given["head_options"]), dict(given["head_settings"])
     head = given["arguments"]["head"] or _head_that_takes([*flags, *settings], kept)
     _check_settings(head, list(settings))
-    _check_flags(head, list(flags))
+    # Where the command has an option of the name itself, the head's has a prefix: see `registry`.
+    _check_flags(
+        head, {name: f"--{f'head_{name}' if name in given else name}".replace("_", "-") for name in flags}
+    )
     options = {name: _option(name, value) for name, value in options.items()} if head == kept else {}
     if head == "sampling":
         options = {"seed": given["seed"], "novelty": posterior.features is not None} | options
@@ -69,15 +72,13 @@ def _check_settings(head: str, names: Sequence[str]) -> None:
         )
 
 
-def _check_flags(head: str, names: Sequence[str]) -> None:
-    """Refuse options of other heads."""
-    for name in names:
+def _check_flags(head: str, flags: Mapping[str, str]) -> None:
+    """Refuse options of other heads; `flags` are what they are called on the command line."""
+    for name, flag in flags.items():
         takers = [other for other in HEADS if name in options_of(head_class(other))]
         if head not in takers:
             heads = f"head {takers[0]}" if len(takers) == 1 else f"heads {' and '.join(takers)}"
-            raise PosthocUQError(
-                f"--{name.replace('_', '-')} is for the {heads} (--head {takers[-1]}), and this is {head}."
-            )
+            raise PosthocUQError(f"{flag} is for the {heads} (--head {takers[-1]}), and this is {head}.")
 
 
 def _option(name: str, value: Any) -> Any:

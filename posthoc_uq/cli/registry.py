@@ -81,11 +81,11 @@ class RegistryCommand(Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         made = self._made(ctx)
-        return [*super().get_params(ctx), *made.choices.options, *(own.option for own in made.options)]
+        return [*super().get_params(ctx), *made.choices.options, *(entry.option for entry in made.options)]
 
     def invoke(self, ctx: click.Context) -> Any:
         made = self._made(ctx)
-        values = {own.field: ctx.params.pop(str(own.option.name)) for own in made.options}
+        values = {entry.field: ctx.params.pop(str(entry.option.name)) for entry in made.options}
         given = {n: None if value is NONE else value for n, value in values.items() if value is not None}
         ctx.params[f"{made.choices.word}_options"] = given
         ctx.params["arguments"] = {str(o.name): ctx.params[str(o.name)] for o in made.choices.options}
@@ -102,7 +102,7 @@ class RegistryCommand(Command):
         _write(formatter, f"{word.capitalize()}s", list(made.choices.summaries.items()))
 
         def records(wanted: Callable[[tuple[str, ...]], bool]) -> list[tuple[str, str] | None]:
-            return [own.option.get_help_record(ctx) for own in made.options if wanted(own.names)]
+            return [entry.option.get_help_record(ctx) for entry in made.options if wanted(entry.names)]
 
         _write(formatter, f"Options of every {word}", records(lambda names: names == everyone))
         several = records(lambda names: 1 < len(names) < len(everyone))
