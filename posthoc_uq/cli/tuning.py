@@ -8,15 +8,14 @@ from typing import Any
 
 from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.models import Source, source_of
-from posthoc_uq.cli.session import (
+from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
-    head_of,
     likelihood_name,
     posterior_of,
-    predictor_of,
     rewrite,
 )
+from posthoc_uq.cli.predictors import head_of, predictor_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.referral import set_referral
@@ -27,7 +26,7 @@ from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
 
 
-def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+def tune_file(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Tune, set the threshold, rewrite the file; what was found, as plain values."""
     check_posterior_file(path)
     check_output(given["output"])
@@ -102,21 +101,12 @@ def _search(
         )
     criterion = _criterion(given)
     head, options = head_of(posterior, given, of_threshold=False)
-    names = tuple(name for name in given["parameters"] if name != "none")
-    trials = tune(
-        posterior,
-        None if data is None or criterion == "evidence" else data.loader,
-        criterion=criterion,
-        per_layer=given["per_layer"],
-        noise=given["noise"],
-        temperature=given["temperature"],
-        parameters=names if given["parameters"] else None,
-        **({} if given["divergence"] is None else {"divergence": given["divergence"]}),
-        **({} if criterion == "evidence" else _searched_through(head, options, given["search_draws"])),
-        max_evaluations=given["max_evaluations"],
-        seed=given["seed"],
-        progress=progress,
-    )
+    arguments: dict[str, Any] = {**given["arguments"], "criterion": criterion}
+    draws, named = arguments.pop("search_draws"), arguments.pop("parameters")
+    arguments["parameters"] = tuple(name for name in named if name != "none") if named else None
+    arguments |= {"head": None} if criterion == "evidence" else _searched_through(head, options, draws)
+    loader = None if data is None or criterion == "evidence" else data.loader
+    trials = tune(posterior, loader, progress=progress, **arguments)
     found |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
     found["validation NLL"] = _reached(posterior, trials)
     if criterion == "faithful":

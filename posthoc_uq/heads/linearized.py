@@ -75,7 +75,7 @@ class LinearizedPredictor(Predictor):
         n_draws: of the logits, for ``"mc"``.
         outputs: ``"all"``, ``"topk"`` (10 classes), ``"topk:K"``, K, or ``"auto"``: all up to 20 outputs and all of a
             regression, otherwise ``"topk"``.
-        engine: see above.
+        engine: ``"auto"``, ``"exact"``, ``"jvp"`` or ``"last_layer"``; see above.
         n_probes: draws of ``"jvp"``, and random vectors of `functional_trace`.
         novelty: whether predictions know their novelty, if the posterior does.
         memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
@@ -94,7 +94,7 @@ class LinearizedPredictor(Predictor):
         link: str = "mc",
         n_draws: int = DRAWS,
         outputs: str | int = "auto",
-        engine: str = "auto",
+        engine: EngineName = "auto",
         n_probes: int = 32,
         memory_budget: int | None = None,
         novelty: bool = True,

@@ -92,9 +92,11 @@ class _Prepared:
 
 
 class MomentsPredictor(Predictor):
-    """Propagates mean and variance of every activation through the network, by the unscented transform at its
-    nonlinearities (Schodt 2024, "Few-sample variational inference of Bayesian neural networks with arbitrary
-    nonlinearities"), with the weights' posterior entering at every linear and convolution layer.
+    """Propagates mean and variance of every activation through the network.
+
+    It does so by the unscented transform at its nonlinearities (Schodt 2024, "Few-sample variational inference of
+    Bayesian neural networks with arbitrary nonlinearities"), with the weights' posterior entering at every linear and
+    convolution layer.
 
     One pass, about three to five times the cost of a plain one, no sampling noise, and gradients. **With
     ``cov="diag"`` activations are taken to be independent of each other, which loses part of the variance of anything

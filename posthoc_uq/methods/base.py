@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -21,6 +21,8 @@ from posthoc_uq.values import COUNT, Number, one_of, put_numbers
 
 WITHOUT_EFFECT = {"without effect": True}
 """Metadata of a field that does not change the result: it is no part of what tells two fits apart."""
+
+Unsupported = Literal["raise", "skip"]
 
 _BUDGET = Number(f"a whole number of bytes, at least {2**20}", least=2**20, most=2**63 - 1, whole=True)
 
@@ -48,13 +50,13 @@ class Method(ABC):
     """Whether the dry run must catch and prove the gradients of every layer: for sweeps over them, and for posteriors
     that the linearised head is to predict with."""
 
-    unsupported: str = "raise"
+    unsupported: Unsupported = "raise"
     dtype: torch.dtype | None = None
     memory_budget: int | None = field(default=None, metadata=WITHOUT_EFFECT)
     checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
 
     def __post_init__(self) -> None:
-        one_of("unsupported", self.unsupported, ("raise", "skip"))
+        one_of("unsupported", self.unsupported, get_args(Unsupported))
         put_numbers(self, {"memory_budget": _BUDGET, "checkpoint_every": COUNT})
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from posthoc_uq.inference.bases import BASES, sides
+from posthoc_uq.inference.bases import BASES, BasisChoice, sides
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.sparsify import checked_rank, kept_entries, sparsify
 from posthoc_uq.inference.task import Task
@@ -49,7 +49,7 @@ class INF(Curvature):
     tunable: ClassVar[frozenset[str]] = Curvature.tunable | {"residual_weight"}
 
     rank: int | float = 100
-    basis: str = "auto"
+    basis: BasisChoice = "auto"
     basis_fraction: float = 1.0
     correction: Correction = "rescale"
     residual_weight: float = 1.0
