@@ -109,6 +109,7 @@ class FaithfulSearch:
         divergence, temperature = self._evaluated[found]
         self._set(found)
         self.posterior.temperature = temperature
+        self.trials.chosen = self.trials.trials[list(self._evaluated).index(found)]
         if not divergence <= budget:
             warnings.warn(
                 f"No {self._name} keeps the predictions within {budget:g} nats of the network's own: the narrowest "

@@ -25,7 +25,8 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
-SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost
+SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most
+SHARE = 0.1  # of the best NLL that it may cost: so only networks below a tenth of a nat are held tighter than by SLACK
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: a smaller change over a decade says that a wider search finds nothing more
 _DECADES = 8  # that the prior precision is searched upwards
@@ -180,8 +181,8 @@ class HeldOutSearch:
                 setattr(self.posterior, name, value)
 
     def widest(self, given: Sequence[float] | None = None) -> None:
-        """Set the smallest prior precision, not below the present one, whose held-out NLL is at most `SLACK` above the
-        best; the `scale` of a posterior that takes no prior.
+        """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best
+        (`allowance`); the `scale` of a posterior that takes no prior.
 
         The present one is the faithful prior: what it lets through is harmless on familiar data, which held-out data of
         the training distribution cannot improve on where foreign inputs matter.
@@ -208,7 +209,7 @@ class HeldOutSearch:
                     break
         while True:
             best = min(loss for loss, _ in tried.values())
-            good = [decade for decade in tried if tried[decade][0] <= best + SLACK]
+            good = [decade for decade in tried if tried[decade][0] <= best + self.allowance(best)]
             inside = min(good) if isfinite(best) else max(good)
             below = [decade for decade in tried if decade < inside]
             if not below or given is not None or inside - max(below) <= _TOLERANCE:
@@ -219,11 +220,20 @@ class HeldOutSearch:
         self._best_loss, self._best = loss, values
         self._note(loss, best)
 
+    def allowance(self, best: float) -> float:
+        """Nats of held-out NLL that a wider posterior may cost: `SLACK`, and of probabilities at most `SHARE` of the
+        best NLL. A density's NLL has no such measure, for it depends on the unit of the targets.
+        """
+        if isinstance(self.posterior.likelihood, Gaussian):
+            return SLACK
+        return min(SLACK, SHARE * best)
+
     def _note(self, loss: float, best: float) -> None:
         name = "prior precision" if self.posterior.takes_prior else "scale"
         self.trials.given_up = max(0.0, loss - best)
+        allowed = self.allowance(best)
         self.posterior.record.tuning[name] = (
-            f"the widest with a validation NLL of at most {SLACK:g} above the best; {loss - best:.2g} given up"
+            f"the widest with a validation NLL of at most {allowed:.2g} above the best; {loss - best:.2g} given up"
         )
         if self._tempered:
             self._note_temperature()
@@ -289,6 +299,7 @@ class HeldOutSearch:
     def finish(self) -> Trials:
         """Say what ended at an edge, and where even the best predicts held-out data worse than the model alone."""
         self._bar.close()
+        self.trials.chosen = self._trial_in_place()
         warn_edges(self.trials)
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
         with torch.no_grad():
@@ -314,6 +325,15 @@ class HeldOutSearch:
                 stacklevel=4,
             )
         return self.trials
+
+    def _trial_in_place(self) -> dict[str, Any]:
+        """The trial with the values that were set."""
+        kept = self.posterior.settings.plain()
+        return next(
+            trial
+            for trial in reversed(self.trials.trials)
+            if all(trial[name.replace("_", " ")] == value for name, value in kept.items())
+        )
 
     def _plain_likelihood(self) -> Likelihood:
         """The posterior's likelihood at its present noise."""

@@ -53,11 +53,11 @@ def tune(
     * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, mean
       over a few hundred inputs like those it was trained on, whose labels are not needed. It is the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one, whose
-      negative log-likelihood of held-out data is at most 0.01 nats above the best. Held-out data of the training
-      distribution cannot judge uncertainty about foreign inputs, so what they hardly mind is kept. Where outputs are
-      logits every prior precision has the temperature that predicts best, under a log-normal prior around 1 that keeps
-      a few samples from moving it far. `scale`, `residual_weight` and noise are
-      searched where they are asked for, one after the other.
+      negative log-likelihood of held-out data is at most 0.01 nats above the best, and for classes at most a tenth of
+      the best above it. Held-out data of the training distribution cannot judge uncertainty about foreign inputs, so
+      what they hardly mind is kept. Where outputs are logits every prior precision has the temperature that predicts
+      best, under a log-normal prior around 1 that keeps a few samples from moving it far. `scale`, `residual_weight`
+      and noise are searched where they are asked for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -91,9 +91,12 @@ def tune(
         progress: show a bar.
         **options: of the head, as in `wrap`.
 
+    Referral thresholds belong to the hyperparameters that they were set for: where a search changes these, it warns
+    that the thresholds no longer apply.
+
     Returns:
-        What was tried, what was given up for a wider posterior, and what ended at the edge of its interval (which is
-        also a warning).
+        What was tried; printed, it tells first what was chosen and what was given up against the best for a wider
+        posterior, and also what ended at the edge of its interval (which is a warning, too).
 
     Raises:
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
@@ -113,7 +116,8 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
+        with posterior.searching():
+            trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
         posterior.record.head |= {"criterion": criterion} if posterior.record.head else {}
         return trials
     if per_layer:
@@ -129,7 +133,7 @@ def tune(
     if divergence is None:
         divergence = DIVERGENCE if criterion == "faithful" else GUARDED
     reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
-    with restored_on_error(posterior):
+    with posterior.searching(), restored_on_error(posterior):
         name, own = _head(posterior, head, n_samples, seed, options)
         _forget_calibration(posterior, name)
         posterior.warned_heads.add(name)

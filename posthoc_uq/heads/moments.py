@@ -352,6 +352,7 @@ class MomentsPredictor(Predictor):
             batch_to_inputs,
             progress,
         )
-        posterior.record.calibration = found.attributes(posterior, self.settings())
+        with self._posterior.searching():
+            posterior.record.calibration = found.attributes(posterior, self.settings())
         self._taken = replace(taken, calibration=found)
         return found
