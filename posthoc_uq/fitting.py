@@ -140,7 +140,8 @@ def fit(
             ``"sampling"`` (that of a training) or ``"moments"``.
         residual_weight: omega of ``"inf"``.
         noise_variance: for regression, in squared units of the targets, one number or one an output; by
-            default the mean squared residual of the training data, which takes a forward pass over it.
+            default the mean squared residual of the training data, which takes a forward pass over it; 1 of data
+            without targets, with a warning.
         unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them
             (they stay deterministic).
         seed: of all that is drawn; a seed makes a fit bit-identical on one device.

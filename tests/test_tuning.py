@@ -115,6 +115,18 @@ def test_log_likelihood_under_another_noise(regression):
         assert posterior.evidence.at_noise(factor) == pytest.approx(expected.item(), rel=1e-9)
 
 
+def test_a_regression_without_targets_says_that_its_noise_is_one(regression):
+    model, x, y = regression
+    with pytest.warns(UserWarning, match=r"noise variance .* taken as 1.*noise_variance=\.\.\.") as said:
+        posterior = uq.fit(model, [x], likelihood="regression", progress=False)
+    assert [w.filename for w in said if "taken as 1" in str(w.message)] == [__file__]
+    assert posterior.noise_variance.tolist() == [1.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.fit(model, [x], likelihood="regression", noise_variance=0.02, progress=False)
+        uq.fit(model, [(x, y)], likelihood="regression", progress=False)
+
+
 def _loss(model, posterior, held_out, **options) -> float:
     x, y = (torch.cat([batch[i] for batch in held_out]) for i in (0, 1))
     with torch.no_grad():
