@@ -215,8 +215,9 @@ def test_trials_name_what_was_chosen_and_then_the_best(classifier):
     assert repr(trials).endswith("chosen: one a search)")
 
 
-def test_a_good_network_gives_up_a_tenth_at_most():
-    """With an NLL of .03, a hundredth of a nat would be a third of it."""
+@pytest.fixture(scope="module")
+def good_network():
+    """A network with an NLL of a few hundredths, and what it was trained on and was not."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 2, generator=generator)
     y = (x[:, 0] + 0.03 * torch.randn(400, generator=generator) > 0).long()
@@ -228,16 +229,46 @@ def test_a_good_network_gives_up_a_tenth_at_most():
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
             optimiser.step()
-    posterior = uq.fit(model, [(x[:200], y[:200])], progress=False)
-    trials = uq.tune(posterior, [(x[200:], y[200:])], temperature=False, progress=False)
+    return model, (x[:200], y[:200]), (x[200:], y[200:])
+
+
+def test_a_good_network_gives_up_a_tenth_for_what_is_wider_than_its_fit(good_network):
+    """With an NLL of .03, a hundredth of a nat would be a third of it."""
+    model, train, held_out = good_network
+    posterior = uq.fit(model, [train], progress=False)
+    own = posterior.prior_precision
+    trials = uq.tune(posterior, [held_out], temperature=False, progress=False)
     best = trials.best["validation NLL"]
     assert 0.0 < best < 0.08 and trials.chosen["validation NLL"] <= 1.1 * best + 1e-9
-    for trial in trials.trials:
+    for trial in trials.trials:  # none that is wider was within reach
         if trial["prior precision"] < posterior.prior_precision * (1 - 1e-9):
-            assert trial["validation NLL"] > 1.1 * best
+            assert trial["validation NLL"] > 1.1 * best and trial["prior precision"] < own
     slack = min(t["prior precision"] for t in trials.trials if t["validation NLL"] <= best + 0.01)
     assert slack < posterior.prior_precision, "a hundredth of a nat alone would have allowed more"
     assert f"at most {0.1 * best:.2g} above the best" in posterior.record.tuning["prior precision"]
+
+
+@pytest.mark.parametrize("found", ["by the fit", "by held-out inputs", "in a grid"])
+def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(good_network, found):
+    """Their NLL goes to zero with the width, and a tenth of nothing would leave no posterior at all."""
+    model, train, (x, _) = good_network
+    far = x[model(x).detach().diff(dim=1).abs().squeeze() > 4][:30]
+    few = (far, model(far).argmax(1))
+    posterior = uq.fit(model, [train], progress=False)
+    own, grid = posterior.prior_precision, None
+    if found == "by held-out inputs":  # of the fit's budget: its own prior is no longer on record
+        uq.tune(posterior, [few], criterion="faithful", progress=False)
+        assert abs(posterior.prior_precision / own - 1) > 0.1
+        own = posterior.prior_precision
+        uq.tune(posterior, [few], temperature=False, prior_precisions=[1.0], progress=False)
+    elif found == "in a grid":
+        grid = [0.1, 1.0, 10.0, 100.0, 1e3, 1e5]
+    trials = uq.tune(posterior, [few], temperature=False, prior_precisions=grid, progress=False)
+    best, chosen = trials.best["validation NLL"], trials.chosen["validation NLL"]
+    assert 1.1 * best < chosen <= best + 0.01
+    wanted = own if grid is None else min(value for value in grid if value > own)
+    assert posterior.prior_precision == pytest.approx(wanted, rel=1e-6)
+    assert "at most 0.01 above the best" in posterior.record.tuning["prior precision"]
 
 
 def test_a_density_gives_up_a_hundredth_whatever_the_unit_of_its_targets(regression):
