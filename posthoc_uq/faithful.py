@@ -123,10 +123,9 @@ class FaithfulSearch:
 
     def run(self, budget: float) -> Reached:
         """Set the widest posterior within the budget; warns where there is none, and then sets the narrowest tried."""
-        found = self._widest(budget)
-        divergence, temperature = self._evaluated[found]
-        self._set(found)
-        self.posterior.temperature = temperature
+        found = self.set_widest(budget)
+        divergence, _ = self._evaluated[found]
+        self.trials.chosen = self.trials.trials[list(self._evaluated).index(found)]
         if not divergence <= budget:
             warnings.warn(
                 f"No {self._name} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
@@ -139,6 +138,13 @@ class FaithfulSearch:
         if at_edge:
             self.trials.at_edge.append(f"{self._name} = 10^{found:g}")
         return Reached(divergence, budget, self._samples, len(self._evaluated), at_edge)
+
+    def set_widest(self, budget: float) -> float:
+        """Set the widest posterior within the budget, or the narrowest tried; its decade."""
+        found = self._widest(budget)
+        self._set(found)
+        self.posterior.temperature = self._evaluated[found][1]
+        return found
 
     @property
     def _name(self) -> str:

@@ -87,7 +87,7 @@ def fit(
         progress: show a bar per sweep, on rank 0.
         **options: the method's fields, where it is given by name (``rank=50``); ``divergence``, the budget of a
             `Faithful`, in nats; ``noise_variance`` of a regression, in squared units of the targets, one number or one
-            an output, by default the mean squared residual of the training data.
+            an output, by default the mean squared residual of the training data (1 without targets, with a warning).
 
     Returns:
         The posterior; see its `report`.

@@ -54,11 +54,12 @@ def tune(
     * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, mean
       over a few hundred inputs like those it was trained on, whose labels are not needed. It is the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one, whose
-      negative log-likelihood of held-out data is at most 0.01 nats above the best. Held-out data of the training
-      distribution cannot judge uncertainty about foreign inputs, so what they hardly mind is kept. Where outputs are
-      logits every prior precision has the temperature that predicts best, under a log-normal prior around 1 that keeps
-      a few samples from moving it far. `scale`, `residual_weight` and noise are
-      searched where they are asked for, one after the other.
+      negative log-likelihood of held-out data is at most 0.01 nats above the best; of classes, what is wider than the
+      faithful posterior of a fit may also cost at most a tenth of the best. Held-out data of the training distribution
+      cannot judge uncertainty about foreign inputs, so what they hardly mind is kept. Where outputs are logits every
+      prior precision has the temperature that predicts best, under a log-normal prior around 1 that keeps a few samples
+      from moving it far. `scale`, `residual_weight` and noise are searched where they are asked for, one after the
+      other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -92,9 +93,12 @@ def tune(
         progress: show a bar.
         **options: of the head, as in `wrap`.
 
+    Referral thresholds belong to the hyperparameters that they were set for: where a search changes these, it warns
+    that the thresholds no longer apply.
+
     Returns:
-        What was tried, what was given up for a wider posterior, and what ended at the edge of its interval (which is
-        also a warning).
+        What was tried; printed, it tells first what was chosen and what was given up against the best for a wider
+        posterior, and also what ended at the edge of its interval (which is a warning, too).
 
     Raises:
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
@@ -121,7 +125,8 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
+        with posterior.searching():
+            trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
         posterior.record.head |= {"criterion": criterion} if posterior.record.head else {}
         return trials
     if per_layer:
@@ -136,10 +141,11 @@ def tune(
     check_loader(loader)
     if divergence is None:
         divergence = DIVERGENCE if criterion == "faithful" else GUARDED
-    with restored_on_error(posterior):
+    with posterior.searching(), restored_on_error(posterior):
         name, own = _head(posterior, head, n_samples, seed, options)
         _forget_calibration(posterior, name)
         posterior.warned_heads.add(name)
+        fitted = _fitted_prior(posterior, name)
         predictor = wrap(model_of(posterior), posterior, name, **own)
         kept = plain_options(options or _recorded(posterior, name))
         posterior.record.head = {"name": name, "options": kept, "criterion": criterion}
@@ -163,6 +169,7 @@ def tune(
             temperature=_tempered(posterior, temperature),
             grid=prior_precisions,
             divergence=divergence,
+            fitted=fitted,
             max_evaluations=max_evaluations,
             seed=seed,
             progress=progress,
@@ -238,6 +245,7 @@ def _by_likelihood(
     temperature: bool,
     grid: Sequence[float] | None,
     divergence: float,
+    fitted: Any,
     max_evaluations: int,
     seed: int,
     progress: bool,
@@ -251,7 +259,15 @@ def _by_likelihood(
     if main in names:
         if grid is None:
             _return_to_faithful(posterior, loader, predictor, reader, divergence, seed)
-        search.widest(grid)
+
+        def harmless() -> None:
+            if fitted is not None:
+                _set_prior(posterior, fitted)
+                return
+            inputs = kept_inputs(posterior, loader, reader, seed, False)
+            FaithfulSearch(posterior, inputs, predictor, seed=seed).set_widest(DIVERGENCE)
+
+        search.widest(grid, harmless)
     for name in names:
         if name != main:
             search.coordinate(name, max_evaluations)
@@ -278,14 +294,30 @@ def _return_to_faithful(
         other_settings(posterior),
     )
     if same:
-        if posterior.takes_prior:
-            posterior.prior_precision = kept["value"]
-        else:
-            posterior.scale = kept["value"]
+        _set_prior(posterior, kept["value"])
         return
     settle_faithful(
         posterior, kept_inputs(posterior, loader, reader, seed, False), predictor, divergence, seed=seed
     )
+
+
+def _fitted_prior(posterior: Posterior, head: str) -> Any:
+    """The faithful prior precision (or scale) of a fit, or of a search by that criterion, through this head and with
+    the present settings; None where the posterior has another one by now.
+    """
+    kept = posterior.record.faithful
+    if not kept or posterior.record.head.get("criterion") != "faithful":
+        return None
+    same = (kept["head"], kept["settings"]) == (head, other_settings(posterior))
+    return kept["value"] if same else None
+
+
+def _set_prior(posterior: Posterior, value: Any) -> None:
+    """Set the prior precision, or the scale where that is settled."""
+    if posterior.takes_prior:
+        posterior.prior_precision = value
+    else:
+        posterior.scale = value
 
 
 def _criterion(criterion: str | None, loader: Iterable[Any] | None) -> str:

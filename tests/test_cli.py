@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -318,6 +320,11 @@ def test_inspect_shows_a_file_without_its_model(place: Path) -> None:
     found = run_json("inspect", place / "m.h5")
     posterior = uq.inspect(place / "m.h5")
     assert found == json.loads(json.dumps(posterior))
+    # printed in Python it reads the same, and is a dictionary still, in copies too
+    assert str(posterior) == text.rstrip("\n") and f"{place / 'm.h5'}, " in str(posterior)
+    for other in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert isinstance(other, dict) and other == posterior and str(other) == str(posterior)
+    assert repr(posterior) == repr(dict(posterior))
     for block in posterior["blocks"].values():
         assert f"{block['bytes']}" in text
     assert found["fingerprint"] in text

@@ -69,9 +69,10 @@ def _heads() -> Choices:
 def command(file: str, as_json: bool, **given: Any) -> None:
     """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
 
-    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best, without
-    it the log marginal likelihood decides; --criterion names another way. The head that was searched through is
-    written into FILE with its options, and predict and evaluate take it from there.
+    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best (of
+    classes, what is wider than a fit's own at most a tenth worse, too), without it the log marginal likelihood decides;
+    --criterion names another way. The head that was searched through is written into FILE with its options, and predict
+    and evaluate take it from there.
 
     \b
     Examples:

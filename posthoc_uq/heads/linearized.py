@@ -133,6 +133,11 @@ class LinearizedPredictor(Predictor):
         self._ready = self._weights = self._drawn = None
         return self
 
+    def extra_repr(self) -> str:
+        """The choices that change its predictions, and the engine."""
+        draws = f", n_draws={self._n_draws}" if self._link == "mc" else ""
+        return f"link={self._link!r}{draws}, outputs={self._chosen.top!r}, engine={self._engine!r}"
+
     @property
     def device(self) -> torch.device:
         """Where it predicts."""

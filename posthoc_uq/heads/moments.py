@@ -384,6 +384,7 @@ class MomentsPredictor(Predictor):
             batch_to_inputs,
             progress,
         )
-        posterior.record.calibration = calibration.attributes(posterior, self.settings())
+        with self._posterior.searching():
+            posterior.record.calibration = calibration.attributes(posterior, self.settings())
         self._prepared = replace(prepared, calibration=calibration)
         return calibration

@@ -29,7 +29,7 @@ from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.replica import model_device, replicate, unwrap
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -86,6 +86,28 @@ class Predictor(nn.Module, ABC):
                     f"head={self.head!r} has no {name!r}, unlike {others}; make one of the same posterior: "
                     f"uq.wrap(model, posterior, head={heads[0]!r})."
                 ) from error
+
+    def __repr__(self) -> str:
+        posterior, settings = self._posterior, self.hyperparameters()
+        covered = sum(layer.parameters for layer in posterior.layers.values())
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        prior = settings["prior_precision"]
+        shown = [f"prior precision {'per layer' if isinstance(prior, dict) else f'{prior:.4g}'}"]
+        if not posterior.takes_prior:
+            shown.append(f"scale {settings['scale']:.4g}")
+        noise = posterior.noise_variance
+        if noise is None:
+            shown.append(f"temperature {settings['temperature']:.4g}")
+        else:
+            some = ", ".join(f"{value:.4g}" for value in noise[:3].tolist())
+            shown.append(f"noise variance {some}{', ...' if len(noise) > 3 else ''}")
+        lines = [
+            f"{type(self).__name__}: {type(unwrap(self.model)).__name__}, method {posterior.method!r}, "
+            f"head {self.head!r}, likelihood {posterior.likelihood.name!r}",
+            f"  posterior over {covered:,} of {total:,} weights, {len(posterior.layers)} "
+            f"{'layer' if len(posterior.layers) == 1 else 'layers'}; {', '.join(shown)}",
+        ]
+        return "\n".join([*lines, f"  {self.extra_repr()}"])
 
     @property
     def posterior(self) -> Posterior:

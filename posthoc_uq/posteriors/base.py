@@ -104,6 +104,7 @@ class Posterior(Adjustable):
             settings: others in place of the present ones.
         """
         found = copy.copy(self)
+        found._searching = True  # its settings are nobody's choice
         if settings is not None:
             found.settings = settings
         return found

@@ -283,12 +283,14 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
                 _head(record.get("head", {})),
                 _faithful(record.get("faithful", {}), layers),
                 _calibration(record.get("calibration", {})),
-                checked_referral(record.get("referral", {})),
             ),
             centre=_checked_centre(state, layers),
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
             setattr(posterior, name, attributes[name])
+        posterior.record.referral = checked_referral(
+            record.get("referral", {})
+        )  # it belongs to these settings
         kept = state.get("features")
         if kept is not None:
             posterior.features = FeatureGrams.restore(kept["attributes"], kept["tensors"])
