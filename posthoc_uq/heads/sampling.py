@@ -18,6 +18,7 @@ from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import SYMMETRY
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
 
@@ -79,6 +80,8 @@ class SamplingPredictor(Predictor):
         if novelty and posterior.features is None:
             raise PosthocUQError(NOT_KEPT)
         self._tells_novelty = novelty
+        if antithetic:
+            posterior.require([SYMMETRY], "antithetic=True", "leave it out")
         if keep not in ("weights", "seeds"):
             raise PosthocUQError(f"keep must be 'weights' or 'seeds', not {keep!r}.")
         if dtype not in DTYPES:

@@ -17,6 +17,7 @@ from scipy.optimize import minimize, minimize_scalar
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
 LIMITS = (-10.0, 12.0)  # and how far the search goes before it gives up
@@ -118,7 +119,7 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
     Raises:
         PosthocUQError: the noise is asked for, but the likelihood has none or the fit saw no labels.
     """
-    if not posterior.takes_prior:
+    if not posterior.takes_prior or LOG_DETERMINANT not in posterior.capabilities:
         posterior.log_marginal_likelihood()  # says why there is none
     if noise and posterior.noise_variance is None:
         raise PosthocUQError(

@@ -7,7 +7,7 @@ What heads, the tuner and the store need, and no more; see `Posterior`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import log
 from typing import Any, cast
 
@@ -19,6 +19,14 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
+from posthoc_uq.posteriors.capabilities import (
+    LOG_DETERMINANT,
+    QUADRATIC,
+    ROWS,
+    SYMMETRY,
+    VARIANCES,
+    required,
+)
 from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.record import Evidence, Record
@@ -26,6 +34,8 @@ from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.rows import Rows
 from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
+
+EVIDENCE_WAY_OUT = "tune on held-out data: uq.tune(posterior, val_loader)"
 
 
 class Posterior(Adjustable):
@@ -53,6 +63,7 @@ class Posterior(Adjustable):
         model: the model it was fitted on or loaded for; no part of the state.
         features: what the training inputs looked like to the last layer, for the novelty of others; None where the fit
             found no such layer, or took no such statistics.
+        capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit, which is the model's own memory and may be trained on.
         warned_heads: heads that `wrap` has said to be others than the one the hyperparameters were found for; no part
             of the state.
@@ -84,10 +95,16 @@ class Posterior(Adjustable):
         self.model: nn.Module | None = None
         self.features: FeatureGrams | None = None
         self.fingerprint: str | None = None
+        known = [type(block).makes.capabilities() for block in self.blocks.values()]
+        self.capabilities = known[0].intersection(*known) if known else frozenset[str]()
         self.takes_prior = all(block.takes_prior for block in self.blocks.values())
         self.warned_heads: set[str] = set()
         self._settings = Hyperparameters(float(evidence.samples))
         self._cache = FactorCache()
+
+    def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
+        """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.capabilities.required`."""
+        required(needs, self.capabilities, self.method, what, way_out)
 
     def __repr__(self) -> str:
         count = sum(layer.parameters for layer in self.layers.values())
@@ -177,21 +194,24 @@ class Posterior(Adjustable):
         Returns:
             Parameter name to ``(draws, *shape)``, on the parameters' device.
         """
+        if signs is not None:
+            self.require([SYMMETRY], "A draw with a sign")
         unique = list(dict.fromkeys(seeds))
         places = {seed: place for place, seed in enumerate(unique)}
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
-        for layer, matrix in self._deviations(unique, factors):
-            for name, deviation in layer.to_parameters(matrix).items():
+        for layer, matrix, centred in self._drawn(unique, factors):
+            for name, own in layer.to_parameters(matrix).items():
                 mean = self.mean[name]
                 # A bias is a column of its layer's matrix: as a view it would keep all of it alive.
-                drawn = deviation.to(device=mean.device, dtype=mean.dtype).contiguous()
+                drawn = own.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
                     sign = torch.tensor(signs, device="cpu").to(drawn).reshape(-1, *[1] * mean.ndim)
                     drawn = drawn[index.to(drawn.device)] * sign
                 elif len(unique) < len(seeds):
                     drawn = drawn[index.to(drawn.device)]
-                draws[name] = drawn.add_(mean).to(dtype=mean.dtype if dtype is None else dtype)
+                drawn = drawn.add_(mean) if centred else drawn
+                draws[name] = drawn.to(dtype=mean.dtype if dtype is None else dtype)
         return draws
 
     def factors(self) -> dict[str, Factor]:
@@ -203,10 +223,10 @@ class Posterior(Adjustable):
         settings = self._settings
         return {name: self._factor(name, settings) for name in self.blocks}
 
-    def _deviations(
+    def _drawn(
         self, seeds: Sequence[int], factors: Mapping[str, Factor] | None = None
-    ) -> Iterator[tuple[Layer, Tensor]]:
-        """Draws from ``N(0, P^-1)`` layer by layer, ``(n, G, m, n)``."""
+    ) -> Iterator[tuple[Layer, Tensor, bool]]:
+        """Draws layer by layer, ``(n, G, m, n)``, and whether they are deviations from the mean."""
         settings = self._settings
         for index, (name, block) in enumerate(self.blocks.items()):
             factor = self._factor(name, settings) if factors is None else factors[name]
@@ -214,11 +234,17 @@ class Posterior(Adjustable):
             out = like.new_empty(len(seeds), *shape)
             # One at a time, which is as fast: several columns round differently from one in a triangular solve.
             for row, seed in zip(out, seeds, strict=True):
-                row.copy_(factor.transform(_normals(mixed_seed(seed, index), shape, like).unsqueeze(0))[0])
-            yield from self._split(name, out)
+                row.copy_(factor.draw(torch.Generator().manual_seed(mixed_seed(seed, index)), row))
+            for layer, matrix in self._split(name, out):
+                yield layer, matrix, factor.centred
 
     def variance(self) -> dict[str, Tensor]:
-        """Marginal variance of every parameter, by name and in its shape."""
+        """Marginal variance of every parameter, by name and in its shape.
+
+        Raises:
+            PosthocUQError: the blocks know none.
+        """
+        self.require([VARIANCES], "posterior.variance()")
         found: dict[str, Tensor] = {}
         for name, factor in self._each_factor():
             for layer, matrix in self._split(name, factor.variance()):
@@ -233,8 +259,9 @@ class Posterior(Adjustable):
                 layers count as zero.
 
         Raises:
-            PosthocUQError: no layer is given, or one is unknown.
+            PosthocUQError: no layer is given, or one is unknown; or the blocks know no such forms.
         """
+        self.require([QUADRATIC], "posterior.quadratic()")
         unknown = sorted(set(jacobians) - set(self.layers))
         if unknown or not jacobians:
             raise PosthocUQError(f"Jacobians must be given for layers of the posterior; unknown: {unknown}.")
@@ -274,13 +301,19 @@ class Posterior(Adjustable):
         """The covariance of one layer's rows, ready for many inputs.
 
         Raises:
-            PosthocUQError: the posterior has no such layer.
+            PosthocUQError: the posterior has no such layer, or its blocks know no such covariance.
         """
+        self.require([ROWS], "posterior.rows()")
         block, start = self._home(layer)
         return self.factor(block).rows(start, self.layers[layer].matrix_shape)
 
     def log_determinant(self) -> Tensor:
-        """``log det P`` over all blocks, a scalar."""
+        """``log det P`` over all blocks, a scalar.
+
+        Raises:
+            PosthocUQError: the blocks know none.
+        """
+        self.require([LOG_DETERMINANT], "posterior.log_determinant()")
         return torch.stack([factor.log_determinant() for _, factor in self._each_factor()]).sum()
 
     def log_marginal_likelihood(
@@ -311,6 +344,7 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
+        self.require([LOG_DETERMINANT], "The log marginal likelihood", EVIDENCE_WAY_OUT)
         if not self.blocks[block].takes_prior:
             raise PosthocUQError(
                 f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
@@ -410,9 +444,3 @@ class Posterior(Adjustable):
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
         return build_report(self)
-
-
-def _normals(seed: int, shape: tuple[int, int, int], like: Tensor) -> Tensor:
-    """Standard normals drawn on the CPU, so that every device gets the same."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)

@@ -19,6 +19,15 @@ from torch import Tensor
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.fields import Field
+from posthoc_uq.posteriors.capabilities import (
+    DRAWS,
+    FORM,
+    LOG_DETERMINANT,
+    QUADRATIC,
+    ROWS,
+    SYMMETRY,
+    VARIANCES,
+)
 from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.rows import Rows
 from posthoc_uq.posteriors.specs import TensorSpec
@@ -42,26 +51,56 @@ class Settings:
     residual_weight: float = 1.0
 
 
-class Factor(ABC):
-    """A block's precision ``P``, factorised."""
+class Factor:
+    """A block at some settings, ready for use: of a Gaussian, its precision ``P``, factorised.
 
-    @abstractmethod
+    What a subclass overrides is what its posteriors can do; `capabilities` names it. One that is no Gaussian overrides
+    `draw`; a Gaussian has `transform`, from which its draws follow, and all the rest is about deviations from the
+    posterior's mean.
+    """
+
+    centred: ClassVar[bool] = True
+    """Whether a draw is a deviation from the posterior's mean; otherwise it is the weights themselves."""
+
+    @classmethod
+    def capabilities(cls) -> frozenset[str]:
+        """What such factors can do, by the names in `posthoc_uq.posteriors.capabilities`."""
+        own = [
+            names for method, names in _PROVES.items() if getattr(cls, method) is not getattr(Factor, method)
+        ]
+        return frozenset(name for names in own for name in names)
+
+    def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
+        """One draw of the block's weights, ``(G, m, n)``.
+
+        Args:
+            generator: of the CPU, where all that is random comes from, so that every device gets the same.
+            like: has the draw's shape, number format and device.
+        """
+        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        return self.transform(noise.unsqueeze(0))[0]
+
     def transform(self, noise: Tensor) -> Tensor:
         """Standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
+        raise self._cannot("draws from normals")
 
-    @abstractmethod
     def variance(self) -> Tensor:
-        """The diagonal of ``P^-1``, ``(G, m, n)``."""
+        """The variances of the weights, ``(G, m, n)``: the diagonal of ``P^-1``."""
+        raise self._cannot(VARIANCES)
 
-    @abstractmethod
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)``."""
+        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)``, which may be of another format than the block."""
+        raise self._cannot(QUADRATIC)
 
-    @abstractmethod
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        """Rows ``r``, in float64, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``: ``(q, any)``."""
+        values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
+        return vectors * values.clamp(min=0).sqrt()
+
     def log_determinant(self) -> Tensor:
         """``log det P``, a scalar."""
+        raise self._cannot(LOG_DETERMINANT)
 
-    @abstractmethod
     def rows(self, start: int, shape: Shape) -> Rows:
         """What one layer's weights contribute to the variance of its outputs.
 
@@ -69,6 +108,7 @@ class Factor(ABC):
             start: offset of the layer inside the block (only a block of several layers has one).
             shape: ``(G, m, n)`` of the layer.
         """
+        raise self._cannot(ROWS)
 
     def form(self) -> Form | None:
         """The covariance as a diagonal less a low-rank part, by which Jacobians are contracted without being formed;
@@ -79,6 +119,21 @@ class Factor(ABC):
     def bytes(self) -> int:
         """Memory that the factor holds beyond its block."""
         return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
+
+    def _cannot(self, what: str) -> PosthocUQError:
+        return PosthocUQError(f"A {type(self).__name__} has no {what.removeprefix('a ')}.")
+
+
+_PROVES: dict[str, tuple[str, ...]] = {
+    "draw": (DRAWS,),
+    "transform": (DRAWS, SYMMETRY),
+    "variance": (VARIANCES,),
+    "quadratic": (QUADRATIC,),
+    "rows": (ROWS,),
+    "log_determinant": (LOG_DETERMINANT,),
+    "form": (FORM,),
+}
+"""What each method of a factor, where it is overridden, says that it can do."""
 
 
 BLOCKS: dict[str, type[Block]] = {}
@@ -94,6 +149,8 @@ class Block(ABC):
 
     kind: ClassVar[str]
     """By which files name it; no two classes have the same."""
+    makes: ClassVar[type[Factor]]
+    """The class of what `factor` gives, from which follows what posteriors of such blocks can do."""
     fields: ClassVar[Mapping[str, Field]] = {}
     """What each of its `attributes` may be in a file."""
     joint: ClassVar[bool] = False
@@ -106,11 +163,15 @@ class Block(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "kind" in vars(cls):
+            if not hasattr(cls, "makes"):
+                raise PosthocUQError(
+                    f"{cls.__qualname__} must say in 'makes' which class its factors are of."
+                )
             _register(cls)
 
     @abstractmethod
     def factor(self, settings: Settings) -> Factor:
-        """The precision for these settings, ready to use."""
+        """The block at these settings, ready for use."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -152,9 +213,13 @@ class Block(ABC):
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
         """The block that `tensors` and `attributes` described."""
 
-    @abstractmethod
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
-        """The Fisher approximation as dense matrices ``(G, m n, m n)`` in row-major order; for small layers."""
+        """The Fisher approximation as dense matrices ``(G, m n, m n)`` in row-major order; for small layers.
+
+        Raises:
+            PosthocUQError: the block keeps none.
+        """
+        raise PosthocUQError(f"A block of the kind {self.kind!r} keeps no Fisher information.")
 
     def numbers(self) -> int:
         """Numbers stored."""

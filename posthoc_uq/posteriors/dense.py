@@ -34,8 +34,7 @@ class DenseFactor(Factor):
         return torch.linalg.solve_triangular(self.root, rows.to(self.root).T, upper=False).T
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        """Rows ``r`` with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, parameters)``: their shape, in float64."""
-        return self._solve(jacobians)
+        return self._solve(jacobians.flatten(1))
 
     def transform(self, noise: Tensor) -> Tensor:
         rows = noise.flatten(1).to(self.root)
@@ -71,6 +70,7 @@ class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
 
     kind = "dense"
+    makes = DenseFactor
     joint = True
 
     def __init__(self, fisher: Tensor) -> None:

@@ -46,6 +46,7 @@ class DiagonalBlock(Block):
     """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``."""
 
     kind = "diagonal"
+    makes = DiagonalFactor
 
     def __init__(self, diagonal: Tensor) -> None:
         self.diagonal = diagonal

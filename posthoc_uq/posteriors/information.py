@@ -210,6 +210,7 @@ class InformationBlock(Block):
     """
 
     kind = "inf"
+    makes = InformationFactor
     fields: ClassVar[Mapping[str, Field]] = {
         "correction": Text(CORRECTIONS),
         "input_directions": Whole(0, 2**40),

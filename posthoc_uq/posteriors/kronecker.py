@@ -59,6 +59,8 @@ class KroneckerFactor(Factor):
 class _EigenbasisBlock(Block):
     """Shared by KFAC and EFB: full eigenbases of both Grams."""
 
+    makes = KroneckerFactor
+
     def __init__(self, input_basis: Tensor, output_basis: Tensor) -> None:
         self.input_basis = input_basis
         self.output_basis = output_basis

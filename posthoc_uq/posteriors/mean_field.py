@@ -56,6 +56,7 @@ class MeanFieldBlock(Block):
     """
 
     kind = "mean_field"
+    makes = MeanFieldFactor
     fields: ClassVar[Mapping[str, Field]] = {"samples": Whole(1)}
     trained = True
     takes_prior = False

@@ -7,6 +7,7 @@ from itertools import chain
 
 from torch import nn
 
+from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.posteriors.blocks import BLOCKS, Block, Shape
 from posthoc_uq.posteriors.dense import LARGEST_BYTES
 from posthoc_uq.posteriors.families import FAMILIES
@@ -25,6 +26,9 @@ def size_limit(kind: str | None, model: nn.Module) -> int:
     Args:
         kind: the method of a posterior, `CHECKPOINT`, or None where the file does not say: the most of all methods.
         model: whose parameters they are.
+
+    Raises:
+        CorruptPosteriorError: no class is known for the blocks of that method.
     """
     weights = list(_weights(model))
     whole = sum(parameter.numel() for parameter in model.parameters())
@@ -35,7 +39,14 @@ def size_limit(kind: str | None, model: nn.Module) -> int:
         most = max(dense, 2 * bases + 4 * parameters + _STATES * whole)
     else:
         kinds = set(chain(*FAMILIES.values())) if kind is None else FAMILIES[kind]
-        most = max(_numbers(BLOCKS[name], weights, whole) for name in kinds)
+        known = [BLOCKS[name] for name in kinds if name in BLOCKS]
+        if not known:
+            named = " or ".join(map(repr, kinds))
+            raise CorruptPosteriorError(
+                f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import the "
+                f"module that defines it."
+            )
+        most = max(_numbers(block, weights, whole) for block in known)
     # gzip makes random numbers a little larger, and every chunk has a record
     return int(1.1 * _NUMBER * most) + _SPARE
 
