@@ -174,8 +174,9 @@ def fit(
         law = resolve_likelihood(likelihood, noise_variance)
         _check(fisher, n_samples, prior_precision, trains)
         _check_faithful(divergence, head, training is not None)
-        if trains and residual_weight != 1.0:
-            raise PosthocUQError("residual_weight belongs to method='inf'; a training does not take it.")
+        if residual_weight != 1.0 and (trains or "inf" not in (method, getattr(training, "initial", None))):
+            what = "a training" if trains else f"method={method!r}"
+            raise PosthocUQError(f"residual_weight belongs to method='inf'; {what} does not take it.")
         if training is not None and not training.needs_curvature and (fisher, n_samples) != ("auto", 1):
             raise PosthocUQError(
                 "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "

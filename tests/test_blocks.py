@@ -29,6 +29,7 @@ from posthoc_uq.posteriors.diagonal import DiagonalBlock, DiagonalFactor
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.record import Evidence
 from posthoc_uq.posteriors.specs import TensorSpec
+from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
 
 SPIKE = "spike_slab"
 
@@ -52,7 +53,7 @@ def spike_block() -> type[Block]:
         kind = SPIKE
         makes = SpikeFactor
         trained = True
-        takes_prior = False
+        tunable = frozenset()
 
         def __init__(self, mean: Tensor, variances: Tensor, inclusion: Tensor) -> None:
             self.mean, self.variances, self.inclusion = mean, variances, inclusion
@@ -236,6 +237,27 @@ def test_what_a_posterior_cannot_do_is_refused_in_one_sentence(spikes: tuple[nn.
             work()
 
 
+def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Module, Posterior]) -> None:
+    model, posterior = spikes
+    assert posterior.tunable == {"temperature"} and posterior.widening is None
+    shown = posterior.report().summary
+    assert "temperature" in shown and not {"scale", "prior precision", "residual weight"} & shown.keys()
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(5))
+    loader = [(x, model(x).argmax(1).detach())]
+    for options in ({}, {"criterion": "faithful"}, {"parameters": ("scale",)}):
+        with pytest.raises(PosthocUQError, match=r"neither a prior precision nor a scale|must be among"):
+            uq.tune(posterior, loader, progress=False, **options)
+    for name, words in (
+        ("scale", "its draws follow no scale"),
+        ("prior_precision", "no prior enters its weights"),
+    ):
+        with pytest.raises(PosthocUQError, match=words):
+            setattr(posterior, name, 2.0)
+    with pytest.warns(UserWarning, match="worse than the model's own"):
+        uq.tune(posterior, loader, parameters=(), n_samples=4, progress=False)
+    assert posterior.temperature != 1.0
+
+
 def test_built_in_blocks_say_what_they_can_do() -> None:
     gaussian = {DRAWS, SYMMETRY, VARIANCES, QUADRATIC, ROWS, LOG_DETERMINANT}
     for kind in ("diagonal", "kfac", "efb", "inf", "dense", "mean_field"):
@@ -307,3 +329,26 @@ def test_quadratic_forms_alone_serve_the_linearised_head(names: tuple[str, ...])
     with pytest.raises(PosthocUQError, match="needs a log-determinant"):
         uq.tune(hidden)
     assert blocks.BLOCKS["diagonal"] is DiagonalBlock
+
+
+def test_who_tells_novelty_is_a_plain_value(tmp_path: Path) -> None:
+    """Not the words that a report has for it, by which files of older releases are understood."""
+    model, x = network(), torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    posterior = posterior_with(model, "diag", {"2": DiagonalBlock(torch.rand(1, 3, 5))})
+    predictor = uq.wrap(model, posterior)
+    with pytest.raises(PosthocUQError, match="keeps nothing of the last layer's inputs"):
+        predictor.novelty(x)
+    posterior.record.fit["novelty"] = "in other words"
+    with pytest.raises(PosthocUQError, match="keeps nothing of the last layer's inputs"):
+        predictor.novelty(x)
+    posterior.record.novelty = "posterior"
+    expected = predictor.novelty(x, of="top")
+    assert torch.equal(predictor.novelty(x), expected)
+    uq.save(posterior, tmp_path / "p.h5")
+    assert uq.load(tmp_path / "p.h5", model).record.novelty == "posterior"
+    state = posterior_state(posterior)
+    del state["attributes"]["record"]["novelty"]
+    mean = dict(model.named_parameters())
+    assert posterior_from_state(state, mean).record.novelty == "posterior"
+    del state["attributes"]["record"]["fit"]["novelty"]
+    assert not posterior_from_state(state, mean).record.novelty

@@ -66,7 +66,7 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{found['parameters']:,} with a posterior, {numbers:,} numbers stored"),
         ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
         ("scale", f"{found['scale']:.6g}"),
-        *(weight if any(block["kind"] == "inf" for block in found["blocks"].values()) else []),
+        *(weight if "residual_weight" in _tunable(found) else []),
         ("temperature", f"{found['temperature']:.6g}"),
     ]
     if "noise_variance" in likelihood:
@@ -106,6 +106,13 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
+def _tunable(found: Mapping[str, Any]) -> frozenset[str]:
+    """The hyperparameters that the file's blocks may have set."""
+    from posthoc_uq.posteriors.blocks import BLOCKS
+
+    return frozenset[str]().union(*(BLOCKS[block["kind"]].tunable for block in found["blocks"].values()))
+
+
 def _predicted(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Through which head the file predicts, how its hyperparameters were found, and how far it is from the network."""
     lines: list[tuple[str, str]] = []
@@ -117,7 +124,7 @@ def _predicted(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     faithful: Mapping[str, Any] = found["faithful"]
     if faithful:
         value: Any = faithful["value"]
-        trained = any(block["kind"] == "mean_field" for block in found["blocks"].values())
+        trained = "prior_precision" not in _tunable(found)
         setting = "per layer" if isinstance(value, Mapping) else f"{value:.6g}"
         reached = f"{faithful['divergence']:.3g}" if "divergence" in faithful else "infinitely many"
         lines.append(

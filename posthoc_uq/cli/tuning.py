@@ -22,7 +22,6 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.referral import set_referral
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
 
@@ -48,12 +47,8 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
         )
     rewrite(posterior, path, given["output"])
     prior = posterior.prior_precision
-    found: dict[str, Any] = {
-        "prior precision": "per layer" if isinstance(prior, dict) else prior,
-        "scale": posterior.scale,
-        **({"residual weight": posterior.residual_weight} if has_residual(posterior.blocks.values()) else {}),
-        "temperature": posterior.temperature,
-    }
+    # the prior precision first, if there is one: it is what most searches are about
+    found = dict(sorted(posterior.reported().items(), key=lambda shown: shown[0] != "prior precision"))
     if posterior.noise_variance is not None:
         found["noise variance"] = posterior.noise_variance.tolist()
     referral = posterior.record.referral if threshold is not None else {}
@@ -130,11 +125,11 @@ def _search(
 
 def _reached(posterior: Posterior, trials: Trials) -> float | None:
     """The validation NLL of the trial that was kept, which need not be the best."""
-    kept = posterior.settings.plain()
+    kept = posterior.settings.labelled()
     losses = {
         trial["validation NLL"]
         for trial in trials.trials
-        if all(trial.get(name.replace("_", " ")) == value for name, value in kept.items())
+        if all(trial.get(label) == value for label, value in kept.items())
     }
     return min(losses) if losses else None
 

@@ -19,6 +19,7 @@ from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import SYMMETRY
+from posthoc_uq.posteriors.settings import ABOUT
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
 
@@ -135,7 +136,7 @@ class SamplingPredictor(Predictor):
     def hyperparameters(self) -> dict[str, Any]:
         """See `Predictor`: those of the draws; temperature and noise are the posterior's present ones."""
         present = super().hyperparameters()
-        return self._drawn_with | {name: present[name] for name in ("noise_scale", "temperature")}
+        return self._drawn_with | {name: present[name] for name, about in ABOUT.items() if about.of_outputs}
 
     def extra_repr(self) -> str:
         """How it samples, and why it does not batch over draws if that was refused."""

@@ -30,7 +30,7 @@ def watch_features(run: Run, source: FeatureSource | None) -> ClassGrams | None:
 def keep_features(run: Run, grams: ClassGrams | None, posterior: Posterior) -> None:
     """Give a Laplace posterior the statistics of all the data, in a pass of its own where no sweep showed them."""
     if grams is None:
-        posterior.record.fit["novelty"] = _NONE
+        posterior.record.fit["novelty"], posterior.record.novelty = _NONE, "posterior"
         return
     run.observe()
     posterior.features = grams.result(run.settings.dtype)
@@ -48,7 +48,7 @@ def trained_features(
         network: at the posterior's mean.
     """
     if source is None:
-        posterior.record.fit["novelty"] = _NONE
+        posterior.record.fit["novelty"], posterior.record.novelty = _NONE, "posterior"
         return
     settings = run.settings
     grams = ClassGrams(source, settings.likelihood, run.device, run.options.memory_budget)

@@ -33,6 +33,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
 from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import model_device, replicate
 
@@ -111,8 +112,8 @@ def fit_function_space(
             dict(run.prepared.deterministic),
         ),
         centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
+        settings=Hyperparameters(float(samples), tau),
     )
-    posterior.prior_precision = tau
     posterior.record.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.learn_noise:
         posterior.record.tuning["noise variance"] = "learned with the posterior"

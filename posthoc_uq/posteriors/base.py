@@ -1,55 +1,44 @@
-"""The posterior over a model's weights: a Gaussian around the trained ones, one block per layer (or one for
-all).
-
-What heads, the tuner and the store need, and no more; see `Posterior`.
-"""
+"""The posterior over a model's weights: one block for each layer, or one for several."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import log
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.devices import as_double, host_double
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.posteriors import capabilities as can
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
-from posthoc_uq.posteriors.capabilities import (
-    LOG_DETERMINANT,
-    QUADRATIC,
-    ROWS,
-    SYMMETRY,
-    VARIANCES,
-    required,
-)
 from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.layout import Layout
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.rows import Rows
 from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
 
-EVIDENCE_WAY_OUT = "tune on held-out data: uq.tune(posterior, val_loader)"
+_TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
 
 
 class Posterior(Adjustable):
-    """A Gaussian ``N(mean, P^-1)`` over the weights of some layers, independent between blocks.
+    """A distribution over the weights of some layers, independent between blocks; as a rule ``N(mean, P^-1)``.
 
     ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
-    Fisher), with the Fisher information ``I`` in the form of the method. `scale`, `prior_precision`,
-    `residual_weight`, `noise_scale` and `temperature` are plain attributes; setting one re-factors lazily, and
-    never needs the data again. What is computed is computed under the settings of one moment, whatever other threads
-    set meanwhile; see `snapshot`.
+    Fisher), with the Fisher information ``I`` in the form of the method. Hyperparameters are plain attributes, of which
+    `tunable` names those that may be set; setting one re-factors lazily, and never needs the data again. What is
+    computed is computed under the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
 
     Where a method found the variances themselves (``"function_space"``), its prior and its noise were parts of what it
     optimised: `prior_precision` says which prior that was and cannot be set, and of the others only `scale` enters the
-    variances, as ``samples / scale``.
+    variances, as ``samples / scale``. Blocks that are no Gaussian can draw, and may be able to do nothing else.
 
     Attributes:
         method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"``, ``"full"`` or ``"function_space"``.
@@ -81,6 +70,7 @@ class Posterior(Adjustable):
         record: Record | None = None,
         *,
         centre: Mapping[str, Tensor] | None = None,
+        settings: Hyperparameters | None = None,
     ) -> None:
         self.method = method
         self.layers = dict(layers)
@@ -97,14 +87,17 @@ class Posterior(Adjustable):
         self.fingerprint: str | None = None
         known = [type(block).makes.capabilities() for block in self.blocks.values()]
         self.capabilities = known[0].intersection(*known) if known else frozenset[str]()
-        self.takes_prior = all(block.takes_prior for block in self.blocks.values())
+        outputs = "noise_scale" if isinstance(likelihood, Gaussian) else "temperature"
+        self.tunable = frozenset({outputs}).union(*(block.tunable for block in self.blocks.values()))
+        self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
-        self._settings = Hyperparameters(float(evidence.samples))
+        self._begin(settings or Hyperparameters(float(evidence.samples)))
+        self._layout = Layout(self.layers, self.members)
         self._cache = FactorCache()
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
         """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.capabilities.required`."""
-        required(needs, self.capabilities, self.method, what, way_out)
+        can.required(needs, self.capabilities, self.method, what, way_out)
 
     def __repr__(self) -> str:
         count = sum(layer.parameters for layer in self.layers.values())
@@ -137,11 +130,9 @@ class Posterior(Adjustable):
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        return (
-            self.likelihood.noise_variance * self.noise_scale
-            if isinstance(self.likelihood, Gaussian)
-            else None
-        )
+        if isinstance(self.likelihood, Gaussian):
+            return self.likelihood.noise_variance * self.noise_scale
+        return None
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
@@ -195,7 +186,7 @@ class Posterior(Adjustable):
             Parameter name to ``(draws, *shape)``, on the parameters' device.
         """
         if signs is not None:
-            self.require([SYMMETRY], "A draw with a sign")
+            self.require([can.SYMMETRY], "A draw with a sign")
         unique = list(dict.fromkeys(seeds))
         places = {seed: place for place, seed in enumerate(unique)}
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
@@ -220,8 +211,7 @@ class Posterior(Adjustable):
         For whoever draws often: it takes the memory of about one more set of weights (for INF also the systems of
         its directions), and saves factorising at every draw what is too large to be kept by the posterior itself.
         """
-        settings = self._settings
-        return {name: self._factor(name, settings) for name in self.blocks}
+        return dict(self._each_factor())
 
     def _drawn(
         self, seeds: Sequence[int], factors: Mapping[str, Factor] | None = None
@@ -230,12 +220,12 @@ class Posterior(Adjustable):
         settings = self._settings
         for index, (name, block) in enumerate(self.blocks.items()):
             factor = self._factor(name, settings) if factors is None else factors[name]
-            shape, like = self._block_shape(name), next(iter(block.tensors().values()))
+            shape, like = self._layout.shape(name), next(iter(block.tensors().values()))
             out = like.new_empty(len(seeds), *shape)
             # One at a time, which is as fast: several columns round differently from one in a triangular solve.
             for row, seed in zip(out, seeds, strict=True):
                 row.copy_(factor.draw(torch.Generator().manual_seed(mixed_seed(seed, index)), row))
-            for layer, matrix in self._split(name, out):
+            for layer, matrix in self._layout.split(name, out):
                 yield layer, matrix, factor.centred
 
     def variance(self) -> dict[str, Tensor]:
@@ -244,10 +234,10 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: the blocks know none.
         """
-        self.require([VARIANCES], "posterior.variance()")
+        self.require([can.VARIANCES], "posterior.variance()")
         found: dict[str, Tensor] = {}
         for name, factor in self._each_factor():
-            for layer, matrix in self._split(name, factor.variance()):
+            for layer, matrix in self._layout.split(name, factor.variance()):
                 found |= layer.to_parameters(matrix)
         return found
 
@@ -261,7 +251,7 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: no layer is given, or one is unknown; or the blocks know no such forms.
         """
-        self.require([QUADRATIC], "posterior.quadratic()")
+        self.require([can.QUADRATIC], "posterior.quadratic()")
         unknown = sorted(set(jacobians) - set(self.layers))
         if unknown or not jacobians:
             raise PosthocUQError(f"Jacobians must be given for layers of the posterior; unknown: {unknown}.")
@@ -269,7 +259,7 @@ class Posterior(Adjustable):
         for name, inner in self.members.items():
             if not any(layer in jacobians for layer in inner):
                 continue
-            part = self._factor(name, settings).quadratic(self._join(name, jacobians))
+            part = self._factor(name, settings).quadratic(self._layout.join(name, jacobians))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -303,8 +293,8 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: the posterior has no such layer, or its blocks know no such covariance.
         """
-        self.require([ROWS], "posterior.rows()")
-        block, start = self._home(layer)
+        self.require([can.ROWS], "posterior.rows()")
+        block, start = self._layout.home(layer)
         return self.factor(block).rows(start, self.layers[layer].matrix_shape)
 
     def log_determinant(self) -> Tensor:
@@ -313,7 +303,7 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: the blocks know none.
         """
-        self.require([LOG_DETERMINANT], "posterior.log_determinant()")
+        self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
         return torch.stack([factor.log_determinant() for _, factor in self._each_factor()]).sum()
 
     def log_marginal_likelihood(
@@ -344,8 +334,8 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
-        self.require([LOG_DETERMINANT], "The log marginal likelihood", EVIDENCE_WAY_OUT)
-        if not self.blocks[block].takes_prior:
+        self.require([can.LOG_DETERMINANT], "The log marginal likelihood", _TUNE)
+        if "prior_precision" not in self.blocks[block].tunable:
             raise PosthocUQError(
                 f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
                 f"is no log marginal likelihood to compute or to maximise. Fit again with another prior_precision, or "
@@ -389,58 +379,19 @@ class Posterior(Adjustable):
 
     def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise: float | Tensor) -> Settings:
         """What the block's precision depends on, for a prior precision and noise of these settings or others."""
-        inner = self.members[block]
-        if isinstance(prior, Mapping):
-            by_layer = cast(Mapping[str, Any], prior)
-            if len(inner) == 1:
-                prior = by_layer[inner[0]]
-            else:
-                parts = [host_double(by_layer[n]).expand(self.layers[n].parameters) for n in inner]
-                prior = torch.cat(parts).reshape(1, 1, -1)
+        prior = self._layout.prior(block, prior)
         return Settings(settings.scale / noise**self.evidence.noise_power, prior, settings.residual_weight)
-
-    def _block_shape(self, block: str) -> tuple[int, int, int]:
-        inner = self.members[block]
-        return (
-            self.layers[inner[0]].matrix_shape
-            if block in self.layers
-            else (1, 1, sum(self.layers[n].parameters for n in inner))
-        )
-
-    def _home(self, layer: str) -> tuple[str, int]:
-        """The block of a layer, and where the layer starts in it."""
-        if layer in self.blocks:
-            return layer, 0
-        for block, inner in self.members.items():
-            if layer in inner:
-                return block, sum(self.layers[n].parameters for n in inner[: inner.index(layer)])
-        raise PosthocUQError(f"The posterior has no layer '{layer}'; it has {list(self.layers)[:8]}.")
-
-    def _split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
-        """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""
-        if block in self.layers:
-            yield self.layers[block], matrix
-            return
-        start = 0
-        for name in self.members[block]:
-            layer = self.layers[name]
-            part = matrix[..., 0, 0, start : start + layer.parameters]
-            start += layer.parameters
-            yield layer, part.reshape(*matrix.shape[:-3], *layer.matrix_shape)
-
-    def _join(self, block: str, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Layers' matrices ``(q, G, m, n)`` as the block's."""
-        if block in self.layers:
-            return matrices[block]
-        like = next(iter(matrices.values()))
-        parts = [
-            matrices[n].flatten(1)
-            if n in matrices
-            else like.new_zeros(like.shape[0], self.layers[n].parameters)
-            for n in self.members[block]
-        ]
-        return torch.cat(parts, dim=1).reshape(like.shape[0], 1, 1, -1)
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
-        return build_report(self)
+        return build_report(
+            self.method,
+            self.likelihood.name,
+            self.layers,
+            self.blocks,
+            self.record,
+            settings=self._settings,
+            shown=self.reported(),
+            features=self.features,
+            noise=self.noise_variance,
+        )

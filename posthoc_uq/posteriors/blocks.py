@@ -157,8 +157,11 @@ class Block(ABC):
     """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
     trained: ClassVar[bool] = False
     """Whether it comes of a training, which may have moved the mean as well."""
-    takes_prior: ClassVar[bool] = True
-    """Whether the prior precision enters the precision; where it does not, there is no marginal likelihood either."""
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision"})
+    """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
+    precision there is no marginal likelihood either."""
+    settled: ClassVar[frozenset[str]] = frozenset()
+    """Those that were a part of what its method optimised: they are known, and cannot be set."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

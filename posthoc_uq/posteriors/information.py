@@ -15,7 +15,7 @@ L x L system ``I + M``, ``M = V^T H V``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -211,6 +211,7 @@ class InformationBlock(Block):
 
     kind = "inf"
     makes = InformationFactor
+    tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
     fields: ClassVar[Mapping[str, Field]] = {
         "correction": Text(CORRECTIONS),
         "input_directions": Whole(0, 2**40),
@@ -341,11 +342,6 @@ class InformationBlock(Block):
             "corrected": 0.0 if self.correction == "none" else float((excess > 0).float().mean()),
             "change": 0.0 if self.correction == "none" else float(torch.linalg.vector_norm(excess) / norm),
         }
-
-
-def has_residual(blocks: Iterable[Block]) -> bool:
-    """Whether a residual weight means something to any of the blocks."""
-    return any(isinstance(block, InformationBlock) for block in blocks)
 
 
 def _pairs(basis: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ class MeanFieldBlock(Block):
     makes = MeanFieldFactor
     fields: ClassVar[Mapping[str, Field]] = {"samples": Whole(1)}
     trained = True
-    takes_prior = False
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
+    settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
 
     def __init__(self, variances: Tensor, samples: int) -> None:
         self.variances = variances

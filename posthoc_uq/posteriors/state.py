@@ -22,6 +22,7 @@ from posthoc_uq.posteriors.blocks import BLOCKS, Block
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, Evidence, Record
 from posthoc_uq.posteriors.referral import checked_referral
+from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 from posthoc_uq.posteriors.specs import TensorSpec
 
 Specs = dict[str, TensorSpec]
@@ -33,11 +34,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
     return {
         "attributes": {
             "method": posterior.method,
-            "scale": posterior.scale,
-            "prior_precision": posterior.prior_precision,
-            "residual_weight": posterior.residual_weight,
-            "noise_scale": posterior.noise_scale,
-            "temperature": posterior.temperature,
+            **posterior.settings.plain(),
             "likelihood": posterior.likelihood.attributes(),
             "evidence": {
                 "samples": evidence.samples,
@@ -54,6 +51,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "faithful": _plain_faithful(posterior.record.faithful),
                 "calibration": dict(posterior.record.calibration),
                 "referral": dict(posterior.record.referral),
+                "novelty": posterior.record.novelty,
             },
         },
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
@@ -194,9 +192,8 @@ def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any
         )
     whole = values if isinstance(value, Mapping) else values[""]
     settings = {str(name): float(number) for name, number in dict(kept.get("settings", {})).items()}
-    if not settings.keys() <= {"residual_weight", "noise_scale", "scale"} or not all(
-        0.0 <= number < float("inf") for number in settings.values()
-    ):
+    others = {name for name, about in ABOUT.items() if about.of_weights and not about.by_layer}
+    if not settings.keys() <= others or not all(0.0 <= number < float("inf") for number in settings.values()):
         raise ValueError(f"a faithful prior's settings are hyperparameters, not {settings}")
     found = {"head": kept["head"], "value": whole, **numbers, "divergence": divergence, "budget": budget}
     return {**found, "settings": settings}
@@ -242,9 +239,8 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
             _evidence(attributes["evidence"]),
             _record(attributes["record"], layers),
             centre=_checked_centre(state, layers),
+            settings=Hyperparameters(**{name: attributes[name] for name in ABOUT}),
         )
-        for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
-            setattr(posterior, name, attributes[name])
         kept = state.get("features")
         if kept is not None:
             posterior.features = FeatureGrams.restore(kept["attributes"], kept["tensors"])
@@ -297,4 +293,6 @@ def _record(kept: Mapping[str, Any], layers: Collection[str]) -> Record:
         _faithful(kept.get("faithful", {}), layers),
         _calibration(kept.get("calibration", {})),
         checked_referral(kept.get("referral", {})),
+        # older files say it in words alone
+        str(kept.get("novelty", "posterior" if "novelty" in kept["fit"] else "")),
     )

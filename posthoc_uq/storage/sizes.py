@@ -43,8 +43,8 @@ def size_limit(kind: str | None, model: nn.Module) -> int:
         if not known:
             named = " or ".join(map(repr, kinds))
             raise CorruptPosteriorError(
-                f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import the "
-                f"module that defines it."
+                f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
+                f"the module that defines it."
             )
         most = max(_numbers(block, weights, whole) for block in known)
     # gzip makes random numbers a little larger, and every chunk has a record

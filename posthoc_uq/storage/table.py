@@ -34,13 +34,14 @@ from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.features import SOURCES
-from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS
+from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, NOVELTIES
+from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.posteriors.specs import LARGEST
 from posthoc_uq.storage import schema
 
 _ANY = 1e300
 _POSITIVE = Number(1 / LARGEST, LARGEST)
-_TEMPERATURE = Number(1e-12, 1e12)
+_TEMPERATURE = ABOUT["temperature"].bounds
 _SHARE = Number(0.0, 1.0)
 _COUNT = Whole(1)
 _SUM = Number(-_ANY, _ANY)
@@ -113,11 +114,7 @@ _LIKELIHOOD = ByName(
 )
 
 _HYPERPARAMETERS: dict[str, Field] = {
-    "scale": _POSITIVE,
-    "prior_precision": number_or_named(_POSITIVE),
-    "residual_weight": _SHARE,
-    "noise_scale": _POSITIVE,
-    "temperature": _TEMPERATURE,
+    name: number_or_named(about.bounds) if about.by_layer else about.bounds for name, about in ABOUT.items()
 }
 
 _EVIDENCE = Record(
@@ -141,7 +138,8 @@ _FAITHFUL = Record(
     {
         "divergence": _SUM,
         "settings": Record(
-            {}, {name: _HYPERPARAMETERS[name] for name in ("residual_weight", "noise_scale", "scale")}
+            {},
+            {name: about.bounds for name, about in ABOUT.items() if about.of_weights and not about.by_layer},
         ),  # which older files have not
     },
 )
@@ -205,6 +203,7 @@ _REMEMBERED = Record(
         "faithful": or_empty(_FAITHFUL),
         "calibration": or_empty(_CALIBRATION),
         "referral": or_empty(_REFERRAL),
+        "novelty": Text(NOVELTIES),
     },
 )
 
