@@ -45,6 +45,23 @@ _NOTHING = 1e-12  # mean square of weights that have no size of their own
 _HALVINGS = 12  # of the interval of temperatures
 
 
+@dataclass(frozen=True)
+class Faithful:
+    """Ask `posthoc_uq.fit` for the widest posterior whose predictions stay near the network's own.
+
+    Attributes:
+        divergence: how far they may be, mean over a few hundred of the training inputs, in nats. None leaves the
+            variances of a training as they are.
+    """
+
+    divergence: float | None = DIVERGENCE
+
+    def __post_init__(self) -> None:
+        budget: Any = self.divergence
+        if budget is not None and (isinstance(budget, bool) or not 0 < budget < float("inf")):
+            raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {budget!r}.")
+
+
 @dataclass
 class Reached:
     """What a search for the faithful prior ended with.

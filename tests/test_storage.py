@@ -34,12 +34,11 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.record import HEADS, Evidence, Record
 from posthoc_uq.posteriors.state import posterior_state
-from posthoc_uq.storage import inspect, load, save, schema, userblock
+from posthoc_uq.storage import inspect, load, save, userblock
 
 KINDS = ["diag", "kfac", "efb", "inf", "full"]
 
@@ -156,7 +155,7 @@ def draw(posterior: Posterior) -> dict[str, Tensor]:
 def sealed(image: bytes) -> bytes:
     """An image with a header that fits, as a stranger would make it; of the kind that its own header names."""
     body, kind = image[userblock.SIZE :], image[60:76].rstrip(b"\0").decode(errors="replace")
-    return userblock.header(body, kind if kind in (*FAMILIES, schema.CHECKPOINT) else "inf") + body
+    return userblock.header(body, kind if userblock.is_kind(kind) else "inf") + body
 
 
 def of_version(path: Path, version: int) -> None:

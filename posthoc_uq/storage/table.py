@@ -80,13 +80,6 @@ class _Block(Field):
         ByName("kind", kinds).check(value, where)
 
 
-class _Method(Field):
-    """The name of a method."""
-
-    def check(self, value: Any, where: str) -> None:
-        Text(tuple(FAMILIES)).check(value, where)
-
-
 _FEATURES = Record(
     {
         "attributes": Record(
@@ -213,7 +206,7 @@ _POSTERIOR = Record(
         "fingerprint": _DIGEST,
         "attributes": Record(
             {
-                "method": _Method(),
+                "method": Text(FAMILIES),
                 **_HYPERPARAMETERS,
                 "likelihood": _LIKELIHOOD,
                 "evidence": _EVIDENCE,
@@ -253,8 +246,9 @@ _TRAINING = Record(
     {
         "state": Record(
             {
-                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples")},
+                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples", "batches")},
                 "digest": _HASH,
+                "content": _HASH,
                 "sums": Named(_SUM),
                 "seconds": Number(0.0, _ANY),
                 "history": Items(Named(_SUM, {"validation NLL": AnyNumber()})),

@@ -26,6 +26,11 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _KINDS_FROM = 4  # the first version that names its kind
 
 
+def is_kind(name: str) -> bool:
+    """Whether a file may be of that kind: a method's name, or `CHECKPOINT`."""
+    return name == CHECKPOINT or name in FAMILIES
+
+
 class Header(NamedTuple):
     """What a user block says.
 
@@ -82,7 +87,7 @@ def parse(block: bytes, size: int, path: str) -> Header:
             f"save it again."
         )
     kind = name.rstrip(b"\0").decode(errors="replace")
-    known = kind in (*FAMILIES, CHECKPOINT) if version >= _KINDS_FROM else kind == ""
+    known = is_kind(kind) if version >= _KINDS_FROM else kind == ""
     if version >= _KINDS_FROM and kind.isascii() and kind.isidentifier() and not known:
         raise CorruptPosteriorError(
             f"'{path}' is damaged, or by a method that is not known here: its header names {kind!r}. If a module of "
