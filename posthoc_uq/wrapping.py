@@ -140,16 +140,15 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
 
 def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
     """Name and options of the head that a posterior's hyperparameters were found for; ``"sampling"`` where nothing says
-    so, as in files of earlier versions.
+    so, as in files of earlier versions, and another one that the posterior can serve where it cannot serve that.
     """
-    kept = posterior.record.head
-    return (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
+    kept, serving = posterior.record.head, _serving(posterior)
+    name, options = (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
+    return (name, options) if name in serving or not serving else (serving[0], {})
 
 
 def _fitting_head(posterior: Posterior, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The recorded head with its options and those given; where it does not take the latter, or the posterior cannot
-    serve it, the head that does.
-    """
+    """The recorded head with its options and those given; where it does not take the latter, the head that does."""
     recorded, own = recorded_head(posterior)
     takers = [name for name in _serving(posterior) if set(options) <= set(options_of(_CLASSES[name]))]
     if recorded in takers or not takers:

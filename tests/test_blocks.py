@@ -253,9 +253,10 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
     ):
         with pytest.raises(PosthocUQError, match=words):
             setattr(posterior, name, 2.0)
+    posterior.record.head = {"name": "linearized", "options": {}, "criterion": "given"}
     with pytest.warns(UserWarning, match="worse than the model's own"):
         uq.tune(posterior, loader, parameters=(), n_samples=4, progress=False)
-    assert posterior.temperature != 1.0
+    assert posterior.temperature != 1.0 and posterior.record.head["name"] == "sampling"
 
 
 def test_built_in_blocks_say_what_they_can_do() -> None:
