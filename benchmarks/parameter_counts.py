@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.state import BLOCK_KINDS
+from posthoc_uq.posteriors.blocks import BLOCKS
 
 PAPER: dict[str, dict[str, int]] = {
     "resnet18": {"diag": 11_679_912, "kfac": 95_013_546, "efb": 106_693_458, "inf": 12_317_373},
@@ -91,8 +91,8 @@ def factor_count(shapes: Sequence[tuple[int, int, int]], method: str) -> int:
 
 def stored_count(shapes: Sequence[tuple[int, int, int]], method: str) -> int:
     """The numbers that the library's blocks hold for these layers, by the shapes that they must have."""
-    kind = BLOCK_KINDS[KINDS[method]]
-    return sum(prod(tensor) for shape in shapes for tensor in kind.shapes(shape, {}).values())
+    kind = BLOCKS[KINDS[method]]
+    return sum(spec.numbers for shape in shapes for spec in kind.specs(shape, {}).values())
 
 
 def check_counts() -> dict[str, tuple[int, int]]:
@@ -129,11 +129,11 @@ def file_size(posterior: Posterior) -> int:
 
 def hollow(posterior: Posterior, method: str) -> Posterior:
     """A posterior of another method over the same layers, all zeros: as large in a file as a fitted one."""
-    kind = BLOCK_KINDS[KINDS[method]]
+    kind = BLOCKS[KINDS[method]]
 
     def block(layer: Layer) -> Any:
-        shapes = kind.shapes(layer.matrix_shape, {})
-        return kind.restore({}, {name: torch.zeros(shape) for name, shape in shapes.items()})
+        specs = kind.specs(layer.matrix_shape, {})
+        return kind.restore({}, {name: torch.zeros(spec.sizes) for name, spec in specs.items()})
 
     blocks = {name: block(layer) for name, layer in posterior.layers.items()}
     members = {name: [name] for name in blocks}

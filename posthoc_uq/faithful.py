@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
@@ -31,6 +31,7 @@ from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.replica import replicate
 from posthoc_uq.values import POSITIVE
 
@@ -112,6 +113,7 @@ class FaithfulSearch:
         self._cache, self._seed = FeatureCache(predictor, lambda: ((batch, None) for batch in inputs)), seed
         self._temperature = posterior.temperature
         self.matched = matched and not isinstance(posterior.likelihood, Gaussian)
+        self.name = widening(posterior)
         self._prior = posterior.prior_precision if posterior.takes_prior else None
         self._scale = posterior.scale
         with torch.no_grad():
@@ -128,7 +130,7 @@ class FaithfulSearch:
         self.trials.chosen = self.trials.trials[list(self._evaluated).index(found)]
         if not divergence <= budget:
             warnings.warn(
-                f"No {self._name} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
+                f"No {self._label} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
                 f"posterior that was tried is {divergence:.3g} nats from them, and is kept. A model that any change of "
                 f"the weights breaks is better served by layers='last', or head='linearized'.",
                 UserWarning,
@@ -136,7 +138,7 @@ class FaithfulSearch:
             )
         at_edge = self._prior is not None and found <= self._own_decade() - _BELOW
         if at_edge:
-            self.trials.at_edge.append(f"{self._name} = 10^{found:g}")
+            self.trials.at_edge.append(f"{self._label} = 10^{found:g}")
         return Reached(divergence, budget, self._samples, len(self._evaluated), at_edge)
 
     def set_widest(self, budget: float) -> float:
@@ -147,8 +149,8 @@ class FaithfulSearch:
         return found
 
     @property
-    def _name(self) -> str:
-        return "scale" if self._prior is None else "prior precision"
+    def _label(self) -> str:
+        return ABOUT[self.name].label
 
     def _widest(self, budget: float) -> float:
         """Decades downwards from where the divergence is nothing, then bisection."""
@@ -212,8 +214,8 @@ class FaithfulSearch:
             pass
         value = value if isfinite(value) else float("inf")
         self._evaluated[decade] = value, temperature
-        present = self.posterior.scale if self._prior is None else self.posterior.prior_precision
-        self.trials.trials.append({self._name: present, "temperature": temperature, "divergence": value})
+        present = getattr(self.posterior, self.name)
+        self.trials.trials.append({self._label: present, "temperature": temperature, "divergence": value})
         return value
 
     def _mean(self, found: Sequence[Any], score: Callable[[Tensor, Any], Tensor]) -> float:
@@ -251,3 +253,18 @@ class FaithfulSearch:
             logs = logits.log_softmax(1)
             total -= float(torch.where(logs.isneginf(), 0.0, logs.exp() * logs).sum())
         return total / self._samples
+
+
+def widening(posterior: Posterior) -> str:
+    """The hyperparameter by which a posterior is made wider or narrower: ``"prior_precision"`` or ``"scale"``.
+
+    Raises:
+        PosthocUQError: it has neither.
+    """
+    found = posterior.widening
+    if found is None:
+        raise PosthocUQError(
+            f"A posterior by method={posterior.method!r} has neither a prior precision nor a scale by which it could "
+            f"be made wider or narrower; tune the temperature alone: uq.tune(posterior, val_loader, parameters=())."
+        )
+    return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isfinite, log, log10
-from typing import Any, cast
+from typing import Any
 
 import torch
 from scipy.optimize import minimize_scalar
@@ -22,9 +23,11 @@ from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
+HYPERPARAMETER = {"noise": "noise_scale"}  # where `tune` calls one otherwise than the posterior
 SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most
 SHARE = 0.1  # of the best NLL, for what is wider than a fit's own: so networks below a tenth of a nat are held tighter
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
@@ -33,20 +36,18 @@ _DECADES = 8  # that the prior precision is searched upwards
 _TOLERANCE = 0.1  # decades
 _TEMPERATURES = (-1.0, 1.5)  # decades
 SPREAD = 0.3  # deviation of the logarithm of a temperature before any data: a few samples hardly move it
-_HYPERPARAMETERS = ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature")
 
 
 @contextmanager
 def restored_on_error(posterior: Posterior) -> Generator[None]:
     """Give the hyperparameters, and the record of how they were found, back if the search fails."""
-    before = {name: getattr(posterior, name) for name in _HYPERPARAMETERS}
+    before = posterior.settings
     record = posterior.record
     kept = {name: dict(getattr(record, name)) for name in ("tuning", "calibration", "head", "faithful")}
     try:
         yield
     except BaseException:
-        for name, value in before.items():
-            setattr(posterior, name, value)
+        posterior.settings = before
         for name, value in kept.items():
             setattr(record, name, value)
         raise
@@ -102,7 +103,7 @@ class HeldOutSearch:
         self._predictor, self._seed = predictor, seed
         self._cache = FeatureCache(predictor, self._batches)
         self._tempered = temperature
-        self._best_loss, self._best = float("inf"), self._values()
+        self._best_loss, self._best = float("inf"), posterior.settings
 
     def _batches(self) -> Iterator[tuple[Any, Tensor]]:
         with isolated_random_state(self._seed):
@@ -159,26 +160,10 @@ class HeldOutSearch:
             value = float("inf")
         value = value if value == value else float("inf")
         self._bar.update()
-        prior = posterior.prior_precision
-        self.trials.trials.append(
-            {
-                "prior precision": dict(prior) if isinstance(prior, dict) else prior,
-                "residual weight": posterior.residual_weight,
-                "scale": posterior.scale,
-                "noise scale": posterior.noise_scale,
-                "temperature": posterior.temperature,
-                "validation NLL": value,
-            }
-        )
+        tried = posterior.settings.labelled()
+        first = {label: tried.pop(label) for label in ("prior precision", "residual weight")}
+        self.trials.trials.append({**first, **tried, "validation NLL": value})
         return value
-
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self.posterior, name) for name in _HYPERPARAMETERS}
-
-    def _apply(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if name != "prior_precision" or self.posterior.takes_prior:
-                setattr(self.posterior, name, value)
 
     def widest(self, given: Sequence[float] | None, harmless: Callable[[], None]) -> None:
         """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best:
@@ -194,14 +179,14 @@ class HeldOutSearch:
             given: the prior precisions to try, in place of decades and bisection; None for these.
             harmless: sets the posterior that a fit makes by itself; called where the share decides.
         """
-        base, tried = self._values(), dict[float, tuple[float, dict[str, Any]]]()
+        base, tried = self.posterior.settings, dict[float, tuple[float, Hyperparameters]]()
         own = float("inf")  # the decade from which upwards `SLACK` alone counts
 
         def at(decade: float) -> float:
             if decade not in tried:
-                self._apply(base)
+                self.posterior.settings = base
                 self._widen(base, 10.0**decade)
-                tried[decade] = self._evaluate(), self._values()
+                tried[decade] = self._evaluate(), self.posterior.settings
             return tried[decade][0]
 
         def settled(accepted: Callable[[float, float], bool]) -> tuple[float, float]:
@@ -217,7 +202,7 @@ class HeldOutSearch:
 
         if given is not None:
             for value in given:
-                at(log10(value / _geometric_mean(base["prior_precision"])))
+                at(log10(value / _geometric_mean(base.prior_precision)))
         else:
             for decade in range(_DECADES):
                 at(float(decade))
@@ -225,7 +210,7 @@ class HeldOutSearch:
                     break
         inside, best = settled(lambda decade, best: at(decade) <= best + SLACK)
         if isfinite(best) and at(inside) > best + self._share_of(best):
-            self._apply(base)
+            self.posterior.settings = base
             harmless()
             own = self._decade_from(base)
             if inside < own:
@@ -237,7 +222,7 @@ class HeldOutSearch:
                     )
                 )
         loss, values = tried[inside]
-        self._apply(values)
+        self.posterior.settings = values
         self._best_loss, self._best = loss, values
         self._note(loss, best)
 
@@ -247,16 +232,14 @@ class HeldOutSearch:
         """
         return SLACK if isinstance(self.posterior.likelihood, Gaussian) else min(SLACK, SHARE * best)
 
-    def _decade_from(self, base: dict[str, Any]) -> float:
+    def _decade_from(self, base: Hyperparameters) -> float:
         """How far the present prior precision, or scale, is above that of `base`, in decades."""
         if not self.posterior.takes_prior:
-            return log10(self.posterior.scale / base["scale"])
-        return log10(
-            _geometric_mean(self.posterior.prior_precision) / _geometric_mean(base["prior_precision"])
-        )
+            return log10(self.posterior.scale / base.scale)
+        return log10(_geometric_mean(self.posterior.prior_precision) / _geometric_mean(base.prior_precision))
 
     def _note(self, loss: float, best: float) -> None:
-        name = "prior precision" if self.posterior.takes_prior else "scale"
+        name = ABOUT[self.posterior.widening or "scale"].label
         self.trials.given_up = max(0.0, loss - best)
         allowed = self._share_of(best) if loss <= best + self._share_of(best) else SLACK
         self.posterior.record.tuning[name] = (
@@ -271,12 +254,12 @@ class HeldOutSearch:
         if not 1.05 * low < self.posterior.temperature < high / 1.05:
             self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
 
-    def _widen(self, base: dict[str, Any], factor: float) -> None:
-        prior = base["prior_precision"]
+    def _widen(self, base: Hyperparameters, factor: float) -> None:
+        prior = base.prior_precision
         if not self.posterior.takes_prior:
-            self.posterior.scale = base["scale"] * factor
+            self.posterior.scale = base.scale * factor
         elif isinstance(prior, dict):
-            self.posterior.prior_precision = {k: v * factor for k, v in cast(dict[str, float], prior).items()}
+            self.posterior.prior_precision = {k: v * factor for k, v in prior.items()}
         else:
             self.posterior.prior_precision = prior * factor
 
@@ -285,19 +268,14 @@ class HeldOutSearch:
         best tried are kept.
         """
         if self._best_loss == float("inf"):
-            self._best_loss, self._best = self._evaluate(), self._values()
-        base = self._best
+            self._best_loss, self._best = self._evaluate(), self.posterior.settings
+        base, own = self._best, HYPERPARAMETER.get(name, name)
         kept = [(self._best_loss, base)]
 
         def objective(x: float) -> float:
-            self._apply(base)
-            if name == "residual_weight":
-                self.posterior.residual_weight = min(1.0, max(0.0, x))
-            elif name == "scale":
-                self.posterior.scale = base["scale"] * x
-            else:
-                self.posterior.noise_scale = base["noise_scale"] * x
-            kept.append((self._evaluate(), self._values()))
+            value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(base, own) * x
+            self.posterior.settings = replace(base, **{own: value})
+            kept.append((self._evaluate(), self.posterior.settings))
             return kept[-1][0]
 
         edge = False
@@ -312,15 +290,15 @@ class HeldOutSearch:
         if improved[0] < self._best_loss - _INDIFFERENT:
             self._best_loss, self._best = improved
             if edge:
-                shown = self._best["noise_scale" if name == "noise" else name]
+                shown = getattr(self._best, own)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
-        self._apply(self._best)
+        self.posterior.settings = self._best
         self.posterior.record.tuning[name.replace("_", " ")] = "validation NLL"
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""
         self._best_loss = self._evaluate()
-        self._best = self._values()
+        self._best = self.posterior.settings
         self._note_temperature()
 
     def finish(self) -> Trials:

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
+from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch, widening
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.held_out import HeldOutSearch, device_of, model_of, restored_on_error
+from posthoc_uq.held_out import HYPERPARAMETER, HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.information import has_residual
+from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.values import COUNT, POSITIVE, SEED, flag, one_of, shown
 from posthoc_uq.wrapping import head_class, recorded_head, wrap
@@ -201,15 +201,14 @@ def settle_faithful(
     before = posterior.temperature
     search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched)
     reached = search.run(divergence)
-    record, own = posterior.record, "prior precision" if posterior.takes_prior else "scale"
-    record.tuning[own] = f"faithful through head={predictor.head!r}: {reached}"
+    record, own = posterior.record, search.name
+    record.tuning[ABOUT[own].label] = f"faithful through head={predictor.head!r}: {reached}"
     record.tuning.pop("temperature", None)
     if posterior.temperature != before:
         record.tuning["temperature"] = "the one at which the mean entropy on the same inputs is the network's"
-    prior = posterior.prior_precision if posterior.takes_prior else posterior.scale
     record.faithful = {
         "head": predictor.head,
-        "value": dict(prior) if isinstance(prior, dict) else prior,
+        "value": posterior.settings.plain()[own],
         "temperature": posterior.temperature,
         "network_temperature": before,
         "divergence": reached.divergence,
@@ -221,8 +220,8 @@ def settle_faithful(
 
 def other_settings(posterior: Posterior) -> dict[str, float]:
     """The hyperparameters that a faithful prior (or scale) belongs to."""
-    names = ["residual_weight", "noise_scale", *(["scale"] if posterior.takes_prior else [])]
-    return {name: float(getattr(posterior, name)) for name in names}
+    names = [name for name, about in ABOUT.items() if about.of_weights and not about.by_layer]
+    return {name: float(getattr(posterior, name)) for name in names if name != posterior.widening}
 
 
 def kept_inputs(
@@ -250,7 +249,7 @@ def _by_likelihood(
     seed: int,
     progress: bool,
 ) -> Trials:
-    main = "prior_precision" if posterior.takes_prior else "scale"
+    main = posterior.widening
     if grid is not None:
         grid = _checked_grid(names, grid)
     search = HeldOutSearch(
@@ -262,7 +261,7 @@ def _by_likelihood(
 
         def harmless() -> None:
             if fitted is not None:
-                _set_prior(posterior, fitted)
+                posterior.adjust(**{cast(str, posterior.widening): fitted})
                 return
             inputs = kept_inputs(posterior, loader, reader, seed, False)
             FaithfulSearch(posterior, inputs, predictor, seed=seed).set_widest(DIVERGENCE)
@@ -294,7 +293,7 @@ def _return_to_faithful(
         other_settings(posterior),
     )
     if same:
-        _set_prior(posterior, kept["value"])
+        posterior.adjust(**{cast(str, posterior.widening): kept["value"]})
         return
     settle_faithful(
         posterior, kept_inputs(posterior, loader, reader, seed, False), predictor, divergence, seed=seed
@@ -310,14 +309,6 @@ def _fitted_prior(posterior: Posterior, head: str) -> Any:
         return None
     same = (kept["head"], kept["settings"]) == (head, other_settings(posterior))
     return kept["value"] if same else None
-
-
-def _set_prior(posterior: Posterior, value: Any) -> None:
-    """Set the prior precision, or the scale where that is settled."""
-    if posterior.takes_prior:
-        posterior.prior_precision = value
-    else:
-        posterior.scale = value
 
 
 def _criterion(criterion: str | None, loader: Iterable[Any] | None) -> str:
@@ -376,15 +367,9 @@ def _checked_grid(names: list[str], grid: Sequence[float]) -> list[float]:
 
 def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
     regression = isinstance(posterior.likelihood, Gaussian)
-    available = [
-        p
-        for p in PARAMETERS
-        if (p != "residual_weight" or has_residual(posterior.blocks.values()))
-        and (p != "noise" or regression)
-        and (p != "prior_precision" or posterior.takes_prior)
-    ]
+    available = [p for p in PARAMETERS if HYPERPARAMETER.get(p, p) in posterior.tunable]
     if parameters is None:
-        main = "prior_precision" if posterior.takes_prior else "scale"
+        main = widening(posterior)
         return [main, "noise"] if noise and regression else [main]
     if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
         raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")

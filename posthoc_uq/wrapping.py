@@ -96,7 +96,8 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         posterior: from `fit` or `load`.
         head: how to predict; by default the head, with its options, that the posterior's hyperparameters were found
             for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training), or the
-            one that takes the options given. Another one than that is met with a warning, once.
+            one that takes the options given, among those that the posterior can serve. Another one than that is met
+            with a warning, once.
             ``"linearized"`` takes the model to be linear in its weights, which is what a Laplace posterior stands for:
             no sampling noise, one backward pass for every output used, and a closed form for a posterior of the last
             layer. ``"moments"`` propagates mean and variance through the layers in one pass, and needs
@@ -120,12 +121,14 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
 
     Raises:
         PosteriorMismatchError: the model's parameters are not those the posterior was fitted on.
-        PosthocUQError: the head is unknown, or an option or its value is not one that the head takes.
+        PosthocUQError: the head is unknown, or needs what the posterior's blocks cannot do; or an option or its value
+            is not one that the head takes.
     """
     check_match(model, posterior)
     if head is None:
         head, options = _fitting_head(posterior, options)
     kind = head_class(head)
+    _check_served(posterior, kind)
     allowed = options_of(kind)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
@@ -138,19 +141,32 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
 
 def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
     """Name and options of the head that a posterior's hyperparameters were found for; ``"sampling"`` where nothing says
-    so, as in files of earlier versions.
+    so, as in files of earlier versions, and another one that the posterior can serve where it cannot serve that.
     """
-    kept = posterior.record.head
-    return (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
+    kept, serving = posterior.record.head, _serving(posterior)
+    name, options = (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
+    return (name, options) if name in serving or not serving else (serving[0], {})
 
 
 def _fitting_head(posterior: Posterior, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The recorded head with its options and those given; where it does not take the latter, the head that does."""
     recorded, own = recorded_head(posterior)
-    takers = [name for name in HEADS if set(options) <= set(options_of(_CLASSES[name]))]
+    takers = [name for name in _serving(posterior) if set(options) <= set(options_of(_CLASSES[name]))]
     if recorded in takers or not takers:
         return recorded, {**own, **options}
     return takers[0], options
+
+
+def _serving(posterior: Posterior) -> list[str]:
+    """The heads that need nothing which the posterior's blocks lack."""
+    return [name for name, kind in _CLASSES.items() if kind.needs <= posterior.capabilities]
+
+
+def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
+    """Refuse a head that needs what the posterior's blocks cannot do, and name those that do without."""
+    others = " and ".join(f"head={name!r}" for name in _serving(posterior))
+    way_out = f"{others} {'do' if ' and ' in others else 'does'} not" if others else "no head does without"
+    posterior.require(kind.needs, f"head={kind.head!r}", way_out)
 
 
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:

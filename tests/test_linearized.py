@@ -140,7 +140,9 @@ def setting(name: str, options: dict[str, Any], samples: int = 5) -> tuple[nn.Mo
     """A model, a posterior with a prior precision for every layer, and inputs that it was not fitted on."""
     model, x = build(name, samples + 8)
     posterior = fitted(model, x[samples:], **options)
-    posterior.scale, posterior.residual_weight = 40.0, 0.7
+    posterior.scale = 40.0
+    if "residual_weight" in posterior.tunable:
+        posterior.residual_weight = 0.7
     posterior.prior_precision = {layer: 0.5 + 0.4 * i for i, layer in enumerate(posterior.layers)}
     return model, posterior, x[:samples]
 

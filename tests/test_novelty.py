@@ -337,7 +337,8 @@ def dense_ratio(
 ) -> Tensor:
     kept = {name: getattr(posterior, name) for name in ("scale", "prior_precision", "residual_weight")}
     posterior.scale, posterior.prior_precision = posterior.evidence.samples, tau
-    posterior.residual_weight = omega
+    if "residual_weight" in posterior.tunable:
+        posterior.residual_weight = omega
     names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
     rows = jacobian(model, x, names)
     sizes = [posterior.mean[n].numel() for n in names]

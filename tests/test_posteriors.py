@@ -46,7 +46,8 @@ def _case(kind: str, correction: str, rank: float, omega: float) -> tuple[Poster
     """A posterior and its dense covariance ``(groups, size, size)``."""
     block = build(kind, STATISTICS, rank, correction)
     posterior = posterior_of(block)
-    posterior.residual_weight = omega
+    if "residual_weight" in posterior.tunable:
+        posterior.residual_weight = omega
     fisher = dense_fisher(kind, block, STATISTICS, omega)
     precision = SCALE * fisher + TAU * torch.eye(SIZE, dtype=torch.float64)
     return posterior, torch.linalg.inv(precision)

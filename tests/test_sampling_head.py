@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.posteriors.blocks import Factor
 from posthoc_uq.replica import replicate
 
 
@@ -200,7 +201,7 @@ def test_seeds_give_the_kept_draws_bit_for_bit(setting, method, antithetic, batc
     assert not torch.equal(before, drawn.outputs(x))
 
 
-class _Rounding:
+class _Rounding(Factor):
     """A factor whose draws depend a little on how many are made at once, as those of some devices and sizes do."""
 
     def __init__(self, factor) -> None:

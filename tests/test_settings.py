@@ -5,7 +5,8 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
 HEADS: dict[str, dict[str, Any]] = {
     "sampling": {"head": "sampling", "n_samples": 3},
@@ -63,8 +65,10 @@ def _same(first: Any, second: Any) -> bool:
 def _meddle(posterior: uq.Posterior) -> None:
     posterior.prior_precision = 50.0
     posterior.scale = 3.0
-    posterior.temperature = 4.0
-    posterior.noise_scale = 5.0
+    if "temperature" in posterior.tunable:
+        posterior.temperature = 4.0
+    else:
+        posterior.noise_scale = 5.0
 
 
 @pytest.fixture
@@ -80,6 +84,11 @@ def test_a_prediction_is_of_one_moment(head: str, likelihood: str, meddling: Any
     model, posterior, x = _fitted(likelihood)
     first = posterior.settings
     predictor = uq.wrap(model, posterior, **HEADS[head])
+    posterior.prior_precision = 2.0
+    predictor.refresh(0)
+    second = predictor(x)
+    posterior.settings = first
+    predictor.refresh(0)
     expected = predictor(x)
     meddling(lambda: _meddle(posterior))
     assert _same(predictor(x), expected)
@@ -98,11 +107,11 @@ def test_a_prediction_is_of_one_moment(head: str, likelihood: str, meddling: Any
         return made(settings)
 
     fresh = uq.wrap(model, own, **HEADS[head])
-    own.settings = replace(first, residual_weight=0.5)  # which is nothing to this method, but a change
+    own.prior_precision = 2.0  # a change, so that factors are made
     block.factor = factor  # type: ignore[method-assign]
     fresh.refresh(0)
-    own.temperature, own.noise_scale = first.temperature, first.noise_scale
-    assert _same(fresh(x), expected)
+    own.adjust(temperature=first.temperature, noise_scale=first.noise_scale)
+    assert _same(fresh(x), second)
 
 
 def test_no_factor_ends_under_the_settings_of_another() -> None:
@@ -162,6 +171,53 @@ def test_threads_that_set_and_threads_that_read() -> None:
     finally:
         stop.set()
         setter.join()
+
+
+LACKING: list[tuple[str, str, str, str]] = [
+    ("kfac", "classification", "residual_weight", "only the low rank of method='inf' leaves a residual"),
+    ("kfac", "classification", "noise_scale", "its likelihood has no noise"),
+    ("kfac", "regression", "temperature", "a regression has none"),
+]
+
+
+@pytest.mark.parametrize(("method", "likelihood", "name", "why"), LACKING)
+def test_what_a_posterior_lacks_cannot_be_set(method: str, likelihood: str, name: str, why: str) -> None:
+    _, posterior, _ = _fitted(likelihood, method)
+    assert name not in posterior.tunable | posterior.settled
+    before = posterior.settings
+    setattr(posterior, name, getattr(posterior, name))  # what it is already
+    words = rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0"
+    with pytest.raises(PosthocUQError, match=words):
+        setattr(posterior, name, 0.5)
+    with pytest.raises(PosthocUQError, match=words):
+        posterior.settings = replace(before, scale=3.0, **{name: 0.5})
+    with pytest.raises(PosthocUQError, match=words):
+        posterior.snapshot(replace(before, **{name: 0.5}))
+    with pytest.raises(PosthocUQError, match=f"{name} must"):
+        setattr(posterior, name, -1.0)
+    assert posterior.settings == before
+
+
+def test_a_file_keeps_what_its_posterior_lacks(tmp_path: Path) -> None:
+    """As one from a release that let it be set."""
+    model, posterior, _ = _fitted()
+    posterior._begin(replace(posterior.settings, residual_weight=0.5, noise_scale=2.0))
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    assert loaded.settings == posterior.settings
+    loaded.residual_weight = 0.5
+    with pytest.raises(PosthocUQError, match=r"Leave residual_weight at 0.5"):
+        loaded.residual_weight = 1.0
+
+
+def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
+    assert list(ABOUT) == [own.name for own in fields(Hyperparameters)]
+    _, posterior, _ = _fitted(method="inf")
+    assert posterior.tunable == {"scale", "prior_precision", "residual_weight", "temperature"}
+    assert posterior.widening == "prior_precision" and not posterior.settled
+    assert set(posterior.settings.labelled()) == {about.label for about in ABOUT.values()}
+    shown = posterior.report().summary
+    assert posterior.reported().items() <= shown.items() and "noise scale" not in shown
 
 
 def test_settings_are_one_value() -> None:

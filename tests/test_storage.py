@@ -125,7 +125,8 @@ def make(
     if isinstance(likelihood, Gaussian):
         evidence.squared_residuals, evidence.targets = 3.3, 100 * likelihood.noise_variance.numel()
     posterior = Posterior(kind, layers, blocks, members, mean, likelihood or Categorical(), evidence, record)
-    posterior.scale, posterior.residual_weight, posterior.temperature = 123.1, 0.7, 1.1
+    values = {"scale": 123.1, "residual_weight": 0.7, "noise_scale": 1.2, "temperature": 1.1}
+    posterior.adjust(**{name: value for name, value in values.items() if name in posterior.tunable})
     posterior.prior_precision = {name: 0.1 * (i + 1) for i, name in enumerate(layers)}
     return posterior
 

@@ -19,7 +19,6 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.referral import set_referral
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
 
@@ -40,12 +39,8 @@ def tune_file(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, 
             threshold = _threshold(source, posterior, data, given, progress)
     rewrite(posterior, path, given["output"])
     prior = posterior.prior_precision
-    found: dict[str, Any] = {
-        "prior precision": "per layer" if isinstance(prior, dict) else prior,
-        "scale": posterior.scale,
-        **({"residual weight": posterior.residual_weight} if has_residual(posterior.blocks.values()) else {}),
-        "temperature": posterior.temperature,
-    }
+    # the prior precision first, if there is one: it is what most searches are about
+    found = dict(sorted(posterior.reported().items(), key=lambda shown: shown[0] != "prior precision"))
     if posterior.noise_variance is not None:
         found["noise variance"] = posterior.noise_variance.tolist()
     referral = posterior.record.referral if threshold is not None else {}

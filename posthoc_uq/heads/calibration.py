@@ -16,6 +16,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device
 
@@ -65,9 +66,7 @@ class Calibration:
 
 def posterior_settings(posterior: Posterior) -> dict[str, Any]:
     """What a propagated variance depends on beside the blocks: all but the temperature, which divides it afterwards."""
-    found = posterior.settings.plain()
-    del found["temperature"]
-    return found
+    return {name: value for name, value in posterior.settings.plain().items() if ABOUT[name].of_weights}
 
 
 def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Calibration | None:

@@ -23,6 +23,7 @@ from posthoc_uq.heads.layer_covariance import LayerCovariance
 from posthoc_uq.heads.products import Mode, gram
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.blocks import Factor
 from posthoc_uq.posteriors.dense import DenseFactor
 
 Gradient = Callable[[int], Tensor]
@@ -94,7 +95,7 @@ class WeightCovariance:
 
     def __init__(self, posterior: Posterior, dtype: torch.dtype, device: torch.device, limit: int) -> None:
         self.layers: dict[str, LayerCovariance] = {}
-        self._dense: list[tuple[list[Layer], DenseFactor]] = []
+        self._dense: list[tuple[list[Layer], Factor]] = []
         self._own: dict[str, Tensor] = {}
         self._limit, self._dtype = limit, dtype
         for name, members in posterior.members.items():
@@ -102,10 +103,8 @@ class WeightCovariance:
             form = factor.form()
             if form is not None:
                 self.layers[name] = LayerCovariance(form, dtype, device, limit)
-            elif isinstance(factor, DenseFactor):
-                self._dense.append(([posterior.layers[member] for member in members], factor))
             else:
-                raise AssertionError(f"block '{name}' has neither a form nor a dense factor")
+                self._dense.append(([posterior.layers[member] for member in members], factor))
 
     def contract(self, pulled: list[Pulled], samples: int, functions: int, mode: Mode) -> Tensor:
         """``J Sigma J^T`` in the shapes of `gram`, in float64. What was pulled is given up."""
@@ -190,15 +189,20 @@ class WeightCovariance:
         if layer in self.layers:
             return own_outputs.variance(self.layers[layer], activations)
         rows = as_double(activations)
-        own = self._dense_rows(layer).diagonal(dim1=0, dim2=2).to(rows.device)
-        return torch.einsum("ijo,si,sj->so", own, rows, rows)
+        own = self._dense_rows(layer)
+        if own is None:
+            return self._own_forms(layer, rows, False).diagonal(dim1=1, dim2=2)
+        return torch.einsum("ijo,si,sj->so", own.diagonal(dim1=0, dim2=2).to(rows.device), rows, rows)
 
     def own_covariance(self, layer: str, activations: Tensor, joint: bool) -> Tensor:
         """Covariance of a layer's own outputs, ``(samples, m, m)``, or ``(samples * m, samples * m)`` with `joint`."""
         if layer in self.layers:
             return own_outputs.covariance(self.layers[layer], activations, joint)
         rows = as_double(activations)
-        own = self._dense_rows(layer).to(rows.device)
+        own = self._dense_rows(layer)
+        if own is None:
+            return self._own_forms(layer, rows, joint)
+        own = own.to(rows.device)
         if joint:
             size = rows.shape[0] * own.shape[0]
             return torch.einsum("oipj,si,tj->sotp", own, rows, rows).reshape(size, size)
@@ -213,23 +217,46 @@ class WeightCovariance:
         covariance = self.own_covariance(layer, activations, False).to(activations)
         return lambda x: covariance @ x
 
-    def _dense_rows(self, layer: str) -> Tensor:
-        """Covariance of one layer's weights in a block of several, ``(m, n, m, n)``."""
+    def _block_of(self, layer: str) -> tuple[list[Layer], Factor, slice]:
+        """The block without a form that a layer is in, and where the layer stands in it."""
+        for layers, factor in self._dense:
+            start = 0
+            for spec in layers:
+                if spec.name == layer:
+                    return layers, factor, slice(start, start + spec.parameters)
+                start += spec.parameters
+        raise AssertionError(f"layer '{layer}' is in no block")
+
+    def _dense_rows(self, layer: str) -> Tensor | None:
+        """Covariance of one layer's weights in a block of several, ``(m, n, m, n)``; None where it is known by its
+        quadratic forms alone.
+        """
         if layer not in self._own:
-            for layers, factor in self._dense:
-                start = 0
-                for spec in layers:
-                    if spec.name == layer:
-                        part = slice(start, start + spec.parameters)
-                        shape = (spec.outputs, spec.inputs)
-                        self._own[layer] = factor.covariance()[part, part].reshape(*shape, *shape)
-                    start += spec.parameters
+            layers, factor, part = self._block_of(layer)
+            if not isinstance(factor, DenseFactor):
+                return None
+            shape = next(spec.matrix_shape[1:] for spec in layers if spec.name == layer)
+            self._own[layer] = factor.covariance()[part, part].reshape(*shape, *shape)
         return self._own[layer]
+
+    def _own_forms(self, layer: str, rows: Tensor, joint: bool) -> Tensor:
+        """`own_covariance` by quadratic forms, for activations ``(samples, n)`` in float64."""
+        layers, factor, part = self._block_of(layer)
+        outputs = next(spec.outputs for spec in layers if spec.name == layer)
+        size = sum(spec.parameters for spec in layers)
+        eye = torch.eye(outputs, dtype=rows.dtype, device=rows.device)
+
+        def form(few: Tensor) -> Tensor:
+            jacobians = rows.new_zeros(few.shape[0] * outputs, size)
+            jacobians[:, part] = torch.einsum("op,si->sopi", eye, few).reshape(jacobians.shape[0], -1)
+            return as_double(factor.quadratic(_as_block(layers, jacobians))).to(rows.device)
+
+        return form(rows) if joint else torch.stack([form(row) for row in rows.split(1)])
 
     def _contract_dense(
         self,
         layers: list[Layer],
-        factor: DenseFactor,
+        factor: Factor,
         pulled: dict[str, Pulled],
         samples: int,
         functions: int,
@@ -243,7 +270,7 @@ class WeightCovariance:
     def _dense_parts(
         self,
         layers: list[Layer],
-        factor: DenseFactor,
+        factor: Factor,
         pulled: dict[str, Pulled],
         samples: int,
         functions: int,
@@ -251,11 +278,14 @@ class WeightCovariance:
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Samples, their Jacobian, and it whitened: ``(few samples, functions, parameters)``; at once if `whole`."""
         size = sum(layer.parameters for layer in layers)
-        step = samples if whole else max(1, self._limit // (8 * functions * size))
+        known = isinstance(factor, DenseFactor)  # others whiten by the forms of all pairs of rows
+        few = max(1, self._limit // (8 * functions * size)) if known else 1
+        step = samples if whole else few
         for start in range(0, samples, step):
             part = slice(start, min(samples, start + step))
             rows = self._rows(layers, pulled, part, functions)
-            yield part, rows, factor.whiten(rows.flatten(0, 1)).reshape(rows.shape)
+            white = factor.whiten(_as_block(layers, rows.flatten(0, 1)))
+            yield part, rows, white.reshape(*rows.shape[:2], -1)
 
     def _rows(self, layers: list[Layer], pulled: dict[str, Pulled], part: slice, functions: int) -> Tensor:
         """The layers' Jacobians side by side, ``(samples, functions, parameters)``; unused layers count as zero."""
@@ -271,6 +301,12 @@ class WeightCovariance:
             jacobian = jacobian.reshape(like.shape[0], layer.groups, functions, layer.outputs, layer.inputs)
             columns.append(jacobian.transpose(1, 2).flatten(2))
         return as_double(torch.cat(columns, dim=2))
+
+
+def _as_block(layers: list[Layer], jacobians: Tensor) -> Tensor:
+    """Jacobians ``(q, parameters)`` in the shape of a block of these layers."""
+    shape = layers[0].matrix_shape if len(layers) == 1 else (1, 1, jacobians.shape[1])
+    return jacobians.reshape(-1, *shape)
 
 
 def one_output(outputs: Tensor, indices: Tensor | None) -> Gradient:

@@ -29,6 +29,7 @@ from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import QUADRATIC
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import check_differentiable, model_device, replicate, statistics_dtype, unwrap
@@ -85,6 +86,7 @@ class LinearizedPredictor(Predictor):
     """
 
     head = "linearized"
+    needs = frozenset({QUADRATIC})
 
     def __init__(
         self,

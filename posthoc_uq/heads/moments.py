@@ -28,6 +28,7 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
 from posthoc_uq.moments.unscented import unscented_map
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import VARIANCES
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
@@ -110,8 +111,8 @@ class MomentsPredictor(Predictor):
         model: the model the posterior was fitted on; its code may be anything built from functions that have a rule.
         posterior: of any method. Layers are independent of each other here, also for ``method="full"``.
         weights: ``"row"`` keeps the covariance of the weights of one output in linear layers with one input row per
-            sample, ``"marginal"`` their variances only; ``"auto"`` is ``"row"``. Convolutions, and linear layers on
-            tokens, always use variances.
+            sample, ``"marginal"`` their variances only; ``"auto"`` is ``"row"`` where the posterior knows them.
+            Convolutions, and linear layers on tokens, always use variances.
         cov: ``"diag"`` or ``"full"``.
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU (where no covariance is
             carried).
@@ -134,6 +135,7 @@ class MomentsPredictor(Predictor):
     """
 
     head = "moments"
+    needs = frozenset({VARIANCES})
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import ROWS
 from posthoc_uq.posteriors.rows import Rows
 
 WEIGHTS = ("auto", "row", "marginal")
@@ -89,16 +90,18 @@ def layer_noises(model: nn.Module, posterior: Posterior, weights: str, cov: str)
 
     Args:
         weights: ``"row"`` keeps the covariance inside a row of linear layers, ``"marginal"`` no covariance at all,
-            ``"auto"`` as `"row"`; linear layers use it for inputs ``(samples, inputs)`` and marginal variances for
-            inputs of several positions, where a row's covariance costs a product for each of its directions.
+            ``"auto"`` as `"row"` where the posterior knows it; linear layers use it for inputs ``(samples, inputs)``
+            and marginal variances for inputs of several positions, where a row's covariance costs a product for each of
+            its directions.
         cov: ``"full"`` needs the covariance across outputs, whatever `weights` says.
     """
     parameters = dict(model.named_parameters())
     variances = posterior.variance()
     found: dict[str, LayerNoise] = {}
+    wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
     for name, layer in posterior.layers.items():
         linear = not layer.convolutional
-        row = linear and weights != "marginal"
+        row = linear and wanted
         rows = posterior.rows(name) if linear and (row or cov == "full") else None
         found[name] = LayerNoise(layer, parameters[layer.weight], variances, rows, row)
     return found

@@ -40,7 +40,7 @@ def checked_of(of: str, posterior: Posterior) -> Of:
     if of not in get_args(Of):
         raise PosthocUQError(f"of must be one of {get_args(Of)}, not {of!r}.")
     if of == "class" and posterior.features is None:
-        if "novelty" not in posterior.record.fit:
+        if posterior.record.novelty != "posterior":
             raise PosthocUQError(NOT_KEPT)
         return "top"
     return of  # type: ignore[return-value]
@@ -113,15 +113,17 @@ class PosteriorRatio:
     ) -> None:
         self._settings = settings
         self._centred = posterior.likelihood.name == "classification"
-        smooth = replace(posterior.settings, scale=float(posterior.evidence.samples))
         if posterior.takes_prior:
-            smooth = replace(
-                smooth, prior_precision=settings.prior_precision, residual_weight=settings.residual_weight
-            )
             precisions = dict.fromkeys(posterior.layers, settings.prior_precision)
         else:
             precisions = training_precisions(posterior)
-        own = posterior.snapshot(smooth)
+        smooth = {
+            "scale": float(posterior.evidence.samples),
+            "prior_precision": settings.prior_precision,
+            "residual_weight": settings.residual_weight,
+        }
+        smooth = {name: value for name, value in smooth.items() if name in posterior.tunable}
+        own = posterior.snapshot(replace(posterior.settings, **smooth))
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype = statistics_dtype(network, None)
         self._budget = default_budget(device)

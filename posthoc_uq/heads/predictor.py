@@ -28,6 +28,7 @@ from posthoc_uq.heads.spread import Spread
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import DRAWS, QUADRATIC
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate, unwrap
 
@@ -63,9 +64,12 @@ class Predictor(nn.Module, ABC):
 
     head: ClassVar[str]
     """Its name in `wrap`."""
+    needs: ClassVar[frozenset[str]] = frozenset({DRAWS})
+    """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.capabilities`."""
 
     def __init__(self, model: nn.Module, posterior: Posterior) -> None:
         super().__init__()
+        posterior.require(self.needs, f"head={self.head!r}")
         self._model: tuple[nn.Module] = (model,)  # a tuple hides it from `nn.Module`
         self._posterior = posterior
         self._tells_novelty = False
@@ -241,11 +245,14 @@ class Predictor(nn.Module, ABC):
             **kwargs: of the model.
 
         Raises:
-            PosthocUQError: the posterior keeps nothing for ``"class"``, a setting is out of range, or the outputs are
-                not of shape ``(batch,)`` or ``(batch, outputs)``.
+            PosthocUQError: the posterior keeps nothing for ``"class"``, or has no quadratic forms for the others; a
+                setting is out of range, or the outputs are not of shape ``(batch,)`` or ``(batch, outputs)``.
         """
         batch = Batch(args, None, kwargs)
         form = checked_of(of, self._posterior)
+        if form != "class":
+            own = "ask for of='class'" if self._posterior.features is not None else ""
+            self._posterior.require([QUADRATIC], f"Novelty of={form!r}", own)
         network = self._network()
         if form == "class":
             with self.explaining(batch):

@@ -18,6 +18,8 @@ from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import SYMMETRY
+from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.values import COUNT, SEED, flag, one_of, shown
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
@@ -80,6 +82,8 @@ class SamplingPredictor(Predictor):
         self._tells_novelty = flag("novelty", novelty)
         if self._tells_novelty and posterior.features is None:
             raise PosthocUQError(NOT_KEPT)
+        if antithetic:
+            posterior.require([SYMMETRY], "antithetic=True", "leave it out")
         one_of("keep", keep, ("weights", "seeds"))
         if not (dtype is None or isinstance(cast(Any, dtype), torch.dtype)) or dtype not in DTYPES:
             raise PosthocUQError(f"dtype must be one of {DTYPES}, not {shown(dtype)}.")
@@ -132,7 +136,7 @@ class SamplingPredictor(Predictor):
     def hyperparameters(self) -> dict[str, Any]:
         """See `Predictor`: those of the draws; temperature and noise are the posterior's present ones."""
         present = super().hyperparameters()
-        return self._drawn_with | {name: present[name] for name in ("noise_scale", "temperature")}
+        return self._drawn_with | {name: present[name] for name, about in ABOUT.items() if about.of_outputs}
 
     def extra_repr(self) -> str:
         """How it samples, and why it does not batch over draws if that was refused."""

@@ -17,6 +17,7 @@ from scipy.optimize import minimize, minimize_scalar
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
 LIMITS = (-10.0, 12.0)  # and how far the search goes before it gives up
@@ -126,20 +127,21 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
     Raises:
         PosthocUQError: the noise is asked for, but the likelihood has none or the fit saw no labels.
     """
-    if not posterior.takes_prior:
+    if not posterior.takes_prior or LOG_DETERMINANT not in posterior.capabilities:
         posterior.log_marginal_likelihood()  # says why there is none
     if noise and posterior.noise_variance is None:
         raise PosthocUQError(
             f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}."
         )
     trials = Trials()
-    _set_prior(posterior, per_layer, trials)
+    of_prior, of_noise = _set_prior(posterior, per_layer, trials), list[str]()
     if noise:
         for _ in range(2):  # noise and prior in turn
-            _set_noise(posterior, trials)
-            _set_prior(posterior, per_layer, trials)
+            of_noise = _set_noise(posterior, trials)
+            of_prior = _set_prior(posterior, per_layer, trials)
         posterior.record.tuning["noise variance"] = "by the log marginal likelihood"
     posterior.record.tuning["prior precision"] = "by the log marginal likelihood"
+    trials.at_edge = of_noise + of_prior
     trials.chosen = trials.best
     warn_edges(trials)
     return trials
@@ -157,20 +159,24 @@ def warn_edges(trials: Trials) -> None:
         )
 
 
-def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials) -> None:
-    trials.at_edge = [name for name in trials.at_edge if not name.startswith("prior precision")]
+def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials) -> list[str]:
+    """Set it, and say what ended at an edge."""
+    edges: list[str] = []
     if not per_layer:
-        posterior.prior_precision = _search_prior(posterior, list(posterior.blocks), "", trials)
-        return
-    if all(block in posterior.layers for block in posterior.blocks):
+        posterior.prior_precision = _search_prior(posterior, list(posterior.blocks), "", trials, edges)
+    elif all(block in posterior.layers for block in posterior.blocks):
         posterior.prior_precision = {
-            name: _search_prior(posterior, [name], f" of '{name}'", trials) for name in posterior.layers
+            name: _search_prior(posterior, [name], f" of '{name}'", trials, edges)
+            for name in posterior.layers
         }
-        return
-    _search_jointly(posterior, trials)
+    else:
+        _search_jointly(posterior, trials, edges)
+    return edges
 
 
-def _search_prior(posterior: Posterior, blocks: list[str], label: str, trials: Trials) -> float:
+def _search_prior(
+    posterior: Posterior, blocks: list[str], label: str, trials: Trials, edges: list[str]
+) -> float:
     failure: NonFiniteError | None = None
 
     def objective(tau: float) -> float:
@@ -192,7 +198,7 @@ def _search_prior(posterior: Posterior, blocks: list[str], label: str, trials: T
             "to about unit size, or give prior_precision=...."
         ) from failure
     if edge:
-        trials.at_edge.append(f"prior precision{label} = {tau:.3g}")
+        edges.append(f"prior precision{label} = {tau:.3g}")
     return tau
 
 
@@ -200,9 +206,9 @@ def _everywhere(posterior: Posterior, tau: float) -> dict[str, float]:
     return dict.fromkeys(posterior.layers, tau)
 
 
-def _search_jointly(posterior: Posterior, trials: Trials) -> None:
+def _search_jointly(posterior: Posterior, trials: Trials, edges: list[str]) -> None:
     """One prior precision per layer inside one dense block: gradient ascent from the best common one."""
-    common = _search_prior(posterior, list(posterior.blocks), "", trials)
+    common = _search_prior(posterior, list(posterior.blocks), "", trials, edges)
     names = list(posterior.layers)
 
     def objective(decades: np.ndarray) -> tuple[float, np.ndarray]:
@@ -224,14 +230,14 @@ def _search_jointly(posterior: Posterior, trials: Trials) -> None:
     )
     for name, decade in zip(names, found.x, strict=True):
         if min(decade - LIMITS[0], LIMITS[1] - decade) < TOLERANCE:
-            trials.at_edge.append(f"prior precision of '{name}' = {10.0**decade:.3g}")
+            edges.append(f"prior precision of '{name}' = {10.0**decade:.3g}")
     posterior.prior_precision = {
         name: float(10.0**decade) for name, decade in zip(names, found.x, strict=True)
     }
 
 
-def _set_noise(posterior: Posterior, trials: Trials) -> None:
-    trials.at_edge = [name for name in trials.at_edge if not name.startswith("noise")]
+def _set_noise(posterior: Posterior, trials: Trials) -> list[str]:
+    """Set it, and say what ended at an edge."""
 
     def objective(factor: float) -> float:
         value = -float(posterior.log_marginal_likelihood(noise_scale=factor))
@@ -240,5 +246,4 @@ def _set_noise(posterior: Posterior, trials: Trials) -> None:
 
     factor, edge = search_decades(objective, (-2.0, 2.0), (-6.0, 6.0))
     posterior.noise_scale = factor
-    if edge:
-        trials.at_edge.append(f"noise scale = {factor:.3g}")
+    return [f"noise scale = {factor:.3g}"] if edge else []

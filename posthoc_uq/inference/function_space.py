@@ -29,6 +29,7 @@ from posthoc_uq.inference.training import cosine, train
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import model_device, replicate
 
@@ -107,8 +108,8 @@ def train_over_functions(
             dict(task.prepared.deterministic),
         ),
         centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
+        settings=Hyperparameters(float(samples), tau),
     )
-    posterior.prior_precision = tau
     posterior.record.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.learn_noise:
         posterior.record.tuning["noise variance"] = "learned with the posterior"

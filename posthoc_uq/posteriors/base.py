@@ -1,26 +1,24 @@
-"""The posterior over a model's weights: a Gaussian around the trained ones, one block per layer (or one for
-all).
-
-What heads, the tuner and the store need, and no more; see `Posterior`.
-"""
+"""The posterior over a model's weights: one block for each layer, or one for several."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import log
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.devices import as_double, host_double
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.posteriors import capabilities as can
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.layout import Layout
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.rows import Rows
@@ -28,19 +26,20 @@ from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.values import COUNT, shown
 
+_TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
+
 
 class Posterior(Adjustable):
-    """A Gaussian ``N(mean, P^-1)`` over the weights of some layers, independent between blocks.
+    """A distribution over the weights of some layers, independent between blocks; as a rule ``N(mean, P^-1)``.
 
     ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
-    Fisher), with the Fisher information ``I`` in the form of the method. `scale`, `prior_precision`,
-    `residual_weight`, `noise_scale` and `temperature` are plain attributes; setting one re-factors lazily, and
-    never needs the data again. What is computed is computed under the settings of one moment, whatever other threads
-    set meanwhile; see `snapshot`.
+    Fisher), with the Fisher information ``I`` in the form of the method. Hyperparameters are plain attributes, of which
+    `tunable` names those that may be set; setting one re-factors lazily, and never needs the data again. What is
+    computed is computed under the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
 
     Where a method found the variances themselves (``"function_space"``), its prior and its noise were parts of what it
     optimised: `prior_precision` says which prior that was and cannot be set, and of the others only `scale` enters the
-    variances, as ``samples / scale``.
+    variances, as ``samples / scale``. Blocks that are no Gaussian can draw, and may be able to do nothing else.
 
     Attributes:
         method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"``, ``"full"`` or ``"function_space"``.
@@ -54,6 +53,7 @@ class Posterior(Adjustable):
         model: the model it was fitted on or loaded for; no part of the state.
         features: what the training inputs looked like to the last layer, for the novelty of others; None where the fit
             found no such layer, or took no such statistics.
+        capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit, which is the model's own memory and may be trained on.
         warned_heads: heads that `wrap` has said to be others than the one the hyperparameters were found for; no part
             of the state.
@@ -71,6 +71,7 @@ class Posterior(Adjustable):
         record: Record | None = None,
         *,
         centre: Mapping[str, Tensor] | None = None,
+        settings: Hyperparameters | None = None,
     ) -> None:
         self.method = method
         self.layers = dict(layers)
@@ -85,10 +86,19 @@ class Posterior(Adjustable):
         self.model: nn.Module | None = None
         self.features: FeatureGrams | None = None
         self.fingerprint: str | None = None
-        self.takes_prior = all(block.takes_prior for block in self.blocks.values())
+        known = [type(block).makes.capabilities() for block in self.blocks.values()]
+        self.capabilities = known[0].intersection(*known) if known else frozenset[str]()
+        outputs = "noise_scale" if isinstance(likelihood, Gaussian) else "temperature"
+        self.tunable = frozenset({outputs}).union(*(block.tunable for block in self.blocks.values()))
+        self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
-        self._settings = Hyperparameters(float(evidence.samples))
+        self._begin(settings or Hyperparameters(float(evidence.samples)))
+        self._layout = Layout(self.layers, self.members)
         self._cache = FactorCache()
+
+    def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
+        """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.capabilities.required`."""
+        can.required(needs, self.capabilities, self.method, what, way_out)
 
     def __repr__(self) -> str:
         count = sum(layer.parameters for layer in self.layers.values())
@@ -122,11 +132,9 @@ class Posterior(Adjustable):
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        return (
-            self.likelihood.noise_variance * self.noise_scale
-            if isinstance(self.likelihood, Gaussian)
-            else None
-        )
+        if isinstance(self.likelihood, Gaussian):
+            return self.likelihood.noise_variance * self.noise_scale
+        return None
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
@@ -180,21 +188,24 @@ class Posterior(Adjustable):
         Returns:
             Parameter name to ``(draws, *shape)``, on the parameters' device.
         """
+        if signs is not None:
+            self.require([can.SYMMETRY], "A draw with a sign")
         unique = list(dict.fromkeys(seeds))
         places = {seed: place for place, seed in enumerate(unique)}
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
-        for layer, matrix in self._deviations(unique, factors):
-            for name, deviation in layer.to_parameters(matrix).items():
+        for layer, matrix, centred in self._drawn(unique, factors):
+            for name, own in layer.to_parameters(matrix).items():
                 mean = self.mean[name]
                 # A bias is a column of its layer's matrix: as a view it would keep all of it alive.
-                drawn = deviation.to(device=mean.device, dtype=mean.dtype).contiguous()
+                drawn = own.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
                     sign = torch.tensor(signs, device="cpu").to(drawn).reshape(-1, *[1] * mean.ndim)
                     drawn = drawn[index.to(drawn.device)] * sign
                 elif len(unique) < len(seeds):
                     drawn = drawn[index.to(drawn.device)]
-                draws[name] = drawn.add_(mean).to(dtype=mean.dtype if dtype is None else dtype)
+                drawn = drawn.add_(mean) if centred else drawn
+                draws[name] = drawn.to(dtype=mean.dtype if dtype is None else dtype)
         return draws
 
     def factors(self) -> dict[str, Factor]:
@@ -203,28 +214,33 @@ class Posterior(Adjustable):
         For whoever draws often: it takes the memory of about one more set of weights (for INF also the systems of
         its directions), and saves factorising at every draw what is too large to be kept by the posterior itself.
         """
-        settings = self._settings
-        return {name: self._factor(name, settings) for name in self.blocks}
+        return dict(self._each_factor())
 
-    def _deviations(
+    def _drawn(
         self, seeds: Sequence[int], factors: Mapping[str, Factor] | None = None
-    ) -> Iterator[tuple[Layer, Tensor]]:
-        """Draws from ``N(0, P^-1)`` layer by layer, ``(n, G, m, n)``."""
+    ) -> Iterator[tuple[Layer, Tensor, bool]]:
+        """Draws layer by layer, ``(n, G, m, n)``, and whether they are deviations from the mean."""
         settings = self._settings
         for index, (name, block) in enumerate(self.blocks.items()):
             factor = self._factor(name, settings) if factors is None else factors[name]
-            shape, like = self._block_shape(name), next(iter(block.tensors().values()))
+            shape, like = self._layout.shape(name), next(iter(block.tensors().values()))
             out = like.new_empty(len(seeds), *shape)
             # One at a time, which is as fast: several columns round differently from one in a triangular solve.
             for row, seed in zip(out, seeds, strict=True):
-                row.copy_(factor.transform(_normals(mixed_seed(seed, index), shape, like).unsqueeze(0))[0])
-            yield from self._split(name, out)
+                row.copy_(factor.draw(torch.Generator().manual_seed(mixed_seed(seed, index)), row))
+            for layer, matrix in self._layout.split(name, out):
+                yield layer, matrix, factor.centred
 
     def variance(self) -> dict[str, Tensor]:
-        """Marginal variance of every parameter, by name and in its shape."""
+        """Marginal variance of every parameter, by name and in its shape.
+
+        Raises:
+            PosthocUQError: the blocks know none.
+        """
+        self.require([can.VARIANCES], "posterior.variance()")
         found: dict[str, Tensor] = {}
         for name, factor in self._each_factor():
-            for layer, matrix in self._split(name, factor.variance()):
+            for layer, matrix in self._layout.split(name, factor.variance()):
                 found |= layer.to_parameters(matrix)
         return found
 
@@ -236,8 +252,9 @@ class Posterior(Adjustable):
                 layers count as zero.
 
         Raises:
-            PosthocUQError: no layer is given, or one is unknown.
+            PosthocUQError: no layer is given, or one is unknown; or the blocks know no such forms.
         """
+        self.require([can.QUADRATIC], "posterior.quadratic()")
         unknown = sorted(set(jacobians) - set(self.layers))
         if unknown or not jacobians:
             raise PosthocUQError(f"Jacobians must be given for layers of the posterior; unknown: {unknown}.")
@@ -245,7 +262,7 @@ class Posterior(Adjustable):
         for name, inner in self.members.items():
             if not any(layer in jacobians for layer in inner):
                 continue
-            part = self._factor(name, settings).quadratic(self._join(name, jacobians))
+            part = self._factor(name, settings).quadratic(self._layout.join(name, jacobians))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -277,13 +294,19 @@ class Posterior(Adjustable):
         """The covariance of one layer's rows, ready for many inputs.
 
         Raises:
-            PosthocUQError: the posterior has no such layer.
+            PosthocUQError: the posterior has no such layer, or its blocks know no such covariance.
         """
-        block, start = self._home(layer)
+        self.require([can.ROWS], "posterior.rows()")
+        block, start = self._layout.home(layer)
         return self.factor(block).rows(start, self.layers[layer].matrix_shape)
 
     def log_determinant(self) -> Tensor:
-        """``log det P`` over all blocks, a scalar."""
+        """``log det P`` over all blocks, a scalar.
+
+        Raises:
+            PosthocUQError: the blocks know none.
+        """
+        self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
         return torch.stack([factor.log_determinant() for _, factor in self._each_factor()]).sum()
 
     def log_marginal_likelihood(
@@ -314,7 +337,8 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
-        if not self.blocks[block].takes_prior:
+        self.require([can.LOG_DETERMINANT], "The log marginal likelihood", _TUNE)
+        if "prior_precision" not in self.blocks[block].tunable:
             raise PosthocUQError(
                 f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
                 f"is no log marginal likelihood to compute or to maximise. Fit again with another prior_precision, or "
@@ -358,64 +382,19 @@ class Posterior(Adjustable):
 
     def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise: float | Tensor) -> Settings:
         """What the block's precision depends on, for a prior precision and noise of these settings or others."""
-        inner = self.members[block]
-        if isinstance(prior, Mapping):
-            by_layer = cast(Mapping[str, Any], prior)
-            if len(inner) == 1:
-                prior = by_layer[inner[0]]
-            else:
-                parts = [host_double(by_layer[n]).expand(self.layers[n].parameters) for n in inner]
-                prior = torch.cat(parts).reshape(1, 1, -1)
+        prior = self._layout.prior(block, prior)
         return Settings(settings.scale / noise**self.evidence.noise_power, prior, settings.residual_weight)
-
-    def _block_shape(self, block: str) -> tuple[int, int, int]:
-        inner = self.members[block]
-        return (
-            self.layers[inner[0]].matrix_shape
-            if block in self.layers
-            else (1, 1, sum(self.layers[n].parameters for n in inner))
-        )
-
-    def _home(self, layer: str) -> tuple[str, int]:
-        """The block of a layer, and where the layer starts in it."""
-        if layer in self.blocks:
-            return layer, 0
-        for block, inner in self.members.items():
-            if layer in inner:
-                return block, sum(self.layers[n].parameters for n in inner[: inner.index(layer)])
-        raise PosthocUQError(f"The posterior has no layer '{layer}'; it has {list(self.layers)[:8]}.")
-
-    def _split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
-        """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""
-        if block in self.layers:
-            yield self.layers[block], matrix
-            return
-        start = 0
-        for name in self.members[block]:
-            layer = self.layers[name]
-            part = matrix[..., 0, 0, start : start + layer.parameters]
-            start += layer.parameters
-            yield layer, part.reshape(*matrix.shape[:-3], *layer.matrix_shape)
-
-    def _join(self, block: str, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Layers' matrices ``(q, G, m, n)`` as the block's."""
-        if block in self.layers:
-            return matrices[block]
-        like = next(iter(matrices.values()))
-        parts = [
-            matrices[n].flatten(1)
-            if n in matrices
-            else like.new_zeros(like.shape[0], self.layers[n].parameters)
-            for n in self.members[block]
-        ]
-        return torch.cat(parts, dim=1).reshape(like.shape[0], 1, 1, -1)
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
-        return build_report(self)
-
-
-def _normals(seed: int, shape: tuple[int, int, int], like: Tensor) -> Tensor:
-    """Standard normals drawn on the CPU, so that every device gets the same."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        return build_report(
+            self.method,
+            self.likelihood.name,
+            self.layers,
+            self.blocks,
+            self.record,
+            settings=self._settings,
+            shown=self.reported(),
+            features=self.features,
+            noise=self.noise_variance,
+        )

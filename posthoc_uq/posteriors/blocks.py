@@ -8,7 +8,8 @@ independent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,9 +17,20 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.errors import CorruptPosteriorError
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.fields import Field
+from posthoc_uq.posteriors.capabilities import (
+    DRAWS,
+    FORM,
+    LOG_DETERMINANT,
+    QUADRATIC,
+    ROWS,
+    SYMMETRY,
+    VARIANCES,
+)
 from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.rows import Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 Shape = tuple[int, int, int]
 
@@ -39,26 +51,56 @@ class Settings:
     residual_weight: float = 1.0
 
 
-class Factor(ABC):
-    """A block's precision ``P``, factorised."""
+class Factor:
+    """A block at some settings, ready for use: of a Gaussian, its precision ``P``, factorised.
 
-    @abstractmethod
+    What a subclass overrides is what its posteriors can do; `capabilities` names it. One that is no Gaussian overrides
+    `draw`; a Gaussian has `transform`, from which its draws follow, and all the rest is about deviations from the
+    posterior's mean.
+    """
+
+    centred: ClassVar[bool] = True
+    """Whether a draw is a deviation from the posterior's mean; otherwise it is the weights themselves."""
+
+    @classmethod
+    def capabilities(cls) -> frozenset[str]:
+        """What such factors can do, by the names in `posthoc_uq.posteriors.capabilities`."""
+        own = [
+            names for method, names in _PROVES.items() if getattr(cls, method) is not getattr(Factor, method)
+        ]
+        return frozenset(name for names in own for name in names)
+
+    def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
+        """One draw of the block's weights, ``(G, m, n)``.
+
+        Args:
+            generator: of the CPU, where all that is random comes from, so that every device gets the same.
+            like: has the draw's shape, number format and device.
+        """
+        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        return self.transform(noise.unsqueeze(0))[0]
+
     def transform(self, noise: Tensor) -> Tensor:
         """Standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
+        raise self._cannot("draws from normals")
 
-    @abstractmethod
     def variance(self) -> Tensor:
-        """The diagonal of ``P^-1``, ``(G, m, n)``."""
+        """The variances of the weights, ``(G, m, n)``: the diagonal of ``P^-1``."""
+        raise self._cannot(VARIANCES)
 
-    @abstractmethod
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)``."""
+        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)``, which may be of another format than the block."""
+        raise self._cannot(QUADRATIC)
 
-    @abstractmethod
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        """Rows ``r``, in float64, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``: ``(q, any)``."""
+        values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
+        return vectors * values.clamp(min=0).sqrt()
+
     def log_determinant(self) -> Tensor:
         """``log det P``, a scalar."""
+        raise self._cannot(LOG_DETERMINANT)
 
-    @abstractmethod
     def rows(self, start: int, shape: Shape) -> Rows:
         """What one layer's weights contribute to the variance of its outputs.
 
@@ -66,6 +108,7 @@ class Factor(ABC):
             start: offset of the layer inside the block (only a block of several layers has one).
             shape: ``(G, m, n)`` of the layer.
         """
+        raise self._cannot(ROWS)
 
     def form(self) -> Form | None:
         """The covariance as a diagonal less a low-rank part, by which Jacobians are contracted without being formed;
@@ -77,17 +120,61 @@ class Factor(ABC):
         """Memory that the factor holds beyond its block."""
         return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
 
+    def _cannot(self, what: str) -> PosthocUQError:
+        return PosthocUQError(f"A {type(self).__name__} has no {what.removeprefix('a ')}.")
+
+
+_PROVES: dict[str, tuple[str, ...]] = {
+    "draw": (DRAWS,),
+    "transform": (DRAWS, SYMMETRY),
+    "variance": (VARIANCES,),
+    "quadratic": (QUADRATIC,),
+    "rows": (ROWS,),
+    "log_determinant": (LOG_DETERMINANT,),
+    "form": (FORM,),
+}
+"""What each method of a factor, where it is overridden, says that it can do."""
+
+
+BLOCKS: dict[str, type[Block]] = {}
+"""Every class of blocks by its kind; a class that names its `kind` registers itself."""
+
 
 class Block(ABC):
-    """What is stored of one layer: statistics as plain tensors and plain attributes."""
+    """What is stored of one layer: statistics as plain tensors and plain attributes.
+
+    A subclass that sets `kind` is known by it from then on: files of posteriors with such blocks can be written and
+    read wherever the class is defined. An attribute ``samples`` is the number of training samples, which files check.
+    """
 
     kind: ClassVar[str]
-    takes_prior: ClassVar[bool] = True
-    """Whether the prior precision enters the precision; where it does not, there is no marginal likelihood either."""
+    """By which files name it; no two classes have the same."""
+    makes: ClassVar[type[Factor]]
+    """The class of what `factor` gives, from which follows what posteriors of such blocks can do."""
+    fields: ClassVar[Mapping[str, Field]] = {}
+    """What each of its `attributes` may be in a file."""
+    joint: ClassVar[bool] = False
+    """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
+    trained: ClassVar[bool] = False
+    """Whether it comes of a training, which may have moved the mean as well."""
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision"})
+    """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
+    precision there is no marginal likelihood either."""
+    settled: ClassVar[frozenset[str]] = frozenset()
+    """Those that were a part of what its method optimised: they are known, and cannot be set."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            if not hasattr(cls, "makes"):
+                raise PosthocUQError(
+                    f"{cls.__qualname__} must say in 'makes' which class its factors are of."
+                )
+            _register(cls)
 
     @abstractmethod
     def factor(self, settings: Settings) -> Factor:
-        """The precision for these settings, ready to use."""
+        """The block at these settings, ready for use."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -99,22 +186,43 @@ class Block(ABC):
 
     @classmethod
     @abstractmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Shapes that the tensors must have for a block of ``(groups, outputs, inputs)`` with these
-        attributes.
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files and their
+        checks follow from it.
 
         Raises:
             CorruptPosteriorError: the attributes are out of range.
         """
 
     @classmethod
+    def most_numbers(cls, shape: Shape) -> int:
+        """How many numbers a block of this shape has at most, so that a file that is too large is not read. To be
+        overridden where `specs` needs attributes.
+        """
+        return sum(spec.numbers for spec in cls.specs(shape, {}).values())
+
+    def fault(self) -> str | None:
+        """What is wrong with its tensors taken together, in words; what each must be by itself is in `specs`."""
+        return None
+
+    def reach(self, settings: Settings) -> float:
+        """The largest precision that it comes to at these settings, or variance where it keeps these, for files to
+        refuse what float32 cannot compute with; 0 where that cannot happen within the bounds of its `specs`.
+        """
+        return 0.0
+
+    @classmethod
     @abstractmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
         """The block that `tensors` and `attributes` described."""
 
-    @abstractmethod
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
-        """The Fisher approximation as dense matrices ``(G, m n, m n)`` in row-major order; for small layers."""
+        """The Fisher approximation as dense matrices ``(G, m n, m n)`` in row-major order; for small layers.
+
+        Raises:
+            PosthocUQError: the block keeps none.
+        """
+        raise PosthocUQError(f"A block of the kind {self.kind!r} keeps no Fisher information.")
 
     def numbers(self) -> int:
         """Numbers stored."""
@@ -131,6 +239,39 @@ class Block(ABC):
     def summary(self) -> dict[str, Any]:
         """Columns of the report."""
         return {}
+
+
+def _register(cls: type[Block]) -> None:
+    known = BLOCKS.get(cls.kind)
+    # the same name again is the same class: a module that was reloaded, a cell of a notebook that ran again
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise PosthocUQError(
+            f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {known.__module__}."
+            f"{known.__qualname__} is already; give it another kind."
+        )
+    BLOCKS[cls.kind] = cls
+
+
+@contextmanager
+def kinds_restored() -> Generator[None]:
+    """Within it, classes of blocks may be defined that are not to stay: afterwards the registry is what it was."""
+    before = dict(BLOCKS)
+    try:
+        yield
+    finally:
+        BLOCKS.clear()
+        BLOCKS.update(before)
+
+
+def largest_of(*tensors: Tensor) -> float:
+    """The largest absolute number of several tensors, 0 of empty ones."""
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def reached(settings: Settings, information: float) -> float:
+    """The largest precision ``scale * I + prior_precision`` for the largest number of ``I``."""
+    prior = settings.prior_precision
+    return float(settings.scale) * information + (float(prior.max()) if isinstance(prior, Tensor) else prior)
 
 
 def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:

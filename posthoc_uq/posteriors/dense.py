@@ -12,9 +12,10 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, reached
 from posthoc_uq.posteriors.numerics import cholesky, positive_part
 from posthoc_uq.posteriors.rows import DenseRows, Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 LARGEST_BYTES = 4 * 2**30  # that the Fisher may take in float64
 
@@ -33,8 +34,7 @@ class DenseFactor(Factor):
         return torch.linalg.solve_triangular(self.root, rows.to(self.root).T, upper=False).T
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        """Rows ``r`` with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, parameters)``: their shape, in float64."""
-        return self._solve(jacobians)
+        return self._solve(jacobians.flatten(1))
 
     def transform(self, noise: Tensor) -> Tensor:
         rows = noise.flatten(1).to(self.root)
@@ -70,6 +70,8 @@ class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
 
     kind = "dense"
+    makes = DenseFactor
+    joint = True
 
     def __init__(self, fisher: Tensor) -> None:
         self.fisher = fisher
@@ -93,8 +95,15 @@ class DenseBlock(Block):
         return {}
 
     @classmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"fisher": (shape[-1], shape[-1])}
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        return {"fisher": TensorSpec((shape[-1], shape[-1]), symmetric=True)}
+
+    @classmethod
+    def most_numbers(cls, shape: Shape) -> int:
+        return min(shape[-1] ** 2, LARGEST_BYTES // 8)
+
+    def reach(self, settings: Settings) -> float:
+        return reached(settings, largest_of(self.fisher))
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DenseBlock:

@@ -35,7 +35,7 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
         blocks[name] = MeanFieldBlock(
             torch.full(layer.matrix_shape, 1.0 / own, dtype=kind, device=like.device), 1
         )
-    found = Posterior(
+    return Posterior(
         posterior.method,
         {name: posterior.layers[name] for name in blocks},
         blocks,
@@ -44,8 +44,6 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
         posterior.likelihood,
         Evidence(1, noise_power=0),
     )
-    found.prior_precision = 1.0
-    return found
 
 
 def training_precisions(posterior: Posterior) -> dict[str, float]:

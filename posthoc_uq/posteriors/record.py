@@ -11,6 +11,7 @@ from torch import Tensor
 from posthoc_uq.errors import PosthocUQError
 
 HEADS = ("sampling", "moments", "linearized")  # by name, as `wrap` has them
+NOVELTIES = ("", "posterior")
 HEAD_CRITERIA = ("faithful", "likelihood", "evidence", "given")  # by which hyperparameters are found
 
 
@@ -68,6 +69,8 @@ class Record:
         calibration: the moments head's correction as plain values, with the settings it was made for; or nothing.
         referral: the thresholds from which inputs are handed to a person, with what they were set for
             (`posthoc_uq.posteriors.referral`); or nothing.
+        novelty: ``"posterior"`` where the fit looked for a layer to tell novelty by and found none, so that the
+            posterior itself tells it; or empty.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
@@ -77,3 +80,4 @@ class Record:
     faithful: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    novelty: str = ""

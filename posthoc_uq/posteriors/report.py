@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch import Tensor
 
 from posthoc_uq.errors import printable
-from posthoc_uq.posteriors.information import has_residual
+from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.record import Record
 from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.tables import cell_text, text_table
-
-if TYPE_CHECKING:
-    from posthoc_uq.posteriors.base import Posterior
-    from posthoc_uq.posteriors.features import FeatureGrams
-
 
 _SECONDS = "seconds, "  # and what took them
 # Columns of the table whose names do not say it.
@@ -102,47 +103,61 @@ def _shown(value: Any) -> str:
     return cell_text(value)
 
 
-def build_report(posterior: Posterior) -> Report:
-    """The report of a posterior; see `Report`."""
+def build_report(
+    method: str,
+    likelihood: str,
+    layers: Mapping[str, Layer],
+    blocks: Mapping[str, Block],
+    record: Record,
+    *,
+    settings: Hyperparameters,
+    shown: Mapping[str, Any],
+    features: FeatureGrams | None,
+    noise: Tensor | None,
+) -> Report:
+    """The report of a posterior with these parts; see `Report`.
+
+    Args:
+        method: its name.
+        likelihood: its name.
+        layers: by name.
+        blocks: by name, which is the layer's where they are of one layer.
+        record: what it remembers of its fit.
+        settings: its hyperparameters.
+        shown: those that a report shows, by label.
+        features: what it keeps of the last layer's inputs, or None.
+        noise: noise variance of each output, or None.
+    """
     rows: list[dict[str, Any]] = []
-    for name, layer in posterior.layers.items():
+    for name, layer in layers.items():
         row: dict[str, Any] = {
             "layer": name,
             "kind": layer.kind,
             "shape": "x".join(map(str, layer.matrix_shape)),
         }
-        row["prior precision"] = posterior.layer_prior(name)
-        block = posterior.blocks.get(name)
+        row["prior precision"] = settings.layer_prior(name)
+        block = blocks.get(name)
         if block is not None:
             row |= {"numbers": block.numbers(), "bytes": block.bytes(), **block.summary()}
         rows.append(row)
-    blocks = posterior.blocks.values()
-    prior = posterior.prior_precision
     summary: dict[str, Any] = {
-        "method": posterior.method,
-        "likelihood": posterior.likelihood.name,
-        "layers": len(posterior.layers),
-        "parameters with a posterior": sum(layer.parameters for layer in posterior.layers.values()),
-        "numbers stored": sum(block.numbers() for block in blocks),
-        "bytes stored": sum(block.bytes() for block in blocks),
-        "scale": posterior.scale,
-        "prior precision": "per layer" if isinstance(prior, dict) else prior,
+        "method": method,
+        "likelihood": likelihood,
+        "layers": len(layers),
+        "parameters with a posterior": sum(layer.parameters for layer in layers.values()),
+        "numbers stored": sum(block.numbers() for block in blocks.values()),
+        "bytes stored": sum(block.bytes() for block in blocks.values()),
+        **shown,
     }
-    if has_residual(blocks):
-        summary["residual weight"] = posterior.residual_weight
-    summary["temperature"] = posterior.temperature
-    if posterior.features is not None:
-        summary["novelty"] = _novelty(posterior.features)
-    noise = posterior.noise_variance
+    if features is not None:
+        summary["novelty"] = _novelty(features)
     if noise is not None:
         summary["noise variance"] = [float(f"{value:.4g}") for value in noise.tolist()]
     return Report(
-        summary | posterior.record.fit,
+        summary | record.fit,
         rows,
-        dict(posterior.record.deterministic),
-        dict(posterior.record.tuning)
-        | _calibrated(posterior.record.calibration)
-        | _referred(posterior.record.referral),
+        dict(record.deterministic),
+        dict(record.tuning) | _calibrated(record.calibration) | _referred(record.referral),
     )
 
 

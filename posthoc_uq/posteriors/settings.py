@@ -6,14 +6,18 @@ import threading
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.fields import Number
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.record import Record
 from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.posteriors.specs import LARGEST
 from posthoc_uq.values import POSITIVE, UNIT
+
+Value = TypeVar("Value")
 
 _SETTING = threading.Lock()  # a lock of the posterior's own could not be copied or pickled
 _WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
@@ -35,14 +39,70 @@ class LayerPriors(dict[str, float]):
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
-    """What a posterior and its predictions depend on beside the blocks; see `posthoc_uq.posteriors.base.Posterior`."""
+class About:
+    """What is to be known of a hyperparameter.
 
-    scale: float
-    prior_precision: float | LayerPriors = 1.0
-    residual_weight: float = 1.0
-    noise_scale: float = 1.0
-    temperature: float = 1.0
+    Attributes:
+        label: its name in reports and records.
+        bounds: of its value in a file; a larger one may be set, but not kept.
+        lacking: why a posterior may be without it, in words.
+        by_layer: whether it may have a number for each layer.
+        of_weights: whether the covariance of the weights depends on it.
+        of_outputs: whether it enters what a prediction makes of the outputs.
+        reported: whether reports show it: ``"always"``, ``"own"`` where the posterior has it, or ``"never"``.
+    """
+
+    label: str
+    bounds: Number
+    lacking: str
+    by_layer: bool = False
+    of_weights: bool = True
+    of_outputs: bool = False
+    reported: Literal["always", "own", "never"] = "own"
+
+
+_POSITIVE = Number(1 / LARGEST, LARGEST)
+
+
+def _about(*args: Any, **kwargs: Any) -> dict[str, About]:
+    return {"about": About(*args, **kwargs)}
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a posterior and its predictions depend on beside the blocks; see `posthoc_uq.posteriors.base.Posterior`.
+
+    What is to be known of each is in `ABOUT`, by its name.
+    """
+
+    scale: float = field(metadata=_about("scale", _POSITIVE, "its draws follow no scale"))
+    prior_precision: float | LayerPriors = field(
+        default=1.0,
+        metadata=_about("prior precision", _POSITIVE, "no prior enters its weights", by_layer=True),
+    )
+    residual_weight: float = field(
+        default=1.0,
+        metadata=_about(
+            "residual weight", Number(0.0, 1.0), "only the low rank of method='inf' leaves a residual"
+        ),
+    )
+    noise_scale: float = field(
+        default=1.0,
+        metadata=_about(
+            "noise scale", _POSITIVE, "its likelihood has no noise", of_outputs=True, reported="never"
+        ),  # the noise variance is reported in its place
+    )
+    temperature: float = field(
+        default=1.0,
+        metadata=_about(
+            "temperature",
+            Number(1e-12, 1e12),
+            "it divides logits, and a regression has none",
+            of_weights=False,
+            of_outputs=True,
+            reported="always",
+        ),
+    )
 
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
@@ -50,27 +110,51 @@ class Hyperparameters:
         return prior[layer] if isinstance(prior, LayerPriors) else prior
 
     def of_weights(self) -> Hyperparameters:
-        """What the covariance of the weights depends on: all but the temperature, which divides the outputs."""
-        return replace(self, temperature=1.0)
+        """What the covariance of the weights depends on: all else is 1."""
+        return replace(self, **{name: 1.0 for name, about in ABOUT.items() if not about.of_weights})
 
     def plain(self) -> dict[str, Any]:
         """Plain values by name."""
-        prior = self.prior_precision
-        return dict(vars(self)) | {"prior_precision": dict(prior) if isinstance(prior, dict) else prior}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+
+    def labelled(self) -> dict[str, Any]:
+        """Plain values by label."""
+        return {ABOUT[name].label: value for name, value in self.plain().items()}
+
+
+ABOUT: dict[str, About] = {own.name: own.metadata["about"] for own in fields(Hyperparameters)}
+"""What is to be known of every hyperparameter, by its name."""
+
+
+class _Own(Generic[Value]):
+    """One hyperparameter as an attribute of a posterior."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, posterior: Adjustable, owner: type | None = None) -> Value:
+        return getattr(posterior.settings, self._name)
+
+    def __set__(self, posterior: Adjustable, value: Any) -> None:
+        posterior.adjust(**{self._name: value})
 
 
 class Adjustable:
     """Hyperparameters as plain attributes of a posterior. Setting one replaces the value that holds all of them, so
     that whoever reads `settings` once has those of one moment.
+
+    Attributes:
+        tunable: names of the hyperparameters that mean something here and may be set.
+        settled: names of those that were a part of what the method optimised: known, and never set again.
     """
 
     method: str
     layers: dict[str, Layer]
-    takes_prior: bool
+    tunable: frozenset[str]
+    settled: frozenset[str]
     record: Record
     _settings: Hyperparameters
     _searching = False  # whether many settings are being tried, so that only the last of them counts
-    _prior_settled = False  # whether the prior is that of a training, which cannot be set again
 
     @property
     def settings(self) -> Hyperparameters:
@@ -79,52 +163,18 @@ class Adjustable:
 
     @settings.setter
     def settings(self, value: Hyperparameters) -> None:
-        self._set(**vars(value))
+        self.adjust(**vars(value))
 
-    @property
-    def scale(self) -> float:
-        """What the mean Fisher is multiplied with; starts at the number of samples."""
-        return self._settings.scale
-
-    @scale.setter
-    def scale(self, value: float) -> None:
-        self._set(scale=value)
-
-    @property
-    def prior_precision(self) -> float | dict[str, float]:
-        """A number, or one number per layer name."""
-        return self._settings.prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: Any) -> None:
-        self._set(prior_precision=value)
-
-    @property
-    def residual_weight(self) -> float:
-        """Omega in [0, 1], the weight of INF's diagonal residual."""
-        return self._settings.residual_weight
-
-    @residual_weight.setter
-    def residual_weight(self, value: float) -> None:
-        self._set(residual_weight=value)
-
-    @property
-    def noise_scale(self) -> float:
-        """Factor on the noise variance of the likelihood (regression)."""
-        return self._settings.noise_scale
-
-    @noise_scale.setter
-    def noise_scale(self, value: float) -> None:
-        self._set(noise_scale=value)
-
-    @property
-    def temperature(self) -> float:
-        """Divides the logits in prediction (classification)."""
-        return self._settings.temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        self._set(temperature=value)
+    scale = _Own[float]()
+    """What the mean Fisher is multiplied with; starts at the number of samples."""
+    prior_precision = _Own[float | dict[str, float]]()
+    """A number, or one number per layer name."""
+    residual_weight = _Own[float]()
+    """Omega in [0, 1], the weight of INF's diagonal residual."""
+    noise_scale = _Own[float]()
+    """Factor on the noise variance of the likelihood (regression)."""
+    temperature = _Own[float]()
+    """Divides the logits in prediction (classification)."""
 
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
@@ -177,38 +227,77 @@ class Adjustable:
                 stacklevel=stacklevel,
             )
 
-    def _set(self, **values: Any) -> None:
+    @property
+    def takes_prior(self) -> bool:
+        """Whether a prior precision can be set."""
+        return "prior_precision" in self.tunable
+
+    @property
+    def widening(self) -> str | None:
+        """The hyperparameter by which the posterior is made wider or narrower: ``"prior_precision"``, ``"scale"`` where
+        the prior is settled, or None.
+        """
+        return next((name for name in ("prior_precision", "scale") if name in self.tunable), None)
+
+    def reported(self) -> dict[str, Any]:
+        """Label to value of the hyperparameters that reports show; of prior precisions by layer, that they are."""
+        own, shown = self.tunable | self.settled, dict[str, Any]()
+        for name, value in self._settings.plain().items():
+            about = ABOUT[name]
+            if about.reported == "always" or (about.reported == "own" and name in own):
+                shown[about.label] = "per layer" if isinstance(value, dict) else value
+        return shown
+
+    def _begin(self, settings: Hyperparameters) -> None:
+        """Take the first settings, whatever may be set later."""
+        self._settings = replace(
+            settings, **{n: self._valid(n, value) for n, value in vars(settings).items()}
+        )
+
+    def adjust(self, **values: Any) -> None:
+        """Set some hyperparameters by name, all at one moment.
+
+        Raises:
+            PosthocUQError: a value is out of range, or other than the present one where the posterior lacks it.
+        """
         checked = {name: self._checked(name, value) for name, value in values.items()}
         with _SETTING:
             before = self._settings
             self._settings = replace(self._settings, **checked)
-            self._prior_settled = self._prior_settled or (
-                "prior_precision" in values and not self.takes_prior
-            )
         if self.record.referral:
             self._warn_of_thresholds(self._thresholds_rest_on(before), stacklevel=4)
 
     def _checked(self, name: str, value: Any) -> Any:
-        if name == "prior_precision":
-            return self._checked_prior(value)
-        return (UNIT if name == "residual_weight" else POSITIVE)(name, value)
-
-    def _checked_prior(self, value: Any) -> float | LayerPriors:
-        kept = self._settings.prior_precision
-        if self._prior_settled and kept != value:
+        """A value that may be set: of what the posterior lacks, the present one alone."""
+        kept = getattr(self._settings, name)
+        if name in self.tunable:
+            return self._valid(name, value)
+        if name in self.settled and kept != value:
             raise PosthocUQError(
-                f"The prior precision was a part of what method={self.method!r} optimised, and is {kept}; fit again "
-                f"with prior_precision={value}, or set scale to widen or narrow the posterior."
+                f"The {ABOUT[name].label} was a part of what method={self.method!r} optimised, and is {kept}; fit "
+                f"again with {name}={value}, or set scale to widen or narrow the posterior."
             )
-        if not isinstance(value, Mapping):
-            return cast(float, POSITIVE("prior_precision", value))
+        if kept != value and self._valid(name, value) != kept:
+            about = ABOUT[name]
+            raise PosthocUQError(
+                f"This posterior by method={self.method!r} has no {about.label}: {about.lacking}. Leave {name} at "
+                f"{kept}."
+            )
+        return kept
+
+    def _valid(self, name: str, value: Any) -> Any:
+        about = ABOUT[name]
+        if about.by_layer and isinstance(value, Mapping):
+            return self._by_layer(name, cast(Mapping[str, Any], value))
+        return (POSITIVE if about.bounds.low > 0 else UNIT)(name, value)
+
+    def _by_layer(self, name: str, value: Mapping[str, Any]) -> LayerPriors:
         given = {
-            str(name): POSITIVE(f"prior_precision of layer '{name}'", number)
-            for name, number in cast(Mapping[str, Any], value).items()
+            str(layer): POSITIVE(f"{name} of layer '{layer}'", number) for layer, number in value.items()
         }
         if given.keys() != self.layers.keys():
             missing = sorted(self.layers.keys() ^ given.keys())
             raise PosthocUQError(
-                f"prior_precision per layer must name every layer once; these do not match: {missing[:5]}."
+                f"{name} per layer must name every layer once; these do not match: {missing[:5]}."
             )
         return LayerPriors(given)

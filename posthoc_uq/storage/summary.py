@@ -7,6 +7,7 @@ from math import exp
 from typing import Any, cast
 
 from posthoc_uq.errors import printable
+from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tables import text_table
 
@@ -44,6 +45,11 @@ def _described(path: str, found: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
+def _tunable(found: Mapping[str, Any]) -> frozenset[str]:
+    """The hyperparameters that the file's blocks may have set."""
+    return frozenset[str]().union(*(BLOCKS[block["kind"]].tunable for block in found["blocks"].values()))
+
+
 def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is said of the posterior as a whole, each with its name."""
     prior: Any = found["prior_precision"]
@@ -58,7 +64,7 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{found['parameters']:,} with a posterior, {numbers:,} numbers stored"),
         ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
         ("scale", f"{found['scale']:.6g}"),
-        *(weight if any(block["kind"] == "inf" for block in found["blocks"].values()) else []),
+        *(weight if "residual_weight" in _tunable(found) else []),
         ("temperature", f"{found['temperature']:.6g}"),
     ]
     if "noise_variance" in likelihood:
@@ -107,7 +113,7 @@ def _predicted(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     faithful: Mapping[str, Any] = found["faithful"]
     if faithful:
         value: Any = faithful["value"]
-        trained = any(block["kind"] == "mean_field" for block in found["blocks"].values())
+        trained = "prior_precision" not in _tunable(found)
         setting = "per layer" if isinstance(value, Mapping) else f"{value:.6g}"
         reached = f"{faithful['divergence']:.3g}" if "divergence" in faithful else "infinitely many"
         lines.append(

@@ -88,6 +88,11 @@ def parse(block: bytes, size: int, path: str) -> Header:
         )
     kind = name.rstrip(b"\0").decode(errors="replace")
     known = is_kind(kind) if version >= _KINDS_FROM else kind == ""
+    if version >= _KINDS_FROM and kind.isascii() and kind.isidentifier() and not known:
+        raise CorruptPosteriorError(
+            f"'{path}' is damaged, or by a method that is not known here: its header names {kind!r}. If a module of "
+            f"yours defines that method, import it first."
+        )
     if not known or any(block[_FIELDS.size : SIZE]):
         raise CorruptPosteriorError(f"'{path}' is damaged: its header is none that posthoc_uq writes.")
     return Header(version, length, digest, kind or None)
