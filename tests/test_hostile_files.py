@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from posthoc_uq.cli.inspect import described
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError, printable
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.methods import METHODS
+from posthoc_uq.posteriors.specs import TensorSpec
 from posthoc_uq.storage import atomic, numbers
 
 EVIL = "\x1b]0;pwned\x07\u202e"
@@ -236,16 +238,18 @@ def test_bases_are_orthonormal_to_the_tolerance(dtype: torch.dtype, width: int) 
     """By all products or by random combinations; one column of many that is wrong is found either way."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(2, width, width, generator=generator)).Q.to(dtype).float()
-    assert numbers.complaint("input_basis", basis) is None
+    spec = TensorSpec((2, width, width), orthonormal=True)
+    padded = replace(spec, padded=True)
+    assert numbers.complaint(spec, basis) is None
     for factor in (0.0, 0.9, 1.1):
         wrong = basis.clone()
         wrong[1, :, 3] *= factor
-        assert numbers.complaint("input_basis", wrong) is not None
+        assert numbers.complaint(spec, wrong) is not None
     zero = basis.clone()
     zero[1, :, 3] = 0
-    assert numbers.complaint("input_basis", zero, padded=True) is None
+    assert numbers.complaint(padded, zero) is None
     zero[1, :, 3] = zero[1, :, 2]
-    assert numbers.complaint("input_basis", zero, padded=True) is not None
+    assert numbers.complaint(padded, zero) is not None
 
 
 # Checkpoints

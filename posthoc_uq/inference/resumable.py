@@ -7,6 +7,7 @@ this fit. A file that passes gives finite results, whoever made it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log
 from typing import Any
 
@@ -17,25 +18,41 @@ from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.inference.mean_field import LOG_VARIANCE
 from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.specs import LARGEST, TensorSpec
 from posthoc_uq.storage.numbers import complaint
-from posthoc_uq.storage.schema import LARGEST
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 NOISE = "noise"  # the one stage that comes before all sweeps
 
-# The tensors of every layer by stage; letters are the layer's groups, outputs and inputs, "*" is any size.
-_BY_LAYER: dict[str, dict[str, str]] = {
-    "diagonal": {"diagonal": "Gmn"},
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of one layer: its sides, as letters for the layer's groups, outputs and inputs or ``"*"`` for any size;
+    and whether it is a basis. What is no basis has no negative number.
+    """
+
+    sides: str
+    basis: bool = False
+
+    def of(self, layer: Layer) -> TensorSpec:
+        """What it must be for a layer."""
+        sizes = dict(zip("Gmn", layer.matrix_shape, strict=True))
+        shape = tuple(sizes.get(side) for side in self.sides)
+        return TensorSpec(shape, non_negative=not self.basis, orthonormal=self.basis)
+
+
+_BY_LAYER: dict[str, dict[str, _Part]] = {
+    "diagonal": {"diagonal": _Part("Gmn")},
     "Kronecker factors": {
-        "input_basis": "Gnn",
-        "output_basis": "Gmm",
-        "input_values": "Gn",
-        "output_values": "Gm",
+        "input_basis": _Part("Gnn", basis=True),
+        "output_basis": _Part("Gmm", basis=True),
+        "input_values": _Part("Gn"),
+        "output_values": _Part("Gm"),
     },
-    "eigenvalues": {"eigenvalues": "Gmn"},
-    "bases": {"inputs": "Gn*", "outputs": "Gm*"},
-    "eigenvalues and diagonal": {"eigenvalues": "G**", "diagonal": "Gmn"},
+    "eigenvalues": {"eigenvalues": _Part("Gmn")},
+    "bases": {"inputs": _Part("Gn*", basis=True), "outputs": _Part("Gm*", basis=True)},
+    "eigenvalues and diagonal": {"eigenvalues": _Part("G**"), "diagonal": _Part("Gmn")},
 }
 _AFTER = {"eigenvalues": "Kronecker factors", "eigenvalues and diagonal": "bases"}
 
@@ -65,16 +82,16 @@ def check_stage(
         check_summary(summary)
     if name not in (*_BY_LAYER, NOISE, "Fisher") or _AFTER.get(name, name) not in stages:
         raise CorruptPosteriorError(f"it has the part '{name}', which this fit has not, or not yet")
-    shapes = _shapes(name, tensors, layers)
-    for owner, own in shapes.items():
+    specs = _specs(name, tensors, layers)
+    for owner, own in specs.items():
         found = tensors.get(owner, {})
-        if found.keys() != own.keys() or tensors.keys() != shapes.keys():
+        if found.keys() != own.keys() or tensors.keys() != specs.keys():
             raise CorruptPosteriorError(f"its part '{name}' has other tensors than this fit's")
-        for tensor_name, shape in own.items():
+        for tensor_name, spec in own.items():
             what = f"'{tensor_name}' of '{owner}' in '{name}'"
             if name != NOISE and found[tensor_name].dtype != dtype:
                 raise CorruptPosteriorError(f"{what} is not of {dtype}, as this fit's statistics are")
-            _check_tensor(what, tensor_name, found[tensor_name], shape)
+            _check_tensor(what, found[tensor_name], spec)
     if name == "eigenvalues and diagonal":
         for owner, own in tensors.items():
             bases = stages["bases"].get(owner, {})
@@ -83,34 +100,25 @@ def check_stage(
                 raise CorruptPosteriorError(f"the eigenvalues of layer '{owner}' are not in its bases")
 
 
-def _shapes(
-    name: str, tensors: Tensors, layers: Mapping[str, Layer]
-) -> dict[str, dict[str, tuple[int | None, ...]]]:
-    """Owner and name of a tensor to its shape, None for any size."""
+def _specs(name: str, tensors: Tensors, layers: Mapping[str, Layer]) -> dict[str, dict[str, TensorSpec]]:
+    """Owner and name of a tensor to what it must be."""
     if name == NOISE:  # nothing, where the loader gives no targets
-        return {NOISE: {"variance": (None,)}} if tensors else {}
+        return {NOISE: {"variance": TensorSpec((None,), non_negative=True)}} if tensors else {}
     if name == "Fisher":
         size = sum(layer.parameters for layer in layers.values())
-        return {"joint": {"fisher": (size, size)}}
-    found: dict[str, dict[str, tuple[int | None, ...]]] = {}
-    for owner, layer in layers.items():
-        sizes = dict(zip("Gmn", layer.matrix_shape, strict=True))
-        found[owner] = {
-            tensor: tuple(sizes.get(letter) for letter in letters)
-            for tensor, letters in _BY_LAYER[name].items()
-        }
-    return found
+        return {"joint": {"fisher": TensorSpec((size, size), symmetric=True)}}
+    return {
+        owner: {tensor: part.of(layer) for tensor, part in _BY_LAYER[name].items()}
+        for owner, layer in layers.items()
+    }
 
 
-def _check_tensor(what: str, name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-    fits = tensor.ndim == len(shape) and all(
-        wanted in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
+def _check_tensor(what: str, tensor: Tensor, spec: TensorSpec) -> None:
+    if not spec.fits(tensor.shape):
         raise CorruptPosteriorError(
             f"{what} has the shape {tuple(tensor.shape)}, which does not fit this fit"
         )
-    fault = complaint(name, tensor)
+    fault = complaint(spec, tensor)
     if fault is not None:
         raise CorruptPosteriorError(f"{what} {fault}")
 

@@ -1,1 +1,8 @@
-"""What a posterior over the weights is."""
+"""The posterior over a model's weights: blocks, hyperparameters, what it remembers, its state as plain values.
+
+The files of blocks are imported here, so that every kind is registered before a posterior is read or made.
+"""
+
+from posthoc_uq.posteriors import dense, diagonal, information, kronecker, mean_field
+
+__all__ = ["dense", "diagonal", "information", "kronecker", "mean_field"]

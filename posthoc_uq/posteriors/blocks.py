@@ -8,7 +8,8 @@ independent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.errors import CorruptPosteriorError
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.fields import Field
 from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.rows import Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 Shape = tuple[int, int, int]
 
@@ -78,12 +81,32 @@ class Factor(ABC):
         return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
 
 
+BLOCKS: dict[str, type[Block]] = {}
+"""Every class of blocks by its kind; a class that names its `kind` registers itself."""
+
+
 class Block(ABC):
-    """What is stored of one layer: statistics as plain tensors and plain attributes."""
+    """What is stored of one layer: statistics as plain tensors and plain attributes.
+
+    A subclass that sets `kind` is known by it from then on: files of posteriors with such blocks can be written and
+    read wherever the class is defined. An attribute ``samples`` is the number of training samples, which files check.
+    """
 
     kind: ClassVar[str]
+    """By which files name it; no two classes have the same."""
+    fields: ClassVar[Mapping[str, Field]] = {}
+    """What each of its `attributes` may be in a file."""
+    joint: ClassVar[bool] = False
+    """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
+    trained: ClassVar[bool] = False
+    """Whether it comes of a training, which may have moved the mean as well."""
     takes_prior: ClassVar[bool] = True
     """Whether the prior precision enters the precision; where it does not, there is no marginal likelihood either."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            _register(cls)
 
     @abstractmethod
     def factor(self, settings: Settings) -> Factor:
@@ -99,13 +122,30 @@ class Block(ABC):
 
     @classmethod
     @abstractmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Shapes that the tensors must have for a block of ``(groups, outputs, inputs)`` with these
-        attributes.
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files and their
+        checks follow from it.
 
         Raises:
             CorruptPosteriorError: the attributes are out of range.
         """
+
+    @classmethod
+    def most_numbers(cls, shape: Shape) -> int:
+        """How many numbers a block of this shape has at most, so that a file that is too large is not read. To be
+        overridden where `specs` needs attributes.
+        """
+        return sum(spec.numbers for spec in cls.specs(shape, {}).values())
+
+    def fault(self) -> str | None:
+        """What is wrong with its tensors taken together, in words; what each must be by itself is in `specs`."""
+        return None
+
+    def reach(self, settings: Settings) -> float:
+        """The largest precision that it comes to at these settings, or variance where it keeps these, for files to
+        refuse what float32 cannot compute with; 0 where that cannot happen within the bounds of its `specs`.
+        """
+        return 0.0
 
     @classmethod
     @abstractmethod
@@ -131,6 +171,39 @@ class Block(ABC):
     def summary(self) -> dict[str, Any]:
         """Columns of the report."""
         return {}
+
+
+def _register(cls: type[Block]) -> None:
+    known = BLOCKS.get(cls.kind)
+    # the same name again is the same class: a module that was reloaded, a cell of a notebook that ran again
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise PosthocUQError(
+            f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {known.__module__}."
+            f"{known.__qualname__} is already; give it another kind."
+        )
+    BLOCKS[cls.kind] = cls
+
+
+@contextmanager
+def kinds_restored() -> Generator[None]:
+    """Within it, classes of blocks may be defined that are not to stay: afterwards the registry is what it was."""
+    before = dict(BLOCKS)
+    try:
+        yield
+    finally:
+        BLOCKS.clear()
+        BLOCKS.update(before)
+
+
+def largest_of(*tensors: Tensor) -> float:
+    """The largest absolute number of several tensors, 0 of empty ones."""
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def reached(settings: Settings, information: float) -> float:
+    """The largest precision ``scale * I + prior_precision`` for the largest number of ``I``."""
+    prior = settings.prior_precision
+    return float(settings.scale) * information + (float(prior.max()) if isinstance(prior, Tensor) else prior)
 
 
 def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:

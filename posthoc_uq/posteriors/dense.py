@@ -12,9 +12,10 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, reached
 from posthoc_uq.posteriors.numerics import cholesky, positive_part
 from posthoc_uq.posteriors.rows import DenseRows, Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 LARGEST_BYTES = 4 * 2**30  # that the Fisher may take in float64
 
@@ -70,6 +71,7 @@ class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
 
     kind = "dense"
+    joint = True
 
     def __init__(self, fisher: Tensor) -> None:
         self.fisher = fisher
@@ -93,8 +95,15 @@ class DenseBlock(Block):
         return {}
 
     @classmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"fisher": (shape[-1], shape[-1])}
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        return {"fisher": TensorSpec((shape[-1], shape[-1]), symmetric=True)}
+
+    @classmethod
+    def most_numbers(cls, shape: Shape) -> int:
+        return min(shape[-1] ** 2, LARGEST_BYTES // 8)
+
+    def reach(self, settings: Settings) -> float:
+        return reached(settings, largest_of(self.fisher))
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DenseBlock:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, log_sum, reached
 from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.rows import IndependentRows, Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 
 class DiagonalFactor(Factor):
@@ -60,8 +61,11 @@ class DiagonalBlock(Block):
         return {}
 
     @classmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"diagonal": shape}
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        return {"diagonal": TensorSpec(shape, non_negative=True)}
+
+    def reach(self, settings: Settings) -> float:
+        return reached(settings, largest_of(self.diagonal))
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DiagonalBlock:

@@ -12,6 +12,7 @@ from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.blocks import bounded
+from posthoc_uq.posteriors.specs import TensorSpec
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "pooled")
@@ -149,8 +150,8 @@ class FeatureGrams:
         }
 
     @staticmethod
-    def shapes(attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Tensor name to the shape it must have, by the attributes alone.
+    def specs(attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        """What each tensor must be, by the attributes alone.
 
         Raises:
             CorruptPosteriorError: an attribute is missing or out of range.
@@ -161,10 +162,10 @@ class FeatureGrams:
         width = bounded(attributes, "width", 1, features)
         rank = bounded(attributes, "rank", 0, width)
         return {
-            "basis": (features, width),
-            "diagonal": (classes, width),
-            "factors": (classes, width, rank),
-            "residual": (classes,),
+            "basis": TensorSpec((features, width), orthonormal=True),
+            "diagonal": TensorSpec((classes, width), non_negative=True),
+            "factors": TensorSpec((classes, width, rank)),
+            "residual": TensorSpec((classes,), non_negative=True),
         }
 
     @classmethod
@@ -174,9 +175,9 @@ class FeatureGrams:
         Raises:
             CorruptPosteriorError: they do not fit each other.
         """
-        for name, shape in cls.shapes(attributes).items():
-            if name not in tensors or tuple(tensors[name].shape) != shape:
-                raise CorruptPosteriorError(f"The features' '{name}' must be a tensor of shape {shape}.")
+        for name, spec in cls.specs(attributes).items():
+            if name not in tensors or not spec.fits(tensors[name].shape):
+                raise CorruptPosteriorError(f"The features' '{name}' must be a tensor of shape {spec.shape}.")
         source, smoothing = attributes.get("source"), attributes.get("smoothing")
         if source not in SOURCES or not isinstance(smoothing, float):
             raise CorruptPosteriorError(

@@ -16,17 +16,19 @@ L x L system ``I + M``, ``M = V^T H V``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, log_sum
+from posthoc_uq.fields import Field, Text, Whole
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum, reached
 from posthoc_uq.posteriors.forms import Form, LowRank
 from posthoc_uq.posteriors.numerics import cholesky
 from posthoc_uq.posteriors.rows import InformationRows, Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 Correction = Literal["rescale", "clamp", "none"]
 CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
@@ -208,6 +210,11 @@ class InformationBlock(Block):
     """
 
     kind = "inf"
+    fields: ClassVar[Mapping[str, Field]] = {
+        "correction": Text(CORRECTIONS),
+        "input_directions": Whole(0, 2**40),
+        "output_directions": Whole(0, 2**31),
+    }
 
     def __init__(
         self,
@@ -269,7 +276,7 @@ class InformationBlock(Block):
         }
 
     @classmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         groups, outputs, inputs = shape
         width_a = bounded(attributes, "input_directions", 0, inputs)
         width_g = bounded(attributes, "output_directions", 0, outputs)
@@ -278,11 +285,30 @@ class InformationBlock(Block):
                 f"A block's correction is {attributes.get('correction')!r}, not one of {CORRECTIONS}."
             )
         return {
-            "input_basis": (groups, inputs, width_a),
-            "output_basis": (groups, outputs, width_g),
-            "eigenvalues": (groups, width_g, width_a),
-            "diagonal": shape,
+            "input_basis": TensorSpec((groups, inputs, width_a), orthonormal=True, padded=True),
+            "output_basis": TensorSpec((groups, outputs, width_g), orthonormal=True, padded=True),
+            "eigenvalues": TensorSpec((groups, width_g, width_a), non_negative=True),
+            "diagonal": TensorSpec(shape, non_negative=True),
         }
+
+    @classmethod
+    def most_numbers(cls, shape: Shape) -> int:
+        _, outputs, inputs = shape
+        whole = {"correction": "rescale", "input_directions": inputs, "output_directions": outputs}
+        return sum(spec.numbers for spec in cls.specs(shape, whole).values())
+
+    def fault(self) -> str | None:
+        used = self.eigenvalues != 0
+        for name, basis, seen in (
+            ("input_basis", self.input_basis, used.any(-2)),
+            ("output_basis", self.output_basis, used.any(-1)),
+        ):
+            if bool((seen & (basis == 0).all(-2)).any()):
+                return f"has an eigenvalue along a direction of '{name}' that is zero"
+        return None
+
+    def reach(self, settings: Settings) -> float:
+        return reached(settings, largest_of(self.eigenvalues, self.diagonal))
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> InformationBlock:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, log_sum
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, log_sum, reached
 from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.rows import EigenbasisRows, Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 
 class KroneckerFactor(Factor):
@@ -81,6 +82,14 @@ class _EigenbasisBlock(Block):
         )
 
 
+def _bases(shape: Shape) -> dict[str, TensorSpec]:
+    groups, outputs, inputs = shape
+    return {
+        "input_basis": TensorSpec((groups, inputs, inputs), orthonormal=True),
+        "output_basis": TensorSpec((groups, outputs, outputs), orthonormal=True),
+    }
+
+
 class KroneckerBlock(_EigenbasisBlock):
     """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``."""
 
@@ -105,13 +114,12 @@ class KroneckerBlock(_EigenbasisBlock):
         }
 
     @classmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         groups, outputs, inputs = shape
         return {
-            "input_basis": (groups, inputs, inputs),
-            "output_basis": (groups, outputs, outputs),
-            "input_eigenvalues": (groups, inputs),
-            "output_eigenvalues": (groups, outputs),
+            **_bases(shape),
+            "input_eigenvalues": TensorSpec((groups, inputs), non_negative=True),
+            "output_eigenvalues": TensorSpec((groups, outputs), non_negative=True),
         }
 
     @classmethod
@@ -122,6 +130,10 @@ class KroneckerBlock(_EigenbasisBlock):
             tensors["input_eigenvalues"],
             tensors["output_eigenvalues"],
         )
+
+    def reach(self, settings: Settings) -> float:
+        largest = largest_of(self.input_values) * largest_of(self.output_values)
+        return reached(settings, largest)
 
 
 class EigenvalueCorrectedBlock(_EigenbasisBlock):
@@ -144,16 +156,14 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
         }
 
     @classmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        groups, outputs, inputs = shape
-        return {
-            "input_basis": (groups, inputs, inputs),
-            "output_basis": (groups, outputs, outputs),
-            "eigenvalues": (groups, outputs, inputs),
-        }
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        return {**_bases(shape), "eigenvalues": TensorSpec(shape, non_negative=True)}
 
     @classmethod
     def restore(
         cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> EigenvalueCorrectedBlock:
         return cls(tensors["input_basis"], tensors["output_basis"], tensors["eigenvalues"])
+
+    def reach(self, settings: Settings) -> float:
+        return reached(settings, largest_of(self.eigenvalues))

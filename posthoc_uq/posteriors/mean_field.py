@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, log_sum
+from posthoc_uq.fields import Field, Whole
+from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum
 from posthoc_uq.posteriors.forms import Form
 from posthoc_uq.posteriors.rows import IndependentRows, Rows
+from posthoc_uq.posteriors.specs import TensorSpec
 
 
 class MeanFieldFactor(Factor):
@@ -54,6 +56,8 @@ class MeanFieldBlock(Block):
     """
 
     kind = "mean_field"
+    fields: ClassVar[Mapping[str, Field]] = {"samples": Whole(1)}
+    trained = True
     takes_prior = False
 
     def __init__(self, variances: Tensor, samples: int) -> None:
@@ -73,9 +77,11 @@ class MeanFieldBlock(Block):
         return {"samples": self.samples}
 
     @classmethod
-    def shapes(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        bounded(attributes, "samples", 1, 2**62)
-        return {"variances": shape}
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        return {"variances": TensorSpec(shape, non_negative=True)}
+
+    def reach(self, settings: Settings) -> float:
+        return largest_of(self.variances) * self.samples / float(settings.scale)
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MeanFieldBlock:

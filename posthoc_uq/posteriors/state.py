@@ -18,27 +18,13 @@ from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.dense import DenseBlock
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.blocks import BLOCKS, Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, Evidence, Record
 from posthoc_uq.posteriors.referral import checked_referral
+from posthoc_uq.posteriors.specs import TensorSpec
 
-BLOCK_KINDS: dict[str, type[Block]] = {
-    kind.kind: kind
-    for kind in (
-        DiagonalBlock,
-        KroneckerBlock,
-        EigenvalueCorrectedBlock,
-        InformationBlock,
-        DenseBlock,
-        MeanFieldBlock,
-    )
-}
+Specs = dict[str, TensorSpec]
 
 
 def posterior_state(posterior: Posterior) -> dict[str, Any]:
@@ -102,25 +88,22 @@ def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
         raise CorruptPosteriorError(f"The description of a layer is incomplete: {error!r}.") from None
 
 
-def expected_shapes(
-    state: Mapping[str, Any], layers: Mapping[str, Layer]
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Block name to tensor name to the shape it must have; needs no tensor, so that a store can check before
-    it reads.
+def expected_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Specs]:
+    """Block name to tensor name to what it must be; needs no tensor, so that a store can check before it reads.
 
     Raises:
         CorruptPosteriorError: a block is of an unknown kind, or its attributes or members do not fit.
     """
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    specs: dict[str, Specs] = {}
     placed: list[str] = []
     for name, block in state["blocks"].items():
-        kind, members = BLOCK_KINDS.get(block.get("kind")), list(block.get("members", []))
+        kind, members = BLOCKS.get(block.get("kind")), list(block.get("members", []))
         if kind is None:
             raise CorruptPosteriorError(f"Block '{name}' is of the unknown kind {block.get('kind')!r}.")
         if not members or any(member not in layers for member in members):
             raise CorruptPosteriorError(f"Block '{name}' has layers that are not described: {members[:5]}.")
         placed += members
-        if kind is DenseBlock:
+        if kind.joint:
             shape = (1, 1, sum(layers[member].parameters for member in members))
         elif members == [name]:
             shape = layers[name].matrix_shape
@@ -128,14 +111,14 @@ def expected_shapes(
             raise CorruptPosteriorError(
                 f"Block '{name}' must hold the layer of that name alone, not {members[:5]}."
             )
-        shapes[name] = kind.shapes(shape, block.get("attributes", {}))
+        specs[name] = kind.specs(shape, block.get("attributes", {}))
     if sorted(placed) != sorted(layers):
         raise CorruptPosteriorError("The blocks do not hold every layer once.")
-    return shapes
+    return specs
 
 
-def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, tuple[int, ...]]:
-    """Parameter name to the shape that a centre's tensor must have; needs no tensor.
+def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Specs:
+    """Parameter name to what a centre's tensor must be; needs no tensor.
 
     Raises:
         CorruptPosteriorError: a parameter belongs to none of the layers.
@@ -149,11 +132,11 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
     stray = [name for name in named if name not in shapes]
     if stray:
         raise CorruptPosteriorError(f"The centre has parameters that no layer has: {stray[:5]}.")
-    return {name: shapes[name] for name in named}
+    return {name: TensorSpec(shapes[name]) for name in named}
 
 
-def expected_features(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name to the shape that a tensor of the features must have, nothing where there are none; needs no tensor.
+def expected_features(state: Mapping[str, Any]) -> Specs:
+    """Name to what a tensor of the features must be, nothing where there are none; needs no tensor.
 
     Raises:
         CorruptPosteriorError: an attribute is missing or out of range.
@@ -163,7 +146,7 @@ def expected_features(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {}
     if not isinstance(kept, Mapping) or not isinstance(kept.get("attributes"), Mapping):  # pyright: ignore[reportUnknownMemberType]
         raise CorruptPosteriorError("The features are not described by attributes.")
-    return FeatureGrams.shapes(kept["attributes"])  # pyright: ignore[reportUnknownArgumentType]
+    return FeatureGrams.specs(kept["attributes"])  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _head(kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,10 +213,10 @@ def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, shape in expected_centre(state, layers).items():
+    for name, spec in expected_centre(state, layers).items():
         tensor = state["centre"][name]
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-            raise CorruptPosteriorError(f"The centre's '{name}' must be a tensor of shape {shape}.")
+        if not isinstance(tensor, Tensor) or not spec.fits(tensor.shape):
+            raise CorruptPosteriorError(f"The centre's '{name}' must be a tensor of shape {spec.shape}.")
         found[name] = tensor
     return found
 
@@ -246,22 +229,9 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
         CorruptPosteriorError: the state is incomplete or out of range.
     """
     layers = state_layers(state)
-    expected = expected_shapes(state, layers)
-    blocks: dict[str, Block] = {}
-    for name, block in state["blocks"].items():
-        tensors = block["tensors"]
-        for tensor_name, shape in expected[name].items():
-            found = tensors.get(tensor_name)
-            if found is None or tuple(found.shape) != shape:
-                raise CorruptPosteriorError(
-                    f"Block '{name}': tensor '{tensor_name}' must have shape {shape}, not "
-                    f"{None if found is None else tuple(found.shape)}."
-                )
-        blocks[name] = BLOCK_KINDS[block["kind"]].restore(block["attributes"], tensors)
+    blocks = state_blocks(state, layers)
     attributes = state["attributes"]
     try:
-        evidence, record = attributes["evidence"], attributes["record"]
-        log_likelihood = evidence.get("log_likelihood")
         posterior = Posterior(
             str(attributes["method"]),
             layers,
@@ -269,22 +239,8 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
             {name: list(block["members"]) for name, block in state["blocks"].items()},
             mean,
             likelihood_from_attributes(attributes["likelihood"]),
-            Evidence(
-                int(evidence["samples"]),
-                None if log_likelihood is None else float(log_likelihood),
-                float(evidence["squared_residuals"]),
-                int(evidence["targets"]),
-                int(evidence["noise_power"]),
-            ),
-            Record(
-                dict(record["fit"]),
-                dict(record["deterministic"]),
-                dict(record["tuning"]),
-                _head(record.get("head", {})),
-                _faithful(record.get("faithful", {}), layers),
-                _calibration(record.get("calibration", {})),
-                checked_referral(record.get("referral", {})),
-            ),
+            _evidence(attributes["evidence"]),
+            _record(attributes["record"], layers),
             centre=_checked_centre(state, layers),
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
@@ -299,3 +255,46 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
             f"The posterior's attributes are incomplete or out of range: {error!r}."
         ) from None
     return posterior
+
+
+def state_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Block]:
+    """The blocks of a state, by name.
+
+    Raises:
+        CorruptPosteriorError: a tensor is missing or of another shape, or an attribute is out of range.
+    """
+    blocks: dict[str, Block] = {}
+    for name, specs in expected_blocks(state, layers).items():
+        described = state["blocks"][name]
+        for tensor, spec in specs.items():
+            found = described["tensors"].get(tensor)
+            if found is None or not spec.fits(found.shape):
+                raise CorruptPosteriorError(
+                    f"Block '{name}': tensor '{tensor}' must have shape {spec.shape}, not "
+                    f"{None if found is None else tuple(found.shape)}."
+                )
+        blocks[name] = BLOCKS[described["kind"]].restore(described["attributes"], described["tensors"])
+    return blocks
+
+
+def _evidence(kept: Mapping[str, Any]) -> Evidence:
+    log_likelihood = kept.get("log_likelihood")
+    return Evidence(
+        int(kept["samples"]),
+        None if log_likelihood is None else float(log_likelihood),
+        float(kept["squared_residuals"]),
+        int(kept["targets"]),
+        int(kept["noise_power"]),
+    )
+
+
+def _record(kept: Mapping[str, Any], layers: Collection[str]) -> Record:
+    return Record(
+        dict(kept["fit"]),
+        dict(kept["deterministic"]),
+        dict(kept["tuning"]),
+        _head(kept.get("head", {})),
+        _faithful(kept.get("faithful", {}), layers),
+        _calibration(kept.get("calibration", {})),
+        checked_referral(kept.get("referral", {})),
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.layers import KINDS, Layer, matrix_sides
+from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.referral import checked_referral
 
@@ -49,10 +50,10 @@ def _check_method(state: Mapping[str, Any]) -> None:
         raise CorruptPosteriorError(
             f"its method is {method!r}, and its blocks are of the kinds {sorted(kinds)}"
         )
-    samples = {block["attributes"].get("samples") for block in state["blocks"].values()}
-    if kinds == {"mean_field"} and samples != {state["attributes"]["evidence"]["samples"]}:
+    seen = state["attributes"]["evidence"]["samples"]
+    if any(block["attributes"].get("samples", seen) != seen for block in state["blocks"].values()):
         raise CorruptPosteriorError("its variances are of another number of samples than the fit saw")
-    if state["centre"] and kinds != {"mean_field"}:
+    if state["centre"] and not all(BLOCKS[kind].trained for kind in kinds):
         raise CorruptPosteriorError(f"it has a trained mean, which method={method!r} does not give")
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,11 +18,14 @@ from posthoc_uq.devices import has_double
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.specs import TensorSpec
 from posthoc_uq.posteriors.state import (
+    Specs,
+    expected_blocks,
     expected_centre,
     expected_features,
-    expected_shapes,
     posterior_from_state,
+    state_blocks,
 )
 from posthoc_uq.replica import model_device, other_name, unwrap
 from posthoc_uq.storage import schema, userblock
@@ -36,7 +40,14 @@ from posthoc_uq.storage.table import check_posterior
 
 _REMEDY = "Load it with the model that it was fitted on."
 
-Shapes = dict[str, dict[str, tuple[int, ...]]]
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a file's tensors must be, by its description: of every block, of the centre, of the features."""
+
+    blocks: dict[str, Specs]
+    centre: Specs
+    features: Specs
 
 
 def load(
@@ -69,41 +80,18 @@ def load(
         source = SandboxReader(data) if untrusted else ImageReader(data)
         with source as reader:
             structure = reader.structure()
-            state, layers = _described(structure, header)
+            state, layers, expected = _described(structure, header)
             _check_model(layers, mean, path)
             names = {name for layer in layers.values() for name in layer.parameter_names}
             _check_fingerprint(state, {name: mean[name] for name in names}, path)
             tensors: dict[str, Tensor] = {}
             for dataset, stored in structure.datasets.items():
                 tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
-        for name, block in state["blocks"].items():
-            block["tensors"] = {
-                own: _restore(
-                    f"block '{name}'",
-                    own,
-                    tensors.pop(schema.tensor_path(name, own)),
-                    dtype,
-                    padded=block["kind"] == "inf",
-                )
-                for own, dtype in block["dtypes"].items()
-            }
-        state["centre"] = {
-            name: _restore("the centre", name, tensors.pop(schema.centre_path(name)), dtype, mean[name].dtype)
-            for name, dtype in state["centre"].items()
-        }
+        _fill(state, expected, tensors, mean)
         if state["features"] is not None:
-            state["features"]["tensors"] = {
-                name: _restore("the features", name, tensors.pop(schema.features_path(name)), dtype)
-                for name, dtype in state["features"]["dtypes"].items()
-            }
             check_features(state["features"]["tensors"])
-        check_blocks(state, {name: block["tensors"] for name, block in state["blocks"].items()})
-    state["centre"] = {name: _placed(tensor, mean[name].device) for name, tensor in state["centre"].items()}
-    for block in state["blocks"].values():
-        block["tensors"] = {own: _placed(tensor, place) for own, tensor in block["tensors"].items()}
-    if state["features"] is not None:
-        kept = state["features"]["tensors"]
-        state["features"]["tensors"] = {own: _placed(tensor, place) for own, tensor in kept.items()}
+        check_blocks(state["attributes"], state_blocks(state, layers))
+    _place(state, mean, place)
     with _translated(path):
         posterior = posterior_from_state(state, mean)
         posterior.model = model
@@ -131,7 +119,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     with _translated(path):
         with SandboxReader(data) as reader:
             structure = reader.structure()
-        state, layers = _described(structure, header)
+        state, layers, _ = _described(structure, header)
         attributes: dict[str, Any] = dict(state["attributes"])
         record: dict[str, Any] = attributes.pop("record")
         return {
@@ -168,8 +156,11 @@ def _checkpoint() -> CorruptPosteriorError:
     )
 
 
-def _described(structure: Structure, header: userblock.Header) -> tuple[dict[str, Any], dict[str, Layer]]:
-    """A file's description and its layers, once all of it is admissible, fits together, and is what the file holds.
+def _described(
+    structure: Structure, header: userblock.Header
+) -> tuple[dict[str, Any], dict[str, Layer], _Expected]:
+    """A file's description, its layers and what its tensors must be, once all of it is admissible, fits together, and
+    is what the file holds.
 
     Raises:
         CorruptPosteriorError: it is not.
@@ -185,10 +176,49 @@ def _described(structure: Structure, header: userblock.Header) -> tuple[dict[str
             f"its user block says method={header.kind!r}, and its description {state['attributes']['method']!r}"
         )
     layers = checked_layers(state)
-    expected = expected_shapes(state, layers)
-    _check_structure(state, expected, expected_centre(state, layers), expected_features(state), structure)
+    expected = _Expected(
+        expected_blocks(state, layers), expected_centre(state, layers), expected_features(state)
+    )
+    _check_structure(state, expected, structure)
     check_attributes(state, structure)
-    return state, layers
+    return state, layers, expected
+
+
+def _fill(
+    state: Mapping[str, Any],
+    expected: _Expected,
+    tensors: dict[str, Tensor],
+    mean: Mapping[str, Tensor],
+) -> None:
+    """Put the tensors of a file into its description, once their numbers are what they must be."""
+    for name, block in state["blocks"].items():
+        specs = expected.blocks[name]
+        block["tensors"] = {
+            own: _restore(
+                f"block '{name}'", own, specs[own], tensors.pop(schema.tensor_path(name, own)), dtype
+            )
+            for own, dtype in block["dtypes"].items()
+        }
+    for name, dtype in state["centre"].items():
+        found = tensors.pop(schema.centre_path(name))
+        kept = _restore("the centre", name, expected.centre[name], found, dtype, mean[name].dtype)
+        state["centre"][name] = kept
+    if state["features"] is not None:
+        state["features"]["tensors"] = {
+            name: _restore(
+                "the features", name, expected.features[name], tensors.pop(schema.features_path(name)), dtype
+            )
+            for name, dtype in state["features"]["dtypes"].items()
+        }
+
+
+def _place(state: Mapping[str, Any], mean: Mapping[str, Tensor], place: torch.device) -> None:
+    """Move the tensors of a description to where the posterior is to live; the centre to where the model is."""
+    for name, tensor in state["centre"].items():
+        state["centre"][name] = _placed(tensor, mean[name].device)
+    features = [] if state["features"] is None else [state["features"]]
+    for owner in (*state["blocks"].values(), *features):
+        owner["tensors"] = {own: _placed(tensor, place) for own, tensor in owner["tensors"].items()}
 
 
 def _summary(name: str, block: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
@@ -271,44 +301,38 @@ def _check_fingerprint(
         )
 
 
-def _check_structure(
-    state: Mapping[str, Any],
-    expected: Shapes,
-    centre: Mapping[str, tuple[int, ...]],
-    features: Mapping[str, tuple[int, ...]],
-    structure: Structure,
-) -> None:
+def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: Structure) -> None:
     """Exactly the groups and datasets that the description implies, with their shapes and dtypes."""
     groups = {
         "layers",
         "blocks",
         *map(schema.layer_path, state["layers"]),
         *map(schema.block_path, state["blocks"]),
-        *([schema.CENTRE] if centre else []),
-        *([schema.FEATURES] if features else []),
+        *([schema.CENTRE] if expected.centre else []),
+        *([schema.FEATURES] if expected.features else []),
     }
     if set(structure.groups) != groups:
         raise CorruptPosteriorError(
             f"its groups are not those described: {sorted(set(structure.groups) ^ groups)[:3]}"
         )
     wanted: dict[str, tuple[tuple[int, ...], str, str]] = {}
-    for name, shapes in expected.items():
+    for name, specs in expected.blocks.items():
         dtypes = state["blocks"][name]["dtypes"]
-        if set(dtypes) != set(shapes):
+        if set(dtypes) != set(specs):
             raise CorruptPosteriorError(
-                f"block '{name}' describes the tensors {sorted(dtypes)}, not {sorted(shapes)}"
+                f"block '{name}' describes the tensors {sorted(dtypes)}, not {sorted(specs)}"
             )
-        for tensor, shape in shapes.items():
+        for tensor, spec in specs.items():
             kind = schema.DTYPES[dtypes[tensor]][1]
-            wanted[schema.tensor_path(name, tensor)] = (shape, kind, f"block '{name}'")
-    for name, shape in centre.items():
+            wanted[schema.tensor_path(name, tensor)] = (spec.sizes, kind, f"block '{name}'")
+    for name, spec in expected.centre.items():
         kind = schema.DTYPES[state["centre"][name]][1]
-        wanted[schema.centre_path(name)] = (shape, kind, "the centre")
-    if features and set(features) != set(state["features"]["dtypes"]):
+        wanted[schema.centre_path(name)] = (spec.sizes, kind, "the centre")
+    if expected.features and set(expected.features) != set(state["features"]["dtypes"]):
         raise CorruptPosteriorError("the features describe other tensors than they must have")
-    for name, shape in features.items():
+    for name, spec in expected.features.items():
         kind = schema.DTYPES[state["features"]["dtypes"][name]][1]
-        wanted[schema.features_path(name)] = (shape, kind, "the features")
+        wanted[schema.features_path(name)] = (spec.sizes, kind, "the features")
     for dataset, (shape, dtype, owner) in wanted.items():
         stored = structure.datasets.get(dataset)
         if stored is None:
@@ -324,20 +348,14 @@ def _check_structure(
 
 
 def _restore(
-    owner: str,
-    name: str,
-    tensor: Tensor,
-    dtype: str,
-    wanted: torch.dtype | None = None,
-    *,
-    padded: bool = False,
+    owner: str, name: str, spec: TensorSpec, tensor: Tensor, dtype: str, wanted: torch.dtype | None = None
 ) -> Tensor:
     """A dataset's numbers as the tensor that was saved; half formats as float32, or all as `wanted`."""
     if dtype == "bfloat16":
         tensor = tensor.view(torch.bfloat16)
     if wanted is not None or dtype in ("bfloat16", "float16"):
         tensor = tensor.to(torch.float32 if wanted is None else wanted)
-    fault = complaint(name if wanted is None else "", tensor, padded=padded)  # a centre may be negative
+    fault = complaint(spec, tensor)
     if fault is not None:
         raise CorruptPosteriorError(f"'{name}' of {owner} {fault}")
     return tensor

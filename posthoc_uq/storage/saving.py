@@ -17,7 +17,8 @@ from posthoc_uq.distributed import rank
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.state import posterior_state
+from posthoc_uq.posteriors.specs import TensorSpec
+from posthoc_uq.posteriors.state import expected_blocks, expected_features, posterior_state
 from posthoc_uq.storage import atomic, hdf5, plain, schema, userblock
 from posthoc_uq.storage.attributes import attributes_of
 from posthoc_uq.storage.consistency import checked_layers
@@ -74,25 +75,25 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
     state = posterior_state(posterior)
     blocks: dict[str, Any] = {}
     arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
+    specs = expected_blocks(state, posterior.layers)
     for name, block in state["blocks"].items():
         formats: dict[str, str] = {}
         for tensor_name, tensor in block["tensors"].items():
-            _check(name, tensor_name, tensor, dtype, padded=block["kind"] == "inf")
+            _check(name, tensor_name, specs[name][tensor_name], tensor, dtype)
             formats[tensor_name] = schema.dtype_name(dtype or tensor.dtype)
             arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, dtype or tensor.dtype)
         blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
     centre: dict[str, str] = {}
     for name, tensor in state["centre"].items():  # in its own precision: it is what the network predicts with
-        _check("centre", f"mean of '{name}'", tensor, None)
+        _check("centre", f"mean of '{name}'", TensorSpec(tuple(tensor.shape)), tensor, None)
         centre[name] = schema.dtype_name(tensor.dtype)
         arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
     features: dict[str, Any] | None = None
     if state["features"] is not None:
-        kept, formats = state["features"], dict[str, str]()
+        kept, formats, known = state["features"], dict[str, str](), expected_features(state)
         for name, tensor in kept["tensors"].items():
-            _check(
-                "features", name, tensor, None
-            )  # scaled to fit any format; what vanishes is below the smoothing
+            # scaled to fit any format; what vanishes is below the smoothing
+            _check("features", name, known[name], tensor, None)
             formats[name] = schema.dtype_name(dtype or tensor.dtype)
             arrays[schema.features_path(name)] = partial(as_array, tensor, dtype or tensor.dtype)
         features = {"attributes": kept["attributes"], "dtypes": formats}
@@ -113,18 +114,18 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         checked_layers(kept)
         if state["features"] is not None:
             check_features(state["features"]["tensors"])
-        check_blocks(kept, {name: block["tensors"] for name, block in state["blocks"].items()})
+        check_blocks(kept["attributes"], posterior.blocks)
         image = hdf5.build_image(text, attributes_of(described), arrays, userblock.SIZE, compression)
     except (PosthocUQError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}") from error
     return atomic.seal(image, posterior.method)
 
 
-def _check(block: str, name: str, tensor: Tensor, dtype: torch.dtype | None, *, padded: bool = False) -> None:
+def _check(block: str, name: str, spec: TensorSpec, tensor: Tensor, dtype: torch.dtype | None) -> None:
     """Whether a tensor can be stored and read back."""
     if schema.dtype_name(tensor.dtype) not in schema.DTYPES:
         raise PosthocUQError(f"Layer '{block}': '{name}' is of {tensor.dtype}, which a file does not hold.")
-    fault = complaint(name, tensor, padded=padded)
+    fault = complaint(spec, tensor)
     if fault is not None:
         kind = NonFiniteError if "NaN" in fault else PosthocUQError
         raise kind(

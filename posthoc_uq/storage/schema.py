@@ -26,9 +26,6 @@ CENTRE = "centre"  # the group of parameters that stand in place of the model's 
 
 FEATURES = "features"  # the group of the last layer's inputs
 
-LARGEST = 1e30
-"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
-
 
 def layer_path(layer: str) -> str:
     """The group that describes a layer."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from torch import nn
 
+from posthoc_uq.posteriors.blocks import BLOCKS, Block, Shape
 from posthoc_uq.posteriors.dense import LARGEST_BYTES
+from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.storage.schema import CHECKPOINT
 
 _NUMBER = 8  # bytes of the widest format
@@ -24,25 +27,26 @@ def size_limit(kind: str | None, model: nn.Module) -> int:
         model: whose parameters they are.
     """
     weights = list(_weights(model))
-    parameters = sum(groups * outputs * inputs for groups, outputs, inputs in weights)
     whole = sum(parameter.numel() for parameter in model.parameters())
-    bases = sum(groups * (outputs**2 + inputs**2) for groups, outputs, inputs in weights)
-    dense = min(whole**2, LARGEST_BYTES // _NUMBER)
-    numbers = {
-        "diag": parameters,
-        "kfac": bases + parameters,
-        "efb": bases + parameters,
-        "inf": bases + 2 * parameters,
-        "full": dense,
-        "function_space": bases + 2 * parameters + whole,
-        CHECKPOINT: max(dense, 2 * bases + 4 * parameters + _STATES * whole),
-    }
-    most = max(numbers[name] for name in numbers if name != CHECKPOINT) if kind is None else numbers[kind]
+    if kind == CHECKPOINT:
+        parameters = sum(groups * outputs * inputs for groups, outputs, inputs in weights)
+        bases = sum(groups * (outputs**2 + inputs**2) for groups, outputs, inputs in weights)
+        dense = min(whole**2, LARGEST_BYTES // _NUMBER)
+        most = max(dense, 2 * bases + 4 * parameters + _STATES * whole)
+    else:
+        kinds = set(chain(*FAMILIES.values())) if kind is None else FAMILIES[kind]
+        most = max(_numbers(BLOCKS[name], weights, whole) for name in kinds)
     # gzip makes random numbers a little larger, and every chunk has a record
     return int(1.1 * _NUMBER * most) + _SPARE
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[int, int, int]]:
+def _numbers(kind: type[Block], weights: Iterable[Shape], whole: int) -> int:
+    """The most that a posterior of such blocks holds, its mean included where it has one of its own."""
+    blocks = [(1, 1, whole)] if kind.joint else weights
+    return sum(kind.most_numbers(shape) for shape in blocks) + (whole if kind.trained else 0)
+
+
+def _weights(model: nn.Module) -> Iterator[Shape]:
     """``(groups, outputs, inputs)`` of every parameter that may be a weight, with a column for a bias."""
     for module in model.modules():
         groups = getattr(module, "groups", 1)

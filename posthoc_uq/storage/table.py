@@ -10,15 +10,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from posthoc_uq.heads.scores import SCORES
-from posthoc_uq.layers import KINDS
-from posthoc_uq.metrics.tails import QUANTILES
-from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.posteriors.features import SOURCES
-from posthoc_uq.posteriors.information import CORRECTIONS
-from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS
-from posthoc_uq.storage import schema
-from posthoc_uq.storage.fields import (
+from posthoc_uq.fields import (
     AnyNumber,
     ByName,
     Field,
@@ -36,9 +28,18 @@ from posthoc_uq.storage.fields import (
     number_or_named,
     or_empty,
 )
+from posthoc_uq.heads.scores import SCORES
+from posthoc_uq.layers import KINDS
+from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.posteriors.blocks import BLOCKS
+from posthoc_uq.posteriors.families import FAMILIES
+from posthoc_uq.posteriors.features import SOURCES
+from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS
+from posthoc_uq.posteriors.specs import LARGEST
+from posthoc_uq.storage import schema
 
 _ANY = 1e300
-_POSITIVE = Number(1 / schema.LARGEST, schema.LARGEST)
+_POSITIVE = Number(1 / LARGEST, LARGEST)
 _TEMPERATURE = Number(1e-12, 1e12)
 _SHARE = Number(0.0, 1.0)
 _COUNT = Whole(1)
@@ -59,35 +60,24 @@ _LAYER: dict[str, Field] = {
     "weight_shape": Items(Whole(1, 2**31), 2, 5),
 }
 
-_BLOCK_ATTRIBUTES: dict[str, Field] = {
-    "diagonal": Record({}),
-    "kfac": Record({}),
-    "efb": Record({}),
-    "inf": Record(
-        {
-            "correction": Text(CORRECTIONS),
-            "input_directions": Whole(0, 2**40),
-            "output_directions": Whole(0, 2**31),
-        }
-    ),
-    "dense": Record({}),
-    "mean_field": Record({"samples": _COUNT}),
-}
 
-_BLOCK = ByName(
-    "kind",
-    {
-        kind: Record(
-            {
-                "kind": Text((kind,)),
-                "members": Items(_NAME, 1),
-                "attributes": attributes,
-                "dtypes": Named(_FORMAT),
-            }
-        )
-        for kind, attributes in _BLOCK_ATTRIBUTES.items()
-    },
-)
+class _Block(Field):
+    """A block of one of the kinds that are registered, with the attributes that its class declares."""
+
+    def check(self, value: Any, where: str) -> None:
+        kinds: dict[str, Field] = {
+            kind: Record(
+                {
+                    "kind": Text((kind,)),
+                    "members": Items(_NAME, 1),
+                    "attributes": Record(own.fields),
+                    "dtypes": Named(_FORMAT),
+                }
+            )
+            for kind, own in BLOCKS.items()
+        }
+        ByName("kind", kinds).check(value, where)
+
 
 _FEATURES = Record(
     {
@@ -195,7 +185,7 @@ _REMEMBERED = Record(
                 "images": _NAME,
                 "last layer": _NAME,
                 "novelty": _NAME,
-                "prior body variance": Number(0.0, schema.LARGEST),
+                "prior body variance": Number(0.0, LARGEST),
             },
         ),
         "deterministic": Named(_NAME),
@@ -225,7 +215,7 @@ _POSTERIOR = Record(
             }
         ),
         "layers": Named(Record(_LAYER)),
-        "blocks": Named(_BLOCK),
+        "blocks": Named(_Block()),
         "centre": Named(_FORMAT),
         "features": maybe(_FEATURES),
     }
