@@ -464,4 +464,4 @@ def test_a_checkpoint_of_a_pipe_does_not_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PosthocUQError, match="is not a file"):
         fit("diag", checkpoint=tmp_path / "pipe")
-    assert Checkpoint(tmp_path / "c", 1, {}, 2**20, model(), {}, torch.float32).training is None
+    assert Checkpoint(tmp_path / "c", 1, {}, 2**20, model(), {}, {}, torch.float32).training is None

@@ -15,7 +15,9 @@ import torch
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.stages import Stages
 from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.annotations import check_types
 from posthoc_uq.posteriors.base import Posterior
 
 WITHOUT_EFFECT = {"without effect": True}
@@ -43,6 +45,8 @@ class Method(ABC):
     """The kinds of blocks that its posteriors may have; a file with others is refused."""
     tunable: ClassVar[frozenset[str]]
     """Which hyperparameters mean something for its posteriors, where the likelihood has them too."""
+    stages: ClassVar[Stages] = {}
+    """What its calls of `Task.stage` compute: what a checkpoint of a fit may hold."""
     proves_gradients: ClassVar[bool] = True
     """Whether the dry run must catch and prove the gradients of every layer: for sweeps over them, and for posteriors
     that the linearised head is to predict with."""
@@ -53,6 +57,7 @@ class Method(ABC):
     checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
 
     def __post_init__(self) -> None:
+        check_types(self)
         among(self, "unsupported", ("raise", "skip"))
         if self.memory_budget is not None:
             whole(self, "memory_budget", _SMALLEST_BUDGET, "bytes")

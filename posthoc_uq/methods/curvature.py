@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from math import log, pi
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGradients
 from posthoc_uq.distributed import world
@@ -18,7 +18,7 @@ from posthoc_uq.inference.labels import FisherChoice
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.methods.base import Method, among, whole
+from posthoc_uq.methods.base import Method, whole
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.record import Evidence, Record
@@ -42,7 +42,6 @@ class Curvature(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        among(self, "fisher", get_args(FisherChoice))
         whole(self, "n_samples", 1, "labels")
         if self.n_samples > 1 and self.fisher not in ("auto", "mc"):
             raise PosthocUQError(

@@ -13,12 +13,13 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.bases import BASES, sides
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.sparsify import kept_entries, sparsify
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.base import among
 from posthoc_uq.methods.curvature import Curvature, squares_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.information import CORRECTIONS, Correction, InformationBlock
+from posthoc_uq.posteriors.information import Correction, InformationBlock
 
 _GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
 
@@ -48,6 +49,21 @@ class INF(Curvature):
     name: ClassVar[str] = "inf"
     block_kinds: ClassVar[tuple[str, ...]] = ("inf",)
     tunable: ClassVar[frozenset[str]] = Curvature.tunable | {"residual_weight"}
+    stages: ClassVar[Stages] = {
+        "bases": StageSpec(
+            {
+                "inputs": StageTensor("Gna", orthonormal=True),
+                "outputs": StageTensor("Gmg", orthonormal=True),
+            }
+        ),
+        "eigenvalues and diagonal": StageSpec(
+            {
+                "eigenvalues": StageTensor("Gga", non_negative=True),
+                "diagonal": StageTensor("Gmn", non_negative=True),
+            },
+            after="bases",
+        ),
+    }
 
     rank: int | float = 100
     basis: str = "auto"
@@ -61,7 +77,6 @@ class INF(Curvature):
         among(self, "basis", BASES)
         if not 0 < self.basis_fraction <= 1:
             raise PosthocUQError(f"basis_fraction must be in (0, 1], not {self.basis_fraction!r}.")
-        among(self, "correction", CORRECTIONS)
         if not 0 <= self.residual_weight <= 1:
             raise PosthocUQError(f"residual_weight must lie in [0, 1], not {self.residual_weight!r}.")
 
