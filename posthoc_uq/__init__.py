@@ -38,9 +38,8 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import untied
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
+from posthoc_uq.version import __version__
 from posthoc_uq.wrapping import wrap
-
-__version__ = "0.1.0"
 
 __all__ = [
     "EFB",
@@ -66,6 +65,7 @@ __all__ = [
     "RegressionPrediction",
     "SamplingPredictor",
     "UnsupportedLayerError",
+    "__version__",
     "evaluate",
     "export",
     "export_onnx",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from posthoc_uq.arguments import LOADER, explained
+from posthoc_uq.curvature.content import batch_hash
 from posthoc_uq.curvature.dryrun import prepare
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.selection import Selection
@@ -22,7 +23,7 @@ from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
-from posthoc_uq.inference.identity import batch_hash, identity
+from posthoc_uq.inference.identity import identity
 from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
@@ -102,9 +103,9 @@ def fit(
     reader = BatchReader(model_device(model), batch_to_inputs, batch_to_targets)
     task, features = _begin(model, loader, layers, reader, request, seed, progress)
     task.val_loader = val_loader
+    _open_checkpoint(task, request, checkpoint, arguments)
     kept = KeptInputs(task.memory_budget, wanted_for(task.layers.values()))
     task.observers += [kept] if request.faithful is not None else []
-    _open_checkpoint(task, request, checkpoint, arguments)
     noise = find_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method, features)
     task.observe()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context
+from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
@@ -73,9 +74,11 @@ def train_over_functions(
     options = _with_points(network, options)
     context = default_context(task.batch) if options.context is None else resolve_context(options.context)
     field = _field(network, options, task, start)
-    samples = task.summary.seen
-    if context.needs_data or not samples:
-        samples = survey(task.loader, settings.reader, context, settings.seed, settings.progress)
+    samples, content = task.summary.seen, None if task.checkpoint is None else Content()
+    if context.needs_data or not samples or content is not None:
+        samples = survey(task.loader, settings.reader, context, settings.seed, settings.progress, content)
+    if content is not None:
+        task.check_content(content.total)
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, task, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
@@ -87,6 +90,7 @@ def train_over_functions(
         seed=settings.seed,
         val_loader=task.val_loader,
         checkpoint=task.checkpoint,
+        content=content,
         progress=settings.progress,
     )
     task.seconds["training"] = time.perf_counter() - began

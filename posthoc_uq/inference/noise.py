@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from posthoc_uq.curvature.content import WORD, Content
 from posthoc_uq.curvature.residuals import squared_residuals
 from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import add_up, gather, together
@@ -25,9 +26,11 @@ def find_noise(task: Task) -> str:
         NonFiniteError: the residuals are not finite.
     """
 
+    content = Content() if task.checkpoint is not None else None
+
     def sweep() -> tuple[Tensor, int] | None:
         with isolated_random_state(task.settings.seed):
-            return squared_residuals(task.prepared.capture, task.loader, task.settings)
+            return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
 
     def work() -> Tensors:
         found = together(sweep, "the sweep for the noise")
@@ -36,6 +39,7 @@ def find_noise(task: Task) -> str:
         assert found is not None
         count = torch.tensor(float(found[1]), dtype=torch.float64, device="cpu")
         add_up({"total": found[0], "count": count})
+        task.summary.content = sum(gather(0 if content is None else content.total)) % WORD
         return {"noise": {"variance": found[0] / count}}
 
     found = task.stage("noise", work)

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.curvature.content import WORD, Content
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, show, sweep
 from posthoc_uq.devices import placed
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
+from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors, other_data
 from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, resolve_fisher
 from posthoc_uq.inference.resumable import check_same
 from posthoc_uq.layers import Layer
@@ -45,6 +46,8 @@ class Task:
         seconds: that each part took, by its description.
         observers: are shown all the data once, by the first sweep that goes over all of them.
         observed: whether they were.
+        known: the hash of all samples, with their targets, as the stages saw them that were not computed here but taken
+            from a checkpoint; None without these.
     """
 
     model: nn.Module
@@ -60,6 +63,7 @@ class Task:
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
+    known: int | None = None
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -95,6 +99,7 @@ class Task:
                 a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
             }
             self.summary = done[ahead[0]]
+            self.known = self.summary.content or self.known
         else:
             # The order in memory decides how products are rounded, so it must be as it comes out of a file.
             found = together(lambda: _finite(work(), name), name)
@@ -118,7 +123,8 @@ class Task:
         """Sweep once; returns the number of samples swept over, in all processes.
 
         Raises:
-            PosthocUQError: the loader gave another number of samples than in the sweep before, or none of the share.
+            PosthocUQError: the loader gave another number of samples than in the sweep before, other samples than
+                those that the checkpoint was made from, or none of the share.
         """
         start = time.perf_counter()
         sums = {
@@ -140,6 +146,7 @@ class Task:
                 f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
                 f"it must give the same data every time."
             )
+        self.check_content(summary.content)
         if summary.samples == 0:
             raise PosthocUQError(
                 f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
@@ -192,6 +199,18 @@ class Task:
                 observers=() if self.observed or share < 1 else self.observers,
             )
 
+    def check_content(self, content: int) -> None:
+        """Refuse data that are not those of the stages which were taken from a checkpoint.
+
+        Args:
+            content: the hash of all samples, of all processes, with their targets.
+
+        Raises:
+            PosthocUQError: they are not.
+        """
+        if self.known not in (None, content):
+            raise other_data()
+
     def observe(self) -> None:
         """Show the data to the observers in a pass of its own, where no sweep of this process went over all of them: a
         resumed fit begins after its sweeps, and a training has none.
@@ -199,11 +218,14 @@ class Task:
         if self.observed or not self.observers:
             return
 
+        content = Content()
+
         def work() -> None:
             with isolated_random_state(self.settings.seed):
-                show(self.prepared.capture, self.loader, self.settings, self.observers)
+                show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
 
         together(work, "looking at the data")
+        self.check_content(sum(gather(content.total)) % WORD)
         self.observed = True
 
     def timed(self, description: str, work: Callable[[], Any]) -> Any:
@@ -281,5 +303,5 @@ def _together(summary: Summary) -> Summary:
         samples=sum(one.samples for one in found),
         log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
         outputs=max(one.outputs for one in found),
-        content=sum(one.content for one in found) % (1 << 64),
+        content=sum(one.content for one in found) % WORD,
     )

@@ -247,8 +247,9 @@ _TRAINING = Record(
     {
         "state": Record(
             {
-                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples")},
+                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples", "batches")},
                 "digest": _HASH,
+                "content": _HASH,
                 "sums": Named(_SUM),
                 "seconds": Number(0.0, _ANY),
                 "history": Items(Named(_SUM, {"validation NLL": AnyNumber()})),
