@@ -37,10 +37,6 @@ SCENARIOS: list[dict[str, Any]] = [
     {"name": "inf-writing", "options": {"rank": 20}, "kills": ["write 1", "write 4", "write 9", "write 12"]},
     {"name": "inf-seldom", "options": {"rank": 20}, "kills": [8, BATCHES + 8], "every": 5},
     {"name": "inf-share", "options": {"basis_fraction": 0.5, "basis": "sketch", "rank": 5}, "kills": [6, 17]},
-    {"name": "kfac", "options": {"method": "kfac", "fisher": "exact"}, "kills": [2, 5]},
-    {"name": "efb", "options": {"method": "efb"}, "kills": [5, BATCHES + 5]},
-    {"name": "diag", "options": {"method": "diag", "n_samples": 2}, "kills": [7]},
-    {"name": "full", "options": {"method": "full", "layers": "last"}, "kills": [4]},
     {
         "name": "regression",
         "options": {"method": "diag", "likelihood": "regression", "dtype": None},
