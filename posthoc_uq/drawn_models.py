@@ -15,11 +15,11 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
 
-_AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
+_SAME_DECISIONS = 0.75  # share of the trained model's decisions that drawn models should make too
 
 
-def warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
-    """Say so where models drawn at the evidence no longer predict what the trained one does.
+def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
+    """Warn where models drawn at the prior precision of the evidence no longer predict what the trained one does.
 
     Laplace's evidence trusts a linear approximation; where weights outnumber the data by far, weights drawn at its
     optimum lie outside of it.
@@ -39,10 +39,10 @@ def warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
         noise = posterior.likelihood.noise(trained)
         lost = bool(((drawn.mean(0) - trained).square().mean(0) > noise).any())
     elif isinstance(posterior.likelihood, Bernoulli):
-        lost = bool((((drawn.sigmoid().mean(0) > 0.5) == (trained > 0)).float().mean()) < _AGREEMENT)
+        lost = bool((((drawn.sigmoid().mean(0) > 0.5) == (trained > 0)).float().mean()) < _SAME_DECISIONS)
     else:
         same = drawn.softmax(-1).mean(0).argmax(-1) == trained.argmax(-1)
-        lost = bool(same.float().mean() < _AGREEMENT)
+        lost = bool(same.float().mean() < _SAME_DECISIONS)
     if lost:
         warnings.warn(
             "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
