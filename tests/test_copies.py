@@ -145,6 +145,7 @@ def _in_process(predictors: dict[Any, Any], queue: Any) -> None:
         queue.put((key, {name: tensor.numpy() for name, tensor in _all_of(predictor).items()}))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*log_variance_lr.*")
 def test_predictors_in_a_new_process_predict_the_same_bits() -> None:
     keys = [(method, head) for method in CHOSEN for head in HEADS]
