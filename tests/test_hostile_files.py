@@ -37,6 +37,7 @@ from posthoc_uq.storage import atomic, numbers
 EVIL = "\x1b]0;pwned\x07\u202e"
 
 
+@pytest.mark.slow
 def test_resealed_files_are_refused_or_sound(tmp_path: Path) -> None:
     """Some of what the script tries by the thousand; raises where a file is neither."""
     found = hostile_files.run(60, 3, tmp_path)

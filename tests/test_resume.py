@@ -62,6 +62,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return folder, {line["name"]: line for line in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
 def test_a_killed_fit_goes_on_to_the_same_bits(
     scenario: dict[str, Any], killed: tuple[Path, dict[str, Any]]

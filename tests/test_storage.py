@@ -355,6 +355,7 @@ def test_appended_bytes_and_an_empty_file(saved: tuple[Path, nn.Module, Posterio
                 read(path)
 
 
+@pytest.mark.slow
 def test_a_stranger_cannot_hang_or_crash_us(
     saved: tuple[Path, nn.Module, Posterior], monkeypatch: pytest.MonkeyPatch
 ) -> None:
