@@ -1,5 +1,6 @@
 # make demo   create the environment and run the demo: a table, pictures and HDF5 files in demo_output/
 # make test   create the environment and run the tests
+# make quick  run the tests but for those that take long
 # make lint   ruff: rules and formatting         make format   let ruff rewrite the files
 # make types  pyright on the package             make clean    remove the environment and all output
 # make coverage   the tests, and which lines of the package none of them ran
@@ -20,7 +21,7 @@ DEV_ENV   := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test coverage lint format types clean
+.PHONY: help demo test quick coverage lint format types clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -33,6 +34,9 @@ test: $(DEV_ENV)
 
 coverage: $(DEV_ENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term --cov-report=html
+
+quick: $(DEV_ENV)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
 lint: $(DEV_ENV)
 	$(BIN)/ruff check .

@@ -181,6 +181,7 @@ def _open_checkpoint(
                 own,
                 task.memory_budget,
                 task.model,
+                method.stages,
                 task.layers,
                 task.settings.dtype,
             ),

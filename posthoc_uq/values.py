@@ -41,7 +41,7 @@ class Number:
         Raises:
             PosthocUQError: it is something else, or outside of the bounds.
         """
-        number = _integer(value) if self.whole else _float(value)
+        number = as_integer(value) if self.whole else as_float(value)
         if number is None:
             raise PosthocUQError(
                 f"{name} must be {'' if self.whole else 'one number, '}{self.text}; not {shown(value)}."
@@ -136,16 +136,18 @@ def _single(value: Any) -> Any:
     return None if isinstance(value, (bool, np.bool_, str, bytes, bytearray)) else value
 
 
-def _float(value: Any) -> float | None:
+def as_float(value: Any) -> float | None:
+    """The one number that a value is, of whatever library, or None."""
     try:
         return float(_single(value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 
 
-def _integer(value: Any) -> int | None:
+def as_integer(value: Any) -> int | None:
+    """The one whole number that a value is, of whatever library, or None."""
     single = _single(value)
     if isinstance(single, Integral):
         return int(single)
-    number = _float(single)
+    number = as_float(single)
     return int(number) if number is not None and number.is_integer() else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from networks import without_training
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -22,6 +23,7 @@ from posthoc_uq.loaders import BatchReader
 
 SAMPLES, BATCH = 34, 5
 CASES: dict[str, dict[str, Any]] = {
+    **{name: {"method": name} for name in without_training()},
     "inf": {"rank": 15},
     "inf, sketch": {"rank": 4, "basis": "sketch", "basis_fraction": 0.7, "fisher": "mc"},
     "efb": {"method": "efb", "fisher": "exact"},

@@ -23,19 +23,22 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
+from networks import Stops, short_options
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq import methods
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.storage import userblock
 
+LIKELIHOODS = {"diag": "binary", "efb": "regression"}  # of all others classification
 METHODS: dict[str, dict[str, Any]] = {
-    "diag": {"likelihood": "binary"},
-    "kfac": {},
-    "efb": {"likelihood": "regression"},
-    "inf": {"rank": 6},
-    "full": {},
-    "function_space": {"epochs": 2, "n_context": 4},
+    name: {
+        **short_options(name),
+        **({"epochs": 2} if "epochs" in short_options(name) else {}),
+        "likelihood": LIKELIHOODS.get(name, "classification"),
+    }
+    for name in methods.METHODS
 }
 VALUES: list[Any] = [
     None,
@@ -81,23 +84,6 @@ def batches(likelihood: str = "classification") -> list[tuple[Tensor, Tensor]]:
         "regression": nn.functional.one_hot(y, 3) + 0.1 * x[:, 0, 0, :3],
     }
     return list(zip(x.split(4), targets[likelihood].split(4), strict=True))
-
-
-class Stops:
-    """A loader that fails after some batches of all passes together."""
-
-    def __init__(self, data: list[Any], after: int) -> None:
-        self.data, self.left = data, after
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.data:
-            if self.left == 0:
-                raise RuntimeError("stopped")
-            self.left -= 1
-            yield batch
 
 
 def fit(method: str, loader: Any = None, **options: Any) -> uq.Posterior:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from networks import without_training
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ from posthoc_uq.contexts import UniformBox
 from posthoc_uq.devices import Checks, has_double, on_host
 from posthoc_uq.heads.draws import normals, placed_normals
 from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.methods import METHODS
 from posthoc_uq.randomness import device_generators
 
 CPU = torch.device("cpu")
@@ -186,7 +188,7 @@ def scores(device: torch.device) -> dict[str, Any]:
 
 
 WORKS: dict[str, Work] = {
-    **{method: fits(method) for method in ("inf", "efb", "kfac", "diag", "full")},
+    **{method: fits(method) for method in without_training()},
     "exact Fisher": fits("inf", fisher="exact"),
     "sketch": fits("inf", basis="sketch", rank=4),
     "regression, its noise": fits("inf", likelihood="regression"),
@@ -287,7 +289,7 @@ def test_a_training_on_a_device(name: str, device: torch.device) -> None:
 @pytest.mark.device
 @pytest.mark.filterwarnings("ignore:The posterior's prior precision")
 @pytest.mark.parametrize("head", ["sampling", "linearized", "moments"])
-@pytest.mark.parametrize("method", ["inf", "kfac", "diag", "full", "function_space"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_posterior_and_a_model_on_two_devices(head: str, method: str, device: torch.device) -> None:
     far, near, x = network(device=device), network(), images(6, 3)[0]
     options = {"n_samples": 3} if head == "sampling" else {}

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import posthoc_uq as uq
 from posthoc_uq.distributed import own_samples
 
+pytestmark = pytest.mark.slow  # its fixture starts processes
+
 
 @pytest.fixture(scope="module", params=[2, 3])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
@@ -97,7 +99,7 @@ def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:
             )
             assert "Connection" not in message
         for name, message in zip(
-            ("prior_precision", "head", "checkpoint"), own["other options"], strict=True
+            ("prior of the weights", "head", "checkpoint"), own["other options"], strict=True
         ):
             assert f"has another {name} than rank 0" in message
         for name in ("broken", "interrupted"):

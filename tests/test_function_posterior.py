@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from test_storage import edit, edit_state
+from storage_helpers import edit, edit_state
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import short, short_options, without_training
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,10 +22,9 @@ from posthoc_uq.heads.scores import score_of, uncertainty_scores
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Categorical, Gaussian
 from posthoc_uq.loaders import Batch
+from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.features import FeatureGrams
-
-METHODS = ["diag", "kfac", "efb", "inf", "full", "function_space"]
 
 
 class Net(nn.Module):
@@ -68,9 +68,8 @@ def fitted(
     **options: Any,
 ) -> Posterior:
     loader = DataLoader(TensorDataset(x, targets(model, x, likelihood)), batch_size=batch)
-    if method == "function_space":
-        options = {"epochs": 1, "n_context": 4, **options}
-    else:
+    options = {**short_options(method), **options}
+    if not short(method).trains:
         options = {"prior_precision": 1.0, **options}
     return uq.fit(model, loader, method=method, likelihood=likelihood, progress=False, **options)
 
@@ -375,7 +374,7 @@ def dense_ratio(
 
 
 @pytest.mark.parametrize("of", ["top", "all"])
-@pytest.mark.parametrize("method", ["diag", "kfac", "efb", "inf", "full"])
+@pytest.mark.parametrize("method", without_training())
 def test_ratio_by_dense_jacobians(method: str, of: str) -> None:
     model, x = make(), inputs(60)
     posterior = fitted(model, x, method, **({"rank": 20} if method == "inf" else {}))

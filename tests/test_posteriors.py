@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from networks import short
 from posterior_helpers import (
     GROUPS,
     INPUTS,
@@ -24,6 +25,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import sparsify
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.dense import DenseBlock
@@ -363,13 +365,12 @@ def test_float32_survives_stiff_directions(scale, error, weight):
 
 
 @pytest.mark.filterwarnings("ignore:1 steps at log_variance_lr")
-@pytest.mark.parametrize("method", ["inf", "efb", "kfac", "diag", "full", "function_space"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_report_says_everything_once_and_explains_its_columns(method):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 4, generator=generator)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
-    options = {"epochs": 1} if method == "function_space" else {}
-    posterior = uq.fit(model, [(x, torch.arange(12) % 2)], method=method, progress=False, **options)
+    posterior = uq.fit(model, [(x, torch.arange(12) % 2)], short(method), progress=False)
     report = posterior.report()
     lines = str(report).splitlines()
     table = next(i for i, line in enumerate(lines) if line.startswith("layer  "))

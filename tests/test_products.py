@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from brute_force import class_losses, class_probabilities
+from networks import without_training
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -118,7 +119,7 @@ def test_a_product_with_a_weight_has_the_curvature_of_a_dense_computation(make: 
     torch.testing.assert_close(found, dense.diagonal(), **TIGHT)
 
 
-@pytest.mark.parametrize("method", ["diag", "kfac", "efb", "inf", "full"])
+@pytest.mark.parametrize("method", without_training())
 def test_a_transposed_layer_predicts_as_the_linear_layer_that_it_is(method: str, tmp_path: Path) -> None:
     net = _net(Conv1D)
     plain = _plain(net)

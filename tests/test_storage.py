@@ -21,147 +21,32 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from storage_helpers import (
+    KINDS,
+    draw,
+    edit,
+    edit_state,
+    make,
+    make_model,
+    of_version,
+    plain,
+    same_bits,
+    sealed,
+    tensors_of,
+)
+from torch import nn
 
 import posthoc_uq.storage.sandbox as sandbox
 import posthoc_uq.storage.sizes as sizes
 from posthoc_uq import wrapping
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
-from posthoc_uq.layers import Layer, describe
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from posthoc_uq.likelihoods import Bernoulli, Gaussian, Likelihood
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.record import HEADS, Evidence, Record
-from posthoc_uq.posteriors.state import posterior_state
+from posthoc_uq.posteriors.record import HEADS
 from posthoc_uq.storage import inspect, load, save, userblock
-
-KINDS = ["diag", "kfac", "efb", "inf", "full"]
-
-
-def make_model(dtype: torch.dtype = torch.float32, width: int = 3, seed: int = 0) -> nn.Module:
-    """Names with a dot, slash, percent sign, letters beyond ASCII; a grouped convolution; a bias missing."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = nn.Module()
-        model.body = nn.ModuleDict(
-            {
-                "a/b": nn.Conv2d(2, 4, 2, groups=2),
-                "50%2F": nn.Linear(4, width),
-                "größe": nn.Linear(width, 2, bias=False),
-            }
-        )
-    return model.to(dtype)
-
-
-def layers_of(model: nn.Module) -> dict[str, Layer]:
-    found: dict[str, Layer] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
-            prefix = f"{name}." if name else ""
-            kind = "linear" if isinstance(module, nn.Linear) else "conv2d"
-            bias = None if module.bias is None else (f"{prefix}bias", module.bias)
-            weight = (f"{prefix}weight", module.weight)
-            found[name] = describe(name, kind, weight, bias, getattr(module, "groups", 1))
-    return found
-
-
-def make_block(
-    kind: str, shape: tuple[int, int, int], generator: torch.Generator, dtype: torch.dtype
-) -> Block:
-    groups, outputs, inputs = shape
-
-    def rand(*size: int) -> Tensor:
-        return torch.rand(*size, generator=generator, dtype=torch.float64).to(dtype)
-
-    def basis(size: int, width: int) -> Tensor:
-        normal = torch.randn(groups, size, width, generator=generator, dtype=torch.float64)
-        return torch.linalg.qr(normal).Q.to(dtype)
-
-    if kind == "diag":
-        return DiagonalBlock(rand(*shape))
-    if kind == "kfac":
-        values = rand(groups, inputs), rand(groups, outputs)
-        return KroneckerBlock(basis(inputs, inputs), basis(outputs, outputs), *values)
-    if kind == "efb":
-        return EigenvalueCorrectedBlock(basis(inputs, inputs), basis(outputs, outputs), rand(*shape))
-    width_a, width_g = min(2, inputs), min(2, outputs)
-    eigenvalues = rand(groups, width_g, width_a)
-    return InformationBlock(
-        basis(inputs, width_a), basis(outputs, width_g), eigenvalues, rand(*shape), "rescale"
-    )
-
-
-def make(
-    kind: str,
-    model: nn.Module,
-    dtype: torch.dtype = torch.float32,
-    likelihood: Likelihood | None = None,
-    fit: dict[str, object] | None = None,
-) -> Posterior:
-    generator = torch.Generator().manual_seed(1)
-    layers = layers_of(model)
-    if kind == "full":
-        size = sum(layer.parameters for layer in layers.values())
-        root = torch.randn(size, size, generator=generator, dtype=torch.float64)
-        blocks: dict[str, Block] = {"all": DenseBlock((root @ root.T / size).to(dtype))}
-        members = {"all": list(layers)}
-    else:
-        blocks = {
-            name: make_block(kind, layer.matrix_shape, generator, dtype) for name, layer in layers.items()
-        }
-        members = {name: [name] for name in layers}
-    mean = {name: p.detach() for name, p in model.named_parameters()}
-    record = Record(
-        fit or {"seed": 7, "rank": 2, "seconds": {"sweep": 0.25, "basis": 1.5}},
-        {"norm.weight": "BatchNorm"},
-        {"prior_precision": "by the log marginal likelihood"},
-    )
-    evidence = Evidence(100, -12.345678901234567)
-    if isinstance(likelihood, Gaussian):
-        evidence.squared_residuals, evidence.targets = 3.3, 100 * likelihood.noise_variance.numel()
-    posterior = Posterior(kind, layers, blocks, members, mean, likelihood or Categorical(), evidence, record)
-    values = {"scale": 123.1, "residual_weight": 0.7, "noise_scale": 1.2, "temperature": 1.1}
-    posterior.adjust(**{name: value for name, value in values.items() if name in posterior.tunable})
-    posterior.prior_precision = {name: 0.1 * (i + 1) for i, name in enumerate(layers)}
-    return posterior
-
-
-def tensors_of(posterior: Posterior) -> dict[str, Tensor]:
-    return {f"{b}|{t}": x for b, block in posterior.blocks.items() for t, x in block.tensors().items()}
-
-
-def plain(posterior: Posterior) -> dict[str, object]:
-    state = posterior_state(posterior)
-    for block in state["blocks"].values():
-        del block["tensors"]
-    return state
-
-
-def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return list(first) == list(second) and all(
-        first[n].dtype == second[n].dtype and torch.equal(first[n], second[n]) for n in first
-    )
-
-
-def draw(posterior: Posterior) -> dict[str, Tensor]:
-    return posterior.sample(3, torch.Generator().manual_seed(5))
-
-
-def sealed(image: bytes) -> bytes:
-    """An image with a header that fits, as a stranger would make it; of the kind that its own header names."""
-    body, kind = image[userblock.SIZE :], image[60:76].rstrip(b"\0").decode(errors="replace")
-    return userblock.header(body, kind if userblock.is_kind(kind) else "inf") + body
-
-
-def of_version(path: Path, version: int) -> None:
-    """Give a file the header of another format version."""
-    body = path.read_bytes()[userblock.SIZE :]
-    path.write_bytes(userblock.header(body, "inf" if version >= 4 else None, version) + body)
 
 
 @pytest.fixture
@@ -170,23 +55,6 @@ def saved(tmp_path: Path) -> tuple[Path, nn.Module, Posterior]:
     posterior = make("inf", model)
     save(posterior, tmp_path / "p.h5")
     return tmp_path / "p.h5", model, posterior
-
-
-def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
-    """Change a file through h5py and make its header fit again."""
-    with h5py.File(path, "r+") as file:
-        change(file)
-    path.write_bytes(sealed(path.read_bytes()))
-
-
-def edit_state(path: Path, change: Callable[[dict], None]) -> None:
-    def apply(file: h5py.File) -> None:
-        state = json.loads(file["state"][()])
-        change(state)
-        del file["state"]
-        file.create_dataset("state", data=np.bytes_(json.dumps(state).encode()))
-
-    edit(path, apply)
 
 
 # Round trips
@@ -207,10 +75,9 @@ def test_round_trip_keeps_every_bit(kind: str, dtype: torch.dtype, tmp_path: Pat
     assert (tmp_path / "again.h5").read_bytes() == (tmp_path / "p.h5").read_bytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_untrusted_and_trusted_load_the_same(kind: str, tmp_path: Path) -> None:
+def test_untrusted_and_trusted_load_the_same(tmp_path: Path) -> None:
     model = make_model()
-    posterior = make(kind, model)
+    posterior = make("inf", model)
     save(posterior, tmp_path / "p.h5", compression="gzip")
     loaded = load(tmp_path / "p.h5", model, untrusted=True)
     assert same_bits(tensors_of(posterior), tensors_of(loaded))
@@ -232,7 +99,7 @@ def test_samples_agree_in_another_process(saved: tuple[Path, nn.Module, Posterio
     path, _, posterior = saved
     script = (
         "import sys, torch; torch.set_num_threads(int(sys.argv[4])); sys.path.insert(0, sys.argv[1])\n"
-        "from test_storage import *\n"
+        "from storage_helpers import draw, make_model\nfrom posthoc_uq.storage import load\n"
         "torch.save(draw(load(sys.argv[2], make_model())), sys.argv[3])"
     )
     out = tmp_path / "draws.pt"
@@ -488,6 +355,7 @@ def test_appended_bytes_and_an_empty_file(saved: tuple[Path, nn.Module, Posterio
                 read(path)
 
 
+@pytest.mark.slow
 def test_a_stranger_cannot_hang_or_crash_us(
     saved: tuple[Path, nn.Module, Posterior], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -769,7 +637,7 @@ def test_only_regular_files_are_opened(saved: tuple[Path, nn.Module, Posterior],
         lambda: load(pipe, model, untrusted=True),
         lambda: inspect(pipe),
         lambda: save(posterior, pipe),
-        lambda: Checkpoint(pipe, 1, {}, 2**20, model, {}, torch.float32),
+        lambda: Checkpoint(pipe, 1, {}, 2**20, model, {}, {}, torch.float32),
     ]
     for call in calls:
         with pytest.raises(PosthocUQError, match="is not a file"):
@@ -787,7 +655,7 @@ def test_paths_that_no_file_can_have(name: Any, saved: tuple[Path, nn.Module, Po
     if name != "x" * 251 + ".h5":  # a name of 254 bytes is allowed
         calls += [
             lambda: save(posterior, target),
-            lambda: Checkpoint(target, 1, {}, 2**20, model, {}, torch.float32),
+            lambda: Checkpoint(target, 1, {}, 2**20, model, {}, {}, torch.float32),
         ]
     else:
         save(posterior, target)

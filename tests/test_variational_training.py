@@ -193,7 +193,7 @@ def test_state_of_an_optimiser_goes_through_a_file(name: str, dtype: torch.dtype
     for _ in range(3):
         step(first, own)
     plain, tensors = optimiser_state(own)
-    settings: Any = (tmp_path / "c.h5", 1, {}, 2**20, nn.Linear(1, 1), {}, dtype)
+    settings: Any = (tmp_path / "c.h5", 1, {}, 2**20, nn.Linear(1, 1), {}, {}, dtype)
     description = {"state": asdict(_State()), "optimiser": plain}
     Checkpoint(*settings).keep_training(
         description, tensors | {"tensors": {str(i): v for i, v in enumerate(first)}}

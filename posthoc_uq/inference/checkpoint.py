@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.distributed import rank, world
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.inference.resumable import check_stage, check_summary
+from posthoc_uq.inference.resumable import NOISE, check_stage, check_summary
+from posthoc_uq.inference.stages import Stages
 from posthoc_uq.layers import Layer
 from posthoc_uq.storage import atomic
 from posthoc_uq.storage.schema import CHECKPOINT
@@ -50,6 +51,7 @@ class Checkpoint:
         identity: plain values that a fit must have in common with the one that wrote the file.
         budget: the memory budget of a fit that begins here.
         model: that is fitted.
+        declared: what the method says of its stages.
         layers: that get a posterior.
         dtype: of the statistics.
 
@@ -71,6 +73,7 @@ class Checkpoint:
         identity: Mapping[str, Any],
         budget: int,
         model: nn.Module,
+        declared: Stages,
         layers: Mapping[str, Layer],
         dtype: torch.dtype,
     ) -> None:
@@ -79,6 +82,7 @@ class Checkpoint:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
         self._target = target
         self.every = every
+        self._declared = declared
         self._identity: dict[str, Any] = json.loads(json.dumps(identity))  # as it comes out of a file
         self._partial: tuple[str, Summary, Tensors] | None = None
         self.stages: dict[str, Stage] = {}
@@ -123,7 +127,7 @@ class Checkpoint:
             self.stages[name] = Stage(_group(groups, f"{name}/"), _summary(summary))
         done = {name: stage.tensors for name, stage in self.stages.items()}
         for name, stage in self.stages.items():
-            check_stage(name, stage.summary, stage.tensors, done, layers, dtype)
+            check_stage(name, stage.summary, done, self._declared, layers, dtype)
         sweep, training = description["sweep"], description["training"]
         if (description["summary"] is None) != (sweep is None):
             raise CorruptPosteriorError("it has a sweep without what was seen, or the other way round")
@@ -152,14 +156,22 @@ class Checkpoint:
             self._write(sweep, summary, sums)
 
     def finish(self, name: str, stage: Stage) -> None:
-        """Note a stage's result."""
+        """Note a stage's result.
+
+        Raises:
+            PosthocUQError: the method does not declare it, so that no later fit could go on from it.
+        """
+        if name not in (*self._declared, NOISE):
+            raise PosthocUQError(
+                f"The stage {name!r} of this fit cannot be kept: the class of the method must declare it in 'stages'."
+            )
         self.stages[name] = stage
         self._partial = None
         self._write(None, None, {})
 
     def keep_training(self, description: dict[str, Any], tensors: Tensors) -> None:
         """Write where a training stands; what was needed to begin it is dropped, but for the noise."""
-        self.stages = {name: stage for name, stage in self.stages.items() if name == "noise"}
+        self.stages = {name: stage for name, stage in self.stages.items() if name == NOISE}
         self._write(None, None, {}, (description, tensors))
 
     def remove(self) -> None:

@@ -1,13 +1,12 @@
 """What a checkpoint may hold for the fit that goes on from it: names, shapes and numbers.
 
 That each value is of its kind is settled when the file is read (``storage/table.py``); here the parts are compared with
-this fit. A file that passes gives finite results, whoever made it.
+this fit, whose method declares its stages. A file that passes gives finite results, whoever made it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import log
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.inference.mean_field import LOG_VARIANCE
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.specs import LARGEST, TensorSpec
 from posthoc_uq.storage.numbers import complaint
@@ -26,52 +26,24 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 NOISE = "noise"  # the one stage that comes before all sweeps
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of one layer: its sides, as letters for the layer's groups, outputs and inputs or ``"*"`` for any size;
-    and whether it is a basis. What is no basis has no negative number.
-    """
-
-    sides: str
-    basis: bool = False
-
-    def of(self, layer: Layer) -> TensorSpec:
-        """What it must be for a layer."""
-        sizes = dict(zip("Gmn", layer.matrix_shape, strict=True))
-        shape = tuple(sizes.get(side) for side in self.sides)
-        return TensorSpec(shape, non_negative=not self.basis, orthonormal=self.basis)
-
-
-_BY_LAYER: dict[str, dict[str, _Part]] = {
-    "diagonal": {"diagonal": _Part("Gmn")},
-    "Kronecker factors": {
-        "input_basis": _Part("Gnn", basis=True),
-        "output_basis": _Part("Gmm", basis=True),
-        "input_values": _Part("Gn"),
-        "output_values": _Part("Gm"),
-    },
-    "eigenvalues": {"eigenvalues": _Part("Gmn")},
-    "bases": {"inputs": _Part("Gn*", basis=True), "outputs": _Part("Gm*", basis=True)},
-    "eigenvalues and diagonal": {"eigenvalues": _Part("G**"), "diagonal": _Part("Gmn")},
-}
-_AFTER = {"eigenvalues": "Kronecker factors", "eigenvalues and diagonal": "bases"}
+_NOISE: Stages = {NOISE: StageSpec({"variance": StageTensor("*", non_negative=True)}, owner=NOISE)}
 
 
 def check_stage(
     name: str,
     summary: Summary,
-    tensors: Tensors,
     stages: Mapping[str, Tensors],
+    declared: Stages,
     layers: Mapping[str, Layer],
     dtype: torch.dtype,
 ) -> None:
-    """Refuse the result of a stage that is not one of these layers.
+    """Refuse the result of a stage that is not one of this fit.
 
     Args:
         name: of the stage.
         summary: what its sweep saw.
-        tensors: its result, by layer and name.
-        stages: the results of all stages that the file holds.
+        stages: the results of all stages that the file holds, by layer and name.
+        declared: what the method says of its stages.
         layers: of the fit.
         dtype: of its statistics.
 
@@ -80,37 +52,49 @@ def check_stage(
     """
     if name != NOISE:
         check_summary(summary)
-    if name not in (*_BY_LAYER, NOISE, "Fisher") or _AFTER.get(name, name) not in stages:
+    known = {**declared, **_NOISE}
+    if name not in known or (known[name].after or name) not in stages:
         raise CorruptPosteriorError(f"it has the part '{name}', which this fit has not, or not yet")
-    specs = _specs(name, tensors, layers)
-    for owner, own in specs.items():
-        found = tensors.get(owner, {})
-        if found.keys() != own.keys() or tensors.keys() != specs.keys():
-            raise CorruptPosteriorError(f"its part '{name}' has other tensors than this fit's")
-        for tensor_name, spec in own.items():
+    own, tensors = known[name], stages[name]
+    if name == NOISE and not tensors:
+        return  # the loader gives no targets
+    sizes = _sizes(own, layers)
+    expected = {owner: own.tensors.keys() for owner in sizes}
+    if {owner: found.keys() for owner, found in tensors.items()} != expected:
+        raise CorruptPosteriorError(f"its part '{name}' has other tensors than this fit's")
+    for owner, letters in sizes.items():
+        for earlier in _before(name, known):
+            _note_sizes(letters, known[earlier], stages.get(earlier, {}).get(owner, {}))
+        for tensor_name, tensor in tensors[owner].items():
             what = f"'{tensor_name}' of '{owner}' in '{name}'"
-            if name != NOISE and found[tensor_name].dtype != dtype:
+            if name != NOISE and tensor.dtype != dtype:
                 raise CorruptPosteriorError(f"{what} is not of {dtype}, as this fit's statistics are")
-            _check_tensor(what, found[tensor_name], spec)
-    if name == "eigenvalues and diagonal":
-        for owner, own in tensors.items():
-            bases = stages["bases"].get(owner, {})
-            widths = tuple(bases[side].shape[-1] for side in ("outputs", "inputs") if side in bases)
-            if tuple(own["eigenvalues"].shape[1:]) != widths:
-                raise CorruptPosteriorError(f"the eigenvalues of layer '{owner}' are not in its bases")
+            _check_tensor(what, tensor, own.tensors[tensor_name].spec(letters))
+            _note_sizes(letters, own, {tensor_name: tensor})
 
 
-def _specs(name: str, tensors: Tensors, layers: Mapping[str, Layer]) -> dict[str, dict[str, TensorSpec]]:
-    """Owner and name of a tensor to what it must be."""
-    if name == NOISE:  # nothing, where the loader gives no targets
-        return {NOISE: {"variance": TensorSpec((None,), non_negative=True)}} if tensors else {}
-    if name == "Fisher":
-        size = sum(layer.parameters for layer in layers.values())
-        return {"joint": {"fisher": TensorSpec((size, size), symmetric=True)}}
-    return {
-        owner: {tensor: part.of(layer) for tensor, part in _BY_LAYER[name].items()}
-        for owner, layer in layers.items()
-    }
+def _sizes(stage: StageSpec, layers: Mapping[str, Layer]) -> dict[str, dict[str, int]]:
+    """The owners of a stage's tensors, each with the sizes that its letters stand for."""
+    every = {"N": sum(layer.parameters for layer in layers.values())}
+    if stage.owner is not None:
+        return {stage.owner: every}
+    return {name: every | dict(zip("Gmn", layer.matrix_shape, strict=True)) for name, layer in layers.items()}
+
+
+def _before(name: str, declared: Stages) -> list[str]:
+    """The stages that come before one, the first of them first."""
+    after = declared[name].after
+    return [] if after is None else [*_before(after, declared), after]
+
+
+def _note_sizes(letters: dict[str, int], stage: StageSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Give the letters that have no size yet those of a stage's tensors."""
+    for name, tensor in tensors.items():
+        sides = stage.tensors[name].sides if name in stage.tensors else ""
+        if len(sides) == tensor.ndim:
+            for side, size in zip(sides, tensor.shape, strict=True):
+                if side != "*":
+                    letters.setdefault(side, size)
 
 
 def _check_tensor(what: str, tensor: Tensor, spec: TensorSpec) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from posthoc_uq.contexts import Context
 from posthoc_uq.contexts.base import single_input
 from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.sweep import own_batches
+from posthoc_uq.devices import Checks
+from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.loaders import Bar, BatchReader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed, sample_keys
 
@@ -29,16 +33,28 @@ def survey(
         content: is shown every batch, where one is given.
 
     Raises:
+        NonFiniteError: inputs that the context is shown are not finite.
         PosthocUQError: the inputs are not of the kind that the context is for.
     """
     generator = torch.Generator().manual_seed(mixed_seed(seed, 1))
     samples = 0
     with isolated_random_state(seed), Bar(loader, "context", progress) as bar:
-        for batch, count in own_batches(loader, reader):
+        for index, (batch, count) in enumerate(own_batches(loader, reader)):
+            checks = Checks()
             if context.needs_data:
-                context.observe(single_input(batch), generator)
+                shown = single_input(batch)
+                checks.later(torch.isfinite(shown).all(), partial(_require_finite, index))
+                context.observe(shown, generator)
             if content is not None:
-                content.see(batch, sample_keys(batch.tensors(), count, seed))
+                content.see(batch, sample_keys(batch.tensors(), count, seed), checks=checks)
+            checks.look()
             samples += count
             bar.advance(count)
     return samples
+
+
+def _require_finite(index: int, finite: Tensor) -> None:
+    if not bool(finite):
+        raise NonFiniteError(
+            f"Batch {index}: the inputs are not finite. Check the input data for NaN or infinity."
+        )

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.stages import Stages
 from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.annotations import check_types
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.values import COUNT, Number, one_of, put_numbers
+from posthoc_uq.values import COUNT, Number, put_numbers
 
 WITHOUT_EFFECT = {"without effect": True}
 """Metadata of a field that does not change the result: it is no part of what tells two fits apart."""
@@ -46,6 +48,8 @@ class Method(ABC):
     """The kinds of blocks that its posteriors may have; a file with others is refused."""
     tunable: ClassVar[frozenset[str]]
     """Which hyperparameters mean something for its posteriors, where the likelihood has them too."""
+    stages: ClassVar[Stages] = {}
+    """What its calls of `Task.stage` compute: what a checkpoint of a fit may hold."""
     proves_gradients: ClassVar[bool] = True
     """Whether the dry run must catch and prove the gradients of every layer: for sweeps over them, and for posteriors
     that the linearised head is to predict with."""
@@ -56,7 +60,7 @@ class Method(ABC):
     checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
 
     def __post_init__(self) -> None:
-        one_of("unsupported", self.unsupported, get_args(Unsupported))
+        check_types(self)
         put_numbers(self, {"memory_budget": _BUDGET, "checkpoint_every": COUNT})
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from math import log, pi
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGradients
 from posthoc_uq.distributed import world
@@ -22,7 +22,7 @@ from posthoc_uq.methods.base import Method
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.record import Evidence, Record
-from posthoc_uq.values import COUNT, one_of, put_numbers
+from posthoc_uq.values import COUNT, put_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,6 @@ class Curvature(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("fisher", self.fisher, get_args(FisherChoice))
         put_numbers(self, {"n_samples": COUNT})
         if self.n_samples > 1 and self.fisher not in ("auto", "mc"):
             raise PosthocUQError(

@@ -8,6 +8,7 @@ from typing import ClassVar
 from posthoc_uq.curvature.statistics import JointFisher
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import Curvature
 from posthoc_uq.posteriors.blocks import Block
@@ -28,6 +29,9 @@ class Dense(Curvature):
 
     name: ClassVar[str] = "full"
     block_kinds: ClassVar[tuple[str, ...]] = ("dense",)
+    stages: ClassVar[Stages] = {
+        "Fisher": StageSpec({"fisher": StageTensor("NN", symmetric=True)}, owner=_JOINT),
+    }
 
     def passes(self) -> int:
         return 1

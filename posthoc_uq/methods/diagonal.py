@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import Curvature, squares_of
 from posthoc_uq.posteriors.blocks import Block
@@ -24,6 +25,9 @@ class Diagonal(Curvature):
 
     name: ClassVar[str] = "diag"
     block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
+    stages: ClassVar[Stages] = {
+        "diagonal": StageSpec({"diagonal": StageTensor("Gmn", non_negative=True)}),
+    }
 
     def passes(self) -> int:
         return 1

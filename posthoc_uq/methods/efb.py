@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import Curvature, squares_of
-from posthoc_uq.methods.kfac import kronecker_factors
+from posthoc_uq.methods.kfac import KFAC, kronecker_factors
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
 
@@ -25,6 +26,12 @@ class EFB(Curvature):
 
     name: ClassVar[str] = "efb"
     block_kinds: ClassVar[tuple[str, ...]] = ("efb",)
+    stages: ClassVar[Stages] = {
+        **KFAC.stages,
+        "eigenvalues": StageSpec(
+            {"eigenvalues": StageTensor("Gmn", non_negative=True)}, after="Kronecker factors"
+        ),
+    }
 
     def passes(self) -> int:
         return 2

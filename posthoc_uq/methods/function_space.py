@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.function_space import FUNCTION_SPACE, train_over_functions
 from posthoc_uq.inference.labels import FisherChoice
+from posthoc_uq.inference.stages import Stages
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.base import Method
 from posthoc_uq.methods.curvature import Curvature
@@ -45,14 +46,17 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     name: ClassVar[str] = FUNCTION_SPACE
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
+    stages: ClassVar[Stages] = {
+        name: stage for kind in _STARTS.values() for name, stage in kind.stages.items()
+    }  # of the curvature that it begins with
 
     prior_precision: float | None = None
     fisher: FisherChoice = "auto"
     n_samples: int = 1
 
     def __post_init__(self) -> None:
+        Method.__post_init__(self)  # first, so that what follows compares values of the right types
         FunctionSpaceOptions.__post_init__(self)
-        Method.__post_init__(self)
         put_numbers(self, {"prior_precision": POSITIVE, "n_samples": COUNT})
         if isinstance(self.initial, str):
             one_of("initial", self.initial, (_CONSTANT, *_STARTS) if self.trains else tuple(_STARTS))
@@ -61,7 +65,6 @@ class FunctionSpace(FunctionSpaceOptions, Method):
                 f"initial must be one of {(_CONSTANT, *_STARTS)} or a fitted posterior to train on from; without "
                 f"epochs the posterior comes from the curvature itself: initial='inf'."
             )
-        one_of("fisher", self.fisher, get_args(FisherChoice))
         if self.curvature is None and (self.fisher, self.n_samples) != ("auto", 1):
             raise PosthocUQError(
                 "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "

@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from posthoc_uq.inference.bases import BASES, BasisChoice, sides
+from posthoc_uq.inference.bases import BasisChoice, sides
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.sparsify import checked_rank, kept_entries, sparsify
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import Curvature, squares_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.information import CORRECTIONS, Correction, InformationBlock
-from posthoc_uq.values import SHARE, UNIT, one_of, put_numbers
+from posthoc_uq.posteriors.information import Correction, InformationBlock
+from posthoc_uq.values import SHARE, UNIT, put_numbers
 
 _GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
 
@@ -47,6 +48,21 @@ class INF(Curvature):
     name: ClassVar[str] = "inf"
     block_kinds: ClassVar[tuple[str, ...]] = ("inf",)
     tunable: ClassVar[frozenset[str]] = Curvature.tunable | {"residual_weight"}
+    stages: ClassVar[Stages] = {
+        "bases": StageSpec(
+            {
+                "inputs": StageTensor("Gna", orthonormal=True),
+                "outputs": StageTensor("Gmg", orthonormal=True),
+            }
+        ),
+        "eigenvalues and diagonal": StageSpec(
+            {
+                "eigenvalues": StageTensor("Gga", non_negative=True),
+                "diagonal": StageTensor("Gmn", non_negative=True),
+            },
+            after="bases",
+        ),
+    }
 
     rank: int | float = 100
     basis: BasisChoice = "auto"
@@ -58,8 +74,6 @@ class INF(Curvature):
         super().__post_init__()
         object.__setattr__(self, "rank", checked_rank(self.rank))
         put_numbers(self, {"basis_fraction": SHARE, "residual_weight": UNIT})
-        one_of("basis", self.basis, BASES)
-        one_of("correction", self.correction, CORRECTIONS)
 
     def passes(self) -> int:
         return 2

@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import Curvature, grams_of
 from posthoc_uq.posteriors.blocks import Block
@@ -30,6 +31,16 @@ class KFAC(Curvature):
 
     name: ClassVar[str] = "kfac"
     block_kinds: ClassVar[tuple[str, ...]] = ("kfac",)
+    stages: ClassVar[Stages] = {
+        "Kronecker factors": StageSpec(
+            {
+                "input_basis": StageTensor("Gnn", orthonormal=True),
+                "output_basis": StageTensor("Gmm", orthonormal=True),
+                "input_values": StageTensor("Gn", non_negative=True),
+                "output_values": StageTensor("Gm", non_negative=True),
+            }
+        ),
+    }
 
     def passes(self) -> int:
         return 1

@@ -1,0 +1,387 @@
+"""What every method promises: its fit, its posterior, its file, a fit that goes on.
+
+The tests run for every row of the registry of methods, and what differs between methods they read from the method: a
+new one is tested from the day that it is registered. Heads are in ``test_conformance_heads.py``, what is refused is in
+``test_conformance_faults.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from networks import (
+    LIKELIHOODS,
+    SHORT,
+    Counted,
+    Stops,
+    batches,
+    cnn,
+    inputs_of,
+    mlp,
+    outputs_for,
+    short,
+    short_options,
+    targets_of,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from watching import Watch
+
+import posthoc_uq as uq
+from posthoc_uq.likelihoods import resolve_likelihood
+from posthoc_uq.methods import METHODS, Method
+from posthoc_uq.posteriors.blocks import BLOCKS
+from posthoc_uq.posteriors.state import posterior_state
+from posthoc_uq.storage.sizes import size_limit
+from posthoc_uq.tuning import CRITERIA, PARAMETERS
+from posthoc_uq.wrapping import HEADS
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of trainings that are too short to settle
+
+METHOD = pytest.mark.parametrize("name", METHODS)
+PRIOR = 4.0
+
+
+def fit(name: str | Method, model: nn.Module, loader: Any, **options: Any) -> uq.Posterior:
+    """A fit with a given prior precision, or of a training with the variances that it found."""
+    method = short(name) if isinstance(name, str) else name
+    settled: dict[str, Any] = {"divergence": None} if method.trains else {}
+    return uq.fit(model, loader, method, progress=False, **{"prior_precision": PRIOR} | settled | options)
+
+
+def fitted(
+    name: str | Method, likelihood: str = "classification", dtype: torch.dtype = torch.float32, **options: Any
+) -> uq.Posterior:
+    """A fit of the small perceptron, whose posterior knows its model."""
+    model = mlp(outputs_for(resolve_likelihood(likelihood)), dtype=dtype)
+    x = inputs_of(4, dtype=dtype)
+    loader = batches(x, targets_of(model, x, likelihood))
+    return fit(name, model, loader, likelihood=likelihood, **options)
+
+
+kept = functools.cache(fitted)
+"""A fit for tests that do not change it."""
+
+
+def numbers(posterior: uq.Posterior) -> dict[str, Tensor]:
+    """All that a posterior keeps, by name."""
+    found = {f"{b}/{t}": x for b, own in posterior.blocks.items() for t, x in own.tensors().items()}
+    return found | {f"mean/{name}": x for name, x in posterior.mean.items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: Any = "") -> None:
+    """To the bit."""
+    assert found.keys() == expected.keys(), where
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), (where, name)
+
+
+# What a method says of itself
+
+
+@METHOD
+def test_a_row_of_the_registry(name: str) -> None:
+    kind, method = METHODS[name], short(name)
+    assert is_dataclass(kind) and kind.name == name and method == short(name)
+    with pytest.raises(AttributeError):
+        method.dtype = torch.float64  # type: ignore[misc]
+    assert kind.__doc__ and "(self" not in kind.__doc__  # its own, not what a dataclass writes
+    explained = "\n".join(base.__doc__ or "" for base in kind.__mro__)
+    for field in fields(kind):
+        assert f"\n        {field.name}: " in explained, f"the option {field.name} is explained nowhere"
+    assert method.head in HEADS and method.passes() >= 1
+    assert kind.block_kinds and set(kind.block_kinds) <= BLOCKS.keys()
+    assert kind.tunable <= {"scale", "prior_precision", "residual_weight", "noise_scale", "temperature"}
+    said = method.identity()
+    assert json.loads(json.dumps(said)) == said and said["method"] == name
+    with_effect = {field.name for field in fields(kind) if not field.metadata.get("without effect")}
+    assert said.keys() == {"method"} | with_effect
+    for option in with_effect & SHORT.keys():
+        if isinstance(SHORT[option], int):
+            assert short(name, **{option: SHORT[option] + 1}).identity() != said, option
+
+
+# The fit
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@METHOD
+def test_a_fit(name: str, likelihood: str) -> None:
+    posterior = kept(name, likelihood)
+    assert posterior.method == name and posterior.likelihood.name == likelihood
+    assert {block.kind for block in posterior.blocks.values()} <= set(METHODS[name].block_kinds)
+    assert sorted(layer for inner in posterior.members.values() for layer in inner) == ["0", "2"]
+    assert posterior.scale == posterior.evidence.samples == 24
+    assert posterior.takes_prior == ("prior_precision" in METHODS[name].tunable)
+    assert not posterior.takes_prior or posterior.prior_precision == PRIOR
+    assert f"method: {name}" in str(posterior.report())
+    model = posterior.model
+    assert model is not None
+    for parameter, tensor in model.named_parameters():
+        assert posterior.original[parameter].data_ptr() == tensor.data_ptr()
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in numbers(posterior).values())
+
+
+@METHOD
+def test_a_method_by_its_name_is_the_object(name: str) -> None:
+    by_object = kept(name)
+    model, x = mlp(), inputs_of(4)
+    options = short_options(name) | ({"divergence": None} if short(name).trains else {})
+    data = batches(x, targets_of(model, x, "classification"))
+    by_name = uq.fit(model, data, name, prior_precision=PRIOR, progress=False, **options)
+    assert_same(numbers(by_name), numbers(by_object))
+
+
+@METHOD
+def test_it_reads_the_data_as_often_as_it_says(name: str) -> None:
+    model, x, method = mlp(), inputs_of(4), short(name)
+    data = batches(x, targets_of(model, x, "classification"))
+    loader = Counted(data)
+    fit(method, model, loader)
+    assert loader.passes == method.passes()
+    if method.passes() > 1:
+        with pytest.raises(uq.PosthocUQError, match="iterator"):
+            fit(method, model, iter(data))
+    else:
+        assert_same(numbers(fit(method, model, iter(data))), numbers(kept(name)))
+
+
+@METHOD
+def test_neither_the_size_nor_the_order_of_batches_matters(name: str) -> None:
+    """A training takes its steps batch by batch; of it, only batches without samples make no difference."""
+    model, x = mlp(dtype=torch.float64), inputs_of(4, dtype=torch.float64)
+    y = targets_of(model, x, "classification")
+    data = batches(x, y)
+    empty = (x[:0], y[:0])
+    expected = fit(name, model, data)
+    assert_same(numbers(fit(name, model, [empty, data[0], empty, *data[1:], empty])), numbers(expected))
+    if short(name).trains:
+        return
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
+    for size in (5, 24):
+        other = fit(name, model, batches(x[order], y[order], size))
+        torch.testing.assert_close(other.variance(), expected.variance(), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(other.log_determinant(), expected.log_determinant(), rtol=1e-9, atol=0)
+        assert other.evidence.log_likelihood == pytest.approx(expected.evidence.log_likelihood, rel=1e-9)
+
+
+# The posterior
+
+
+@METHOD
+def test_draws(name: str) -> None:
+    posterior = kept(name)
+    draws = posterior.sample(6, torch.Generator().manual_seed(1))
+    assert draws.keys() == posterior.mean.keys()
+    assert all(draw.shape == (6, *posterior.mean[own].shape) for own, draw in draws.items())
+    assert_same(posterior.sample(6, torch.Generator().manual_seed(1)), draws)
+    few = posterior.sample(2, torch.Generator().manual_seed(1))
+    assert_same(few, {own: draw[:2] for own, draw in draws.items()}, "the i-th draw is the same among more")
+    other = posterior.sample(6, torch.Generator().manual_seed(2))
+    assert not any(torch.equal(other[own], draw) for own, draw in draws.items())
+    count = 2000
+    many, variance = posterior.sample(count, torch.Generator().manual_seed(0)), posterior.variance()
+    for own, draw in many.items():
+        sd = variance[own].sqrt()
+        assert bool(((draw.mean(0) - posterior.mean[own]).abs() < 5 * sd / count**0.5).all()), own
+        assert bool(((draw.var(0) / variance[own] - 1).abs() < 6 * (2 / count) ** 0.5).all()), own
+
+
+@METHOD
+def test_variances_are_those_of_the_quadratic_form(name: str) -> None:
+    posterior = kept(name, dtype=torch.float64)
+    variance = posterior.variance()
+    assert variance.keys() == posterior.mean.keys()
+    assert bool(torch.isfinite(posterior.log_determinant()))
+    for own, layer in posterior.layers.items():
+        size, shape = layer.parameters, layer.matrix_shape
+        units = torch.eye(size, dtype=torch.float64).reshape(size, *shape)
+        covariance = posterior.quadratic({own: units})
+        torch.testing.assert_close(covariance, covariance.T)
+        matrix = covariance.diagonal().reshape(shape)
+        for parameter, expected in layer.to_parameters(matrix).items():
+            torch.testing.assert_close(variance[parameter], expected, rtol=1e-7, atol=1e-12)
+            assert bool((expected > 0).all())
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+}
+
+
+@METHOD
+def test_copies_of_a_posterior(name: str) -> None:
+    posterior = kept(name)
+    draws = posterior.sample(3, torch.Generator().manual_seed(1))
+    for way, copied in COPIES.items():
+        twin = copied(posterior)
+        assert_same(numbers(twin), numbers(posterior), way)
+        twin.scale = twin.temperature = 3.0  # which are its own
+        assert not torch.equal(twin.variance()["0.weight"], posterior.variance()["0.weight"])
+    assert posterior.temperature == 1.0
+    assert_same(posterior.sample(3, torch.Generator().manual_seed(1)), draws)
+
+
+# Tuning
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@METHOD
+def test_tuning(name: str, criterion: str) -> None:
+    posterior = fitted(name)
+    model = posterior.model
+    assert model is not None
+    x = inputs_of(4, samples=16, seed=5)
+    data = None if criterion == "evidence" else batches(x, targets_of(model, x, "classification"))
+    before = posterior.settings.plain()
+
+    def tune() -> None:
+        own = {"n_samples": 3} if short(name).head == "sampling" and criterion != "evidence" else {}
+        uq.tune(posterior, data, criterion=criterion, progress=False, **own)
+
+    with Watch(model):
+        if criterion == "evidence" and not posterior.takes_prior:
+            with pytest.raises(uq.PosthocUQError, match=r"no log marginal likelihood.*held-out data"):
+                tune()
+            assert posterior.settings.plain() == before
+            return
+        tune()
+    assert posterior.record.head["criterion"] == criterion
+    assert bool(posterior.record.faithful) == (criterion != "evidence")
+    assert posterior.settings.plain() != before or not posterior.takes_prior
+    assert all(0 < value < float("inf") for value in posterior.settings.plain().values())
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS)
+@METHOD
+def test_what_can_be_tuned_is_what_the_method_says(name: str, parameter: str) -> None:
+    posterior = fitted(name, "regression")
+    assert posterior.model is not None
+    x = inputs_of(4, samples=16, seed=5)
+    data = batches(x, targets_of(posterior.model, x, "regression"))
+    tunable = {"noise": "noise_scale"}.get(parameter, parameter) in METHODS[name].tunable
+
+    def tune() -> None:
+        options: dict[str, Any] = {"head": "linearized", "max_evaluations": 2, "progress": False}
+        uq.tune(posterior, data, parameters=(parameter,), **options)
+
+    before = posterior.settings.plain()
+    if tunable:
+        tune()
+        return
+    with pytest.raises(uq.PosthocUQError, match=f"parameters must be among .* not .*{parameter}"):
+        tune()
+    assert posterior.settings.plain() == before
+
+
+# Files
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@METHOD
+def test_a_file(name: str, likelihood: str, tmp_path: Path) -> None:
+    posterior = kept(name, likelihood)
+    model = posterior.model
+    assert model is not None
+    path, again = tmp_path / "p.h5", tmp_path / "again.h5"
+    uq.save(posterior, path)
+    loaded = uq.load(path, model)
+    assert_same(numbers(loaded), numbers(posterior))
+    draws = [own.sample(3, torch.Generator().manual_seed(5)) for own in (loaded, posterior)]
+    assert_same(*draws)
+    plain = [
+        json.dumps(own | {"blocks": None, "centre": None, "features": None})
+        for own in states(loaded, posterior)
+    ]
+    assert plain[0] == plain[1]
+    uq.save(loaded, again)
+    assert again.read_bytes() == path.read_bytes()
+    assert path.stat().st_size <= size_limit(name, model)
+    if likelihood == "classification":  # in a process of its own, which takes a while
+        assert_same(numbers(uq.load(path, model, untrusted=True)), numbers(posterior))
+        said = uq.inspect(path)
+        assert said["method"] == name and said["parameters"] == sum(p.numel() for p in model.parameters())
+        assert str(loaded.report()) == str(posterior.report())
+
+
+def states(*posteriors: uq.Posterior) -> list[dict[str, Any]]:
+    """All that their files hold."""
+    return [posterior_state(posterior) for posterior in posteriors]
+
+
+# Interruptions
+
+
+@METHOD
+def test_a_fit_that_goes_on_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Stopped at every batch of all its passes, once each."""
+    expected, method = kept(name), short(name, checkpoint_every=1)
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    path = tmp_path / "fit.h5"
+    for after in range(1, method.passes() * len(data)):
+        with pytest.raises(RuntimeError, match="stopped"):
+            fit(method, model, Stops(data, after), checkpoint=path)
+        resumed = fit(method, model, data, checkpoint=path)
+        assert not path.exists()
+        assert_same(numbers(resumed), numbers(expected), after)
+        assert resumed.evidence == expected.evidence and resumed.settings == expected.settings
+
+
+# The model
+
+
+def _hook(*_: Any) -> None:
+    pass
+
+
+@METHOD
+def test_the_model_is_as_it_was(name: str, tmp_path: Path) -> None:
+    model = cnn()
+    model(inputs_of(1, 4, 4)).sum().backward()  # gradients to keep
+    model.train()
+    model.body[1].eval()  # flags that differ between modules
+    model.last.weight.requires_grad_(False)
+    model.body[0].register_forward_hook(_hook)
+    x = inputs_of(1, 4, 4)
+    loader = DataLoader(TensorDataset(x, torch.arange(24) % 3), batch_size=7, shuffle=True)
+    with Watch(model):
+        posterior = fit(name, model, loader)
+        posterior.report()
+        posterior.sample(2)
+        posterior.variance()
+        uq.save(posterior, tmp_path / "p.h5")
+        uq.load(tmp_path / "p.h5", model)
+        for head in HEADS:
+            predictor = uq.wrap(model, posterior, head)
+            predictor(x)
+            predictor.predict(loader, progress=False)
+
+
+@pytest.mark.device
+@METHOD
+def test_another_device(name: str, device: torch.device, tmp_path: Path) -> None:
+    """What is summed up is the same as on the CPU; what is trained can be moved there and back."""
+    model, x = mlp().to(device), inputs_of(4)
+    data = batches(x, targets_of(mlp(), x, "classification"))
+    far, near = fit(name, model, data), kept(name)
+    assert {tensor.device.type for tensor in numbers(far).values()} == {device.type}
+    if not short(name).trains:
+        for own, variance in near.variance().items():
+            torch.testing.assert_close(far.variance()[own].cpu(), variance, rtol=1e-2, atol=1e-4)
+    uq.save(far, tmp_path / "p.h5")
+    for place, own in (("cpu", mlp()), (device.type, model)):
+        loaded = uq.load(tmp_path / "p.h5", own, device=place)
+        assert_same(
+            {n: t.cpu() for n, t in numbers(loaded).items()}, {n: t.cpu() for n, t in numbers(far).items()}
+        )

@@ -1,0 +1,133 @@
+"""Every method through every head, for every likelihood: predictions, copies, draws that are kept or made anew."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from networks import LIKELIHOODS, batches, cnn, inputs_of, outputs_for, short, targets_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import posthoc_uq as uq
+from posthoc_uq.likelihoods import resolve_likelihood
+from posthoc_uq.methods import METHODS
+from posthoc_uq.wrapping import HEADS, head_class
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+METHOD = pytest.mark.parametrize("name", METHODS)
+HEAD = pytest.mark.parametrize("head", HEADS)
+LIKELIHOOD = pytest.mark.parametrize("likelihood", LIKELIHOODS)
+X = inputs_of(1, 4, 4, samples=7, seed=9)
+
+
+@functools.cache
+def kept(name: str, likelihood: str = "classification") -> tuple[nn.Module, uq.Posterior]:
+    """A fit of the small convolutional network, which no test changes."""
+    model, x = cnn(outputs_for(resolve_likelihood(likelihood))), inputs_of(1, 4, 4)
+    data = batches(x, targets_of(model, x, likelihood))
+    options: dict[str, Any] = {"prior_precision": 4.0, "progress": False}
+    options |= {"divergence": None} if short(name).trains else {}
+    return model, uq.fit(model, data, short(name), likelihood=likelihood, **options)
+
+
+def wrapped(name: str, head: str, likelihood: str = "classification", **options: Any) -> Any:
+    """A predictor of few draws, where the head takes a number of them, which knows its novelty."""
+    model, posterior = kept(name, likelihood)
+    taken = inspect.signature(head_class(head)).parameters
+    few = {option: value for option, value in {"n_samples": 4, "novelty": True}.items() if option in taken}
+    return uq.wrap(model, posterior, head, **few | options)
+
+
+def said(predictor: Any, x: Tensor = X) -> dict[str, Tensor]:
+    """What a predictor says of some inputs, in the ways that all have."""
+    return predictor(x).to_dict() | {
+        f"novelty of {of}": predictor.novelty(x, of=of) for of in ("class", "top")
+    }
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: Any) -> None:
+    assert found.keys() == expected.keys(), where
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), (where, key)
+
+
+@LIKELIHOOD
+@HEAD
+@METHOD
+def test_predictions(name: str, head: str, likelihood: str) -> None:
+    predictor = wrapped(name, head, likelihood)
+    prediction = predictor(X)
+    assert predictor.head == head and len(prediction) == len(X)
+    found = said(predictor)
+    for key, tensor in found.items():
+        assert len(tensor) == len(X) or key == "noise_variance", key
+        assert bool(torch.isfinite(tensor).all()), key
+    assert bool((found["novelty of class"] > 0).all()) and bool((found["novelty of class"] <= 1).all())
+    loader = DataLoader(TensorDataset(X), batch_size=3)
+    joined = predictor.predict(loader, progress=False).to_dict()
+    for key, tensor in prediction.to_dict().items():
+        if "variation" not in key:  # a count, which jumps at a tie
+            torch.testing.assert_close(
+                joined[key], tensor, rtol=1e-3, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+            )
+    model, posterior = kept(name, likelihood)
+    targets = targets_of(model, X, likelihood)
+    assert bool(torch.isfinite(prediction.log_prob(targets)).all())
+    again = uq.wrap(model, posterior, head)  # with the head's own options
+    assert type(again(X)) is type(prediction)
+
+
+@METHOD
+def test_the_head_that_it_is_made_for_is_the_default(name: str) -> None:
+    model, posterior = kept(name)
+    assert uq.wrap(model, posterior).head == short(name).head == posterior.record.head["name"]
+
+
+@HEAD
+@METHOD
+def test_copies_predict_the_same_bits(name: str, head: str) -> None:
+    predictor = wrapped(name, head)
+    unused = copy.deepcopy(predictor)
+    expected = said(predictor)
+    assert_same(said(unused), expected, "before the first prediction")
+    assert_same(said(pickle.loads(pickle.dumps(predictor))), expected, "pickle")
+    twin = copy.deepcopy(predictor)
+    twin.posterior.temperature = 3.0  # which is its own
+    twin.posterior.scale = 1.0
+    twin.refresh(0)
+    assert not torch.equal(twin(X).probs, expected["probs"])
+    assert_same(said(predictor), expected, "after the copy was changed")
+
+
+@METHOD
+def test_draws_made_anew_are_the_draws_that_are_kept(name: str) -> None:
+    for options in ({"batched": False}, {"batched": True, "antithetic": True}):
+        weights, seeds = (wrapped(name, "sampling", keep=keep, **options) for keep in ("weights", "seeds"))
+        assert torch.equal(weights.outputs(X), seeds.outputs(X))
+        before = seeds.outputs(X)
+        weights.redraw(7), seeds.redraw(7)
+        assert torch.equal(weights.outputs(X), seeds.outputs(X))
+        assert not torch.equal(before, seeds.outputs(X))
+
+
+@pytest.mark.device
+@HEAD
+@METHOD
+def test_another_device(name: str, head: str, device: torch.device) -> None:
+    """A model and a posterior on two devices predict as on one."""
+    model, posterior = kept(name)
+    options = {"n_samples": 4} if head == "sampling" else {}
+    expected = uq.wrap(model, posterior, head, **options)(X).to_dict()
+    far = copy.deepcopy(model).to(device)
+    found = uq.wrap(far, posterior, head, **options)(X.to(device)).to_dict()
+    assert {tensor.device.type for tensor in found.values()} == {device.type}
+    for key, tensor in expected.items():
+        if tensor.is_floating_point() and "variation" not in key:
+            torch.testing.assert_close(found[key].cpu().to(tensor), tensor, rtol=1e-2, atol=1e-3)

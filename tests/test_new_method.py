@@ -1,0 +1,101 @@
+"""A method is one file and one row: ``isotropic_method.py`` passes all that every method must, with no change anywhere.
+
+It is registered in processes of its own, or for the time of a test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from networks import batches, inputs_of, mlp, registries_restored, targets_of
+
+import posthoc_uq as uq
+from posthoc_uq.methods import METHODS
+from posthoc_uq.posteriors.families import FAMILIES
+from posthoc_uq.wrapping import HEADS
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture
+def isotropic() -> Iterator[type[uq.Curvature]]:
+    """The method, registered for a test."""
+    with registries_restored():
+        sys.modules.pop("isotropic_method", None)
+        yield importlib.import_module("isotropic_method").Isotropic
+    assert "isotropic" not in METHODS and "isotropic" not in FAMILIES
+
+
+def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with the tests' folder on its path."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_it_passes_the_conformance_suite() -> None:
+    files = sorted(str(path) for path in TESTS.glob("test_conformance*.py"))
+    options = ["-p", "isotropic_method", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-k", "isotropic"]
+    done = in_a_process("-m", "pytest", *options, *files)
+    assert done.returncode == 0, done.stdout[-5000:]
+    last = done.stdout.strip().splitlines()[-1]
+    assert int(last.split(" passed")[0].split()[-1]) >= 40, last
+    assert "failed" not in last and "error" not in last
+
+
+def test_it_is_the_mean_of_the_diagonal(isotropic: Any) -> None:
+    """And predicts through every head, is saved and loaded, and says in its file what it is."""
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    options: dict[str, Any] = {"prior_precision": 4.0, "fisher": "exact", "progress": False}
+    diagonal = uq.fit(model, data, "diag", **options)
+    posterior = uq.fit(model, data, "isotropic", share=0.5, **options)
+    for name, block in diagonal.blocks.items():
+        found, exact = posterior.blocks[name].tensors()["diagonal"], block.tensors()["diagonal"]
+        torch.testing.assert_close(found, torch.full_like(exact, 0.5 * float(exact.mean())))
+    for head in HEADS:
+        probs = uq.wrap(model, posterior, head)(x).probs
+        assert probs.shape == (24, 3) and bool(torch.isfinite(probs).all())
+
+
+def test_its_file_needs_the_method(isotropic: Any, tmp_path: Path) -> None:
+    model, x = mlp(), inputs_of(4)
+    posterior = uq.fit(model, [(x, torch.arange(24) % 3)], isotropic(), prior_precision=4.0, progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    assert loaded.method == "isotropic" == uq.inspect(tmp_path / "p.h5")["method"]
+    assert torch.equal(loaded.variance()["0.weight"], posterior.variance()["0.weight"])
+    with registries_restored():
+        del METHODS["isotropic"], FAMILIES["isotropic"]
+        with pytest.raises(uq.CorruptPosteriorError):
+            uq.load(tmp_path / "p.h5", model)
+
+
+def test_the_command_line_shows_it() -> None:
+    done = in_a_process(
+        "-c", "import isotropic_method; from posthoc_uq.cli import main; main(['fit', '--help'])"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "isotropic" in done.stdout and "--share" in done.stdout
+
+
+def test_two_methods_cannot_have_one_name(isotropic: Any) -> None:
+    for name, words in (("diag", "There is a method 'diag' already"), ("No name", "1 to 16 small letters")):
+        with pytest.raises(uq.PosthocUQError, match=words):
+            uq.register_method(type("Other", (isotropic,), {"name": name}))
+    assert METHODS["diag"] is uq.Diagonal
