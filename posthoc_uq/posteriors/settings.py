@@ -269,15 +269,15 @@ class Adjustable:
 
     def _checked(self, name: str, value: Any) -> Any:
         """A value that may be set: of what the posterior lacks, the present one alone."""
-        kept = getattr(self._settings, name)
+        kept, valid = getattr(self._settings, name), self._valid(name, value)
         if name in self.tunable:
-            return self._valid(name, value)
-        if name in self.settled and kept != value:
+            return valid
+        if name in self.settled and kept != valid:
             raise PosthocUQError(
                 f"The {ABOUT[name].label} was a part of what method={self.method!r} optimised, and is {kept}; fit "
                 f"again with {name}={value}, or set scale to widen or narrow the posterior."
             )
-        if kept != value and self._valid(name, value) != kept:
+        if kept != valid:
             about = ABOUT[name]
             raise PosthocUQError(
                 f"This posterior by method={self.method!r} has no {about.label}: {about.lacking}. Leave {name} at "
