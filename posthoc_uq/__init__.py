@@ -16,13 +16,16 @@ from posthoc_uq.exporting import export, export_onnx, exportable
 from posthoc_uq.fitting import fit
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail, set_referral
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.function_space import function_space_kl
-from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.drawn import DrawnPrediction
+from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.replica import untied
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
@@ -31,9 +34,13 @@ from posthoc_uq.wrapping import wrap
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bernoulli",
+    "Categorical",
     "ClassPrediction",
     "CorruptPosteriorError",
+    "DrawnPrediction",
     "Evaluation",
+    "Gaussian",
     "Likelihood",
     "LinearizedPredictor",
     "MomentsPredictor",
@@ -41,6 +48,7 @@ __all__ = [
     "Posterior",
     "PosteriorMismatchError",
     "PosthocUQError",
+    "Prediction",
     "Predictor",
     "RegressionPrediction",
     "SamplingPredictor",

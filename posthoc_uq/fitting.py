@@ -20,7 +20,6 @@ from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import is_divided, together, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE
-from posthoc_uq.heads.prediction import can_be_faithful
 from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
@@ -34,7 +33,7 @@ from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.options import FunctionSpaceOptions, method_options
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.run import LaplaceOptions, Run, check_common
-from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader, check_reusable, no_sample
 from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.numbers import positive_number
@@ -181,7 +180,7 @@ def fit(
                 "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
                 "out, or begin with a curvature's variances: initial='inf'."
             )
-        if prior_precision == "faithful" and not can_be_faithful(law):
+        if prior_precision == "faithful" and not law.has_divergence:
             raise PosthocUQError(
                 f"Likelihood {law.name!r} has no prediction that could be faithful to the network's; give "
                 f"prior_precision a number or 'evidence'."
@@ -226,10 +225,10 @@ def fit(
         warnings.warn(prepared.warning, UserWarning, stacklevel=2)
     if probabilities:
         warnings.warn(PROBABILITIES, UserWarning, stacklevel=2)
-    kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples))
+    kind, labels = resolve_fisher(fisher, n_samples, prepared.outputs, of_all(samples), law)
     settings = SweepSettings(reader, law, kind, labels, seed, statistics, progress)
     run = Run(prepared, loader, settings, sweeping, device)
-    faithful = can_be_faithful(law) and (trains or prior_precision in (None, "faithful"))
+    faithful = law.has_divergence and (trains or prior_precision in (None, "faithful"))
     faithful = faithful and divergence is not None
     kept = KeptInputs(budget, wanted_for(run.layers.values()))
     run.observers += [kept] if faithful else []
@@ -260,7 +259,7 @@ def fit(
     del prepared, run.prepared, grams
     if fisher == "auto" and "fisher" in posterior.record.fit:
         posterior.record.fit["fisher chosen"] = "auto"
-    if isinstance(law, Gaussian):
+    if law.noise_variance is not None:
         posterior.record.tuning.setdefault("noise variance", noise_source)
     posterior.record.head = {"name": head or ("sampling" if trains else "linearized"), "options": {}}
     if not trains:
@@ -293,7 +292,7 @@ def _finds_noise(
     law: Likelihood, likelihood: str | Likelihood, noise_variance: Tensor | float | None
 ) -> bool:
     """Whether the noise of a regression is to be found from the data."""
-    return isinstance(law, Gaussian) and likelihood == "regression" and noise_variance is None
+    return law.noise_variance is not None and isinstance(likelihood, str) and noise_variance is None
 
 
 def _reads(method: str, training: FunctionSpaceOptions | None) -> int:

@@ -16,12 +16,12 @@ from tqdm.auto import tqdm
 from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.heads.prediction import Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
-from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
@@ -144,11 +144,8 @@ class HeldOutSearch:
         return -total / count
 
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
-        regression = isinstance(prediction, RegressionPrediction)
-        mean = prediction.mean if regression else prediction.logits_mean
-        self.posterior.likelihood.check(mean, targets)
-        shaped = targets.reshape(mean.shape) if regression else targets.flatten().long()
-        return float(as_double(prediction.log_prob(shaped)).sum())
+        self.posterior.likelihood.check(prediction.outputs_mean, targets)
+        return float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
 
     def _evaluate(self) -> float:
         posterior = self.posterior
@@ -317,8 +314,8 @@ class HeldOutSearch:
 
     def _plain_likelihood(self) -> Likelihood:
         """The posterior's likelihood at its present noise."""
-        noise = self.posterior.noise_variance
-        return self.posterior.likelihood if noise is None else Gaussian(noise)
+        likelihood, noise = self.posterior.likelihood, self.posterior.noise_variance
+        return likelihood if noise is None else likelihood.with_noise(noise)
 
 
 def _geometric_mean(prior: Any) -> float:

@@ -16,7 +16,6 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.held_out import HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept import KeptInputs, wanted_for
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
@@ -316,7 +315,7 @@ def _forget_calibration(posterior: Posterior, head: str) -> None:
 
 
 def _tempered(posterior: Posterior, temperature: bool | None) -> bool:
-    logits = isinstance(posterior.likelihood, (Categorical, Bernoulli))
+    logits = posterior.likelihood.logits
     if temperature and not logits:
         raise PosthocUQError(
             f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
@@ -332,19 +331,19 @@ def _check_grid(names: list[str], grid: Sequence[float]) -> None:
 
 
 def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
-    regression = isinstance(posterior.likelihood, Gaussian)
+    noisy = posterior.noise_variance is not None
     available = [
         p
         for p in PARAMETERS
         if (p != "residual_weight" or has_residual(posterior.blocks.values()))
-        and (p != "noise" or regression)
+        and (p != "noise" or noisy)
         and (p != "prior_precision" or posterior.takes_prior)
     ]
     if parameters is None:
         main = "prior_precision" if posterior.takes_prior else "scale"
-        return [main, "noise"] if noise and regression else [main]
+        return [main, "noise"] if noise and noisy else [main]
     unknown = [p for p in parameters if p not in available]
-    if unknown or (not parameters and regression):
+    if unknown or (not parameters and not posterior.likelihood.logits):
         raise PosthocUQError(
             f"parameters must be among {available} for this posterior; not {list(parameters)}."
         )

@@ -17,9 +17,8 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
-from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
-from posthoc_uq.heads.prediction import Prediction, with_novelty
+from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.replay import Features, intercept, own
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
@@ -28,6 +27,8 @@ from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
 from posthoc_uq.moments.unscented import unscented_map
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.links import DRAWS, check_link
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
@@ -273,7 +274,7 @@ class MomentsPredictor(Predictor):
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)
-        return with_novelty(self._prediction_of(posterior, self._distribution(posterior, batch)), ratio)
+        return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
         """Calibrated where a calibration fits."""

@@ -112,7 +112,7 @@ class PosteriorRatio:
         device: torch.device,
     ) -> None:
         self._settings = settings
-        self._centred = posterior.likelihood.name == "classification"
+        self._centred = posterior.likelihood.softmax
         smooth = replace(posterior.settings, scale=float(posterior.evidence.samples))
         if posterior.takes_prior:
             smooth = replace(

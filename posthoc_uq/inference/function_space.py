@@ -28,7 +28,6 @@ from posthoc_uq.inference.options import FUNCTION_SPACE, FunctionSpaceOptions
 from posthoc_uq.inference.run import Run
 from posthoc_uq.inference.survey import survey
 from posthoc_uq.inference.training import cosine, train
-from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
@@ -70,9 +69,11 @@ def fit_function_space(
         raise PosthocUQError(
             "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
         )
-    law, settings = run.settings.likelihood, run.settings
-    if options.learn_noise and not isinstance(law, Gaussian):
-        raise PosthocUQError(f"learn_noise=True is for likelihood='regression'; {law.name!r} has no noise.")
+    settings, likelihood = run.settings, run.settings.likelihood
+    if options.learn_noise and likelihood.noise_variance is None:
+        raise PosthocUQError(
+            f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
+        )
     start = time.perf_counter()
     with isolated_random_state(settings.seed):
         network = FeatureNetwork(replicate(model), run.layers, batch)
@@ -84,7 +85,7 @@ def fit_function_space(
         samples = survey(run.loader, settings.reader, context, settings.seed, settings.progress)
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, run, model, field, tau)
-    objective = FunctionSpaceObjective(network, field, prior, law, context, samples, options, frozen)
+    objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
     history = train(
         objective,
         run.loader,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from math import log, pi
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.run import LaplaceOptions, Run
 from posthoc_uq.inference.sparsify import kept_entries, sparsify
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import LARGEST_BYTES, DenseBlock
@@ -216,12 +214,10 @@ def _evidence(run: Run) -> Evidence:
     summary, likelihood = run.summary, run.settings.likelihood
     evidence = Evidence(summary.samples, summary.log_likelihood)
     evidence.noise_power = 2 if run.settings.fisher == "empirical" else 1
-    if isinstance(likelihood, Gaussian) and summary.log_likelihood is not None:
-        noise = likelihood.noise_variance.expand(summary.outputs)
-        constant = float((noise.log() + log(2 * pi)).sum()) * summary.samples
-        evidence.targets = summary.samples * summary.outputs
-        # What is left of the log likelihood; rounding can leave a little less than nothing.
-        evidence.squared_residuals = max(0.0, -2 * summary.log_likelihood - constant)
+    if summary.log_likelihood is not None:
+        evidence.squared_residuals, evidence.targets = likelihood.residual_sums(
+            summary.log_likelihood, summary.samples, summary.outputs
+        )
     return evidence
 
 

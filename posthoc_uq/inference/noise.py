@@ -13,7 +13,6 @@ from posthoc_uq.distributed import add_up, gather, together
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.run import Run
-from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.randomness import isolated_random_state
 
 
@@ -50,5 +49,5 @@ def find_noise(run: Run) -> str:
         raise PosthocUQError(
             "The model reproduces its training targets without error; give noise_variance=... yourself."
         )
-    run.settings = replace(run.settings, likelihood=Gaussian(noise))
+    run.settings = replace(run.settings, likelihood=run.settings.likelihood.with_noise(noise))
     return "mean squared residual of the training data"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
@@ -120,11 +120,8 @@ class Posterior(Adjustable):
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        return (
-            self.likelihood.noise_variance * self.noise_scale
-            if isinstance(self.likelihood, Gaussian)
-            else None
-        )
+        noise = self.likelihood.noise_variance
+        return None if noise is None else noise * self.noise_scale
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.

@@ -10,12 +10,12 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.layers import KINDS
 from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.features import SOURCES
 from posthoc_uq.posteriors.information import CORRECTIONS
 from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS
+from posthoc_uq.predictions.scores import SCORES
 from posthoc_uq.storage import schema
 from posthoc_uq.storage.fields import (
     AnyNumber,
@@ -105,13 +105,26 @@ _FEATURES = Record(
     }
 )
 
-_LIKELIHOOD = ByName(
-    "name",
-    {
-        "classification": Record({"name": _NAME}),
-        "binary": Record({"name": _NAME}),
-        "regression": Record({"name": _NAME, "noise_variance": Items(_POSITIVE, 1)}),
-    },
+_LIKELIHOOD = OneOf(
+    lambda value: isinstance(value, dict) and "class" in value,
+    (
+        ByName(
+            "name",
+            {
+                "classification": Record({"name": _NAME}),
+                "binary": Record({"name": _NAME}),
+                "regression": Record({"name": _NAME, "noise_variance": Items(_POSITIVE, 1)}),
+            },
+        ),
+        # one of the user's: texts that are compared with an object in hand, and looked up nowhere
+        Record(
+            {
+                "name": Text(longest=200),
+                "class": Text(pattern=r"[\w.<>]+:[\w.<>]+", longest=1000),
+                "attributes": Named(Plain()),
+            }
+        ),
+    ),
 )
 
 _HYPERPARAMETERS: dict[str, Field] = {
