@@ -2,6 +2,7 @@
 # make test   create the environment and run the tests
 # make lint   ruff: rules and formatting         make format   let ruff rewrite the files
 # make types  pyright on the package             make clean    remove the environment and all output
+# make coverage   the tests, and which lines of the package none of them ran
 #
 # Only Python 3.10+ and make are needed. PYTHON=/path/to/python3 chooses an interpreter, VENV=dir another
 # place for the environment, PIP_FLAGS="..." is handed to pip (an index with CPU-only wheels, say).
@@ -19,7 +20,7 @@ DEV_ENV   := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types clean
+.PHONY: help demo test coverage lint format types clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -29,6 +30,9 @@ demo: $(DEMO_ENV)
 
 test: $(DEV_ENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+coverage: $(DEV_ENV)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term --cov-report=html
 
 lint: $(DEV_ENV)
 	$(BIN)/ruff check .

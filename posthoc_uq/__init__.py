@@ -13,6 +13,7 @@ from posthoc_uq.errors import (
 )
 from posthoc_uq.evaluation import Evaluation, evaluate
 from posthoc_uq.exporting import export, export_onnx, exportable
+from posthoc_uq.faithful import Faithful
 from posthoc_uq.fitting import fit
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -21,6 +22,17 @@ from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail, se
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.inference.function_space import function_space_kl
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from posthoc_uq.methods import (
+    EFB,
+    INF,
+    KFAC,
+    Curvature,
+    Dense,
+    Diagonal,
+    FunctionSpace,
+    Method,
+    register_method,
+)
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.classification import ClassPrediction
@@ -29,20 +41,28 @@ from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.replica import untied
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
+from posthoc_uq.version import __version__
 from posthoc_uq.wrapping import wrap
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "EFB",
+    "INF",
+    "KFAC",
     "Bernoulli",
     "Categorical",
     "ClassPrediction",
     "CorruptPosteriorError",
+    "Curvature",
+    "Dense",
+    "Diagonal",
     "DrawnPrediction",
     "Evaluation",
+    "Faithful",
+    "FunctionSpace",
     "Gaussian",
     "Likelihood",
     "LinearizedPredictor",
+    "Method",
     "MomentsPredictor",
     "NonFiniteError",
     "Posterior",
@@ -53,6 +73,7 @@ __all__ = [
     "RegressionPrediction",
     "SamplingPredictor",
     "UnsupportedLayerError",
+    "__version__",
     "evaluate",
     "export",
     "export_onnx",
@@ -64,6 +85,7 @@ __all__ = [
     "refer",
     "referral_reasons",
     "referral_tail",
+    "register_method",
     "save",
     "set_referral",
     "tune",

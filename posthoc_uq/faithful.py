@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.prediction import divisor_of
 from posthoc_uq.heads.predictor import Predictor
@@ -41,6 +41,23 @@ _BELOW = 2  # decades below it at which a search ends: weights of ten times thei
 _UP = 12  # decades above it at which a search gives up
 _NOTHING = 1e-12  # mean square of weights that have no size of their own
 _HALVINGS = 12  # of the interval of temperatures
+
+
+@dataclass(frozen=True)
+class Faithful:
+    """Ask `posthoc_uq.fit` for the widest posterior whose predictions stay near the network's own.
+
+    Attributes:
+        divergence: how far they may be, mean over a few hundred of the training inputs, in nats. None leaves the
+            variances of a training as they are.
+    """
+
+    divergence: float | None = DIVERGENCE
+
+    def __post_init__(self) -> None:
+        budget: Any = self.divergence
+        if budget is not None and (isinstance(budget, bool) or not 0 < budget < float("inf")):
+            raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {budget!r}.")
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.kept import KeptInputs
 from posthoc_uq.inference.labels import of_all, own_samples_of
 from posthoc_uq.loaders import BatchReader
 
@@ -91,6 +92,25 @@ class Broken:
             yield batch
 
 
+class Wide:
+    """A loader that gives inputs of float64 in one process, from the batch of a given number on."""
+
+    def __init__(self, loader: Any, rank: int, after: int) -> None:
+        self._loader, self._own, self._after = loader, dist.get_rank() == rank, after
+        self.sampler = loader.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, (x, y) in enumerate(self._loader):
+            yield (x.double() if self._own and index >= self._after else x), y
+
+
+def kept() -> list[int]:
+    """How many inputs each process takes for the faithful prior, where they have room for other numbers of them."""
+    inputs = KeptInputs(2000 + 1500 * dist.get_rank())  # of 196 bytes each
+    inputs.read(sampled("inf"), BatchReader(torch.device("cpu")), 0, False)
+    return [len(batch.args[0]) for batch in inputs.batches(torch.device("cpu"))]
+
+
 def counted(loader: Any) -> int | None:
     """Samples of all processes, before they are read."""
     reader = BatchReader(torch.device("cpu"))
@@ -139,6 +159,9 @@ def main() -> None:
     said["same data"] = message(everything, "inf")
     said["broken"] = message(Broken(sampled("inf"), 1, 1), "inf")
     last = "all" if dist.get_rank() == 0 else "last"
+    said["wide"] = [message(Wide(sampled("inf"), 1, after), "inf") for after in (0, 1)]
+    said["narrow"] = message(sampled("inf"), "inf", dtype=torch.float16 if dist.get_rank() == 1 else None)
+    said["kept"] = kept()
     said["other layers"] = message(sampled("inf"), "inf", layers=last)
     said["other seed"] = message(sampled("inf"), "inf", seed=dist.get_rank())
     said["divided validation"] = message(sampled("inf"), "inf", val_loader=sampled("inf"))

@@ -80,6 +80,14 @@ def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:
     for rank, own in enumerate(said):
         assert own["samples"] == [SAMPLES, SAMPLES, None]
         assert "Several processes were given the same data" in own["same data"]
+        for message, doing in zip(own["wide"], ("the dry run", "the sweep for bases"), strict=True):
+            assert message.startswith("PosthocUQError: " + ("" if rank == 1 else f"Rank 1 failed in {doing}"))
+            assert "float64" in message and "float32" in message and "Connection" not in message
+        assert own["narrow"].startswith(
+            "PosthocUQError: " + ("" if rank == 1 else "Rank 1 failed in checking")
+        )
+        assert "dtype must be" in own["narrow"]
+        assert own["kept"] == [10]  # what fits into the least room
         assert "all processes must hold the same model" in own["other layers"]
         assert "has another seed than rank 0" in own["other seed"]
         assert "the whole val_loader" in own["divided validation"]

@@ -53,7 +53,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "fisher": ({"fisher": "type-2"}, r"fisher must be one of .*'mc'.*'type-2'"),
     "n_samples of nothing": ({"n_samples": 0}, "n_samples .* at least 1"),
     "n_samples without draws": ({"n_samples": 3, "fisher": "exact"}, r"n_samples .*fisher='mc'"),
-    "rank of another method": ({"rank": 10}, r"method='diag' does not take \['rank'\].*none"),
+    "rank of another method": ({"rank": 10}, r"method='diag' does not take \['rank'\].*'n_samples'"),
     "basis of another method": (
         {"method": "kfac", "basis": "exact"},
         r"method='kfac' does not take "
@@ -72,10 +72,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no prior": ({"prior_precision": 0.0}, "prior_precision must be positive"),
     "infinite prior": ({"prior_precision": float("inf")}, "prior_precision must be positive and finite"),
     "prior in words": ({"prior_precision": "best"}, r"prior_precision must be .*'evidence'.*'best'"),
-    "residual weight": ({"residual_weight": 2.0}, r"residual_weight must lie in \[0, 1\]"),
-    "unsupported": ({"unsupported": "ignore"}, r"unsupported must be 'raise' or 'skip'"),
+    "residual weight": ({"method": "inf", "residual_weight": 2.0}, r"residual_weight must lie in \[0, 1\]"),
+    "unsupported": ({"unsupported": "ignore"}, r"unsupported must be one of \('raise', 'skip'\)"),
     "dtype": ({"dtype": torch.float16}, r"dtype must be torch.float32 or torch.float64"),
-    "budget": ({"memory_budget": 10}, r"memory_budget must be at least"),
+    "budget": ({"memory_budget": 10}, r"memory_budget must be .*at least"),
     "noise of a classifier": ({"noise_variance": 1.0}, r"noise_variance belongs to likelihood='regression'"),
     "negative noise": (
         {"likelihood": "regression", "noise_variance": -1.0},

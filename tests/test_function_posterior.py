@@ -468,7 +468,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"context": torch.zeros(9, 2, 6, 6)},
         r"of shapes \[\(2, 6, 6\)\] .* have \[\(1, 6, 6\)\]",
     ),
-    "another's hyperparameter": ({"residual_weight": 0.5}, "residual_weight belongs to"),
+    "another's hyperparameter": ({"residual_weight": 0.5}, "does not take .*residual_weight"),
     "a curvature's labels": ({"fisher": "exact"}, "begin with a curvature's variances: initial='inf'"),
     "not the last layer": ({"layers": ["0", "5"]}, "have that layer among"),
 }

@@ -17,8 +17,8 @@ from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance, relative_noise
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
+from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.options import FunctionSpaceOptions
 from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.loaders import Batch

@@ -269,7 +269,7 @@ def test_eigenvectors_of_a_gram_with_dead_inputs():
 
 def test_a_grid_too_large_is_halved_and_said(trained, monkeypatch):
     """Nothing computed is lost: the rank is halved until the small system fits, and the layer is named."""
-    monkeypatch.setattr("posthoc_uq.inference.laplace.GRID_LIMIT", 8 * 60**2)
+    monkeypatch.setattr("posthoc_uq.methods.inf._GRID_LIMIT", 8 * 60**2)
     with pytest.warns(UserWarning, match=r"Layer '0': rank 100 .* is kept instead"):
         posterior = _fit(trained, "inf", rank=100)
     for block in posterior.blocks.values():

@@ -20,10 +20,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq import contexts
+from posthoc_uq.curvature.content import Content, batch_hash
+from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.inference.plain import plain
-from posthoc_uq.inference.run import LaplaceOptions
 from posthoc_uq.likelihoods import Gaussian
+from posthoc_uq.loaders import Batch
+from posthoc_uq.randomness import sample_keys
 from posthoc_uq.storage.snapshot import read_snapshot
 
 BATCHES = -(-SAMPLES // BATCH)
@@ -181,6 +184,166 @@ def test_what_was_swept_over_before_a_bad_batch_is_kept(tmp_path: Path) -> None:
         assert torch.equal(block.tensors()["diagonal"], mended.blocks[name].tensors()["diagonal"])
 
 
+def _changed(batches: list[Any], number: int, what: str) -> list[Any]:
+    """The same data but for one batch."""
+    x, y = batches[number]
+    other = {"inputs": (-x, y), "targets": (x, y.roll(1, 0))}[what]
+    assert not all(torch.equal(new, old) for new, old in zip(other, (x, y), strict=True))
+    return [*batches[:number], other, *batches[number + 1 :]]
+
+
+def _stops(path: Path, loader: Any, **options: Any) -> None:
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        uq.fit(model(), loader, checkpoint=path, progress=False, **options)
+    assert path.exists()
+
+
+class _Stops:
+    """A loader that fails with a batch of some number, counted over the passes after the look at the first batch."""
+
+    def __init__(self, batches: list[Any], after: int) -> None:
+        self.batches, self.left = batches, after + 1
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            if self.left == 0:
+                raise RuntimeError("the disk is gone")
+            self.left -= 1
+            yield batch
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+@pytest.mark.parametrize("every", [2, 100], ids=["in the sweep", "before the sweep's first write"])
+def test_data_that_changed_after_a_finished_sweep_are_refused(what: str, every: int, tmp_path: Path) -> None:
+    path, own = tmp_path / "fit.h5", list(_loader())
+    options: dict[str, Any] = {"rank": 20, "fisher": "empirical", "prior_precision": 1.0}
+    _stops(path, _Stops(own, BATCHES + 5), checkpoint_every=every, **options)
+    with pytest.raises(PosthocUQError, match="not those that the checkpoint was made from"):
+        uq.fit(model(), _changed(own, 9, what), checkpoint=path, progress=False, **options)
+
+
+def test_another_order_after_a_finished_sweep_is_taken(tmp_path: Path) -> None:
+    path, own = tmp_path / "fit.h5", list(_loader())
+    options: dict[str, Any] = {"rank": 20, "prior_precision": 1.0}
+    _stops(path, _Stops(own, BATCHES + 5), **options)
+    x, y = (torch.cat(parts) for parts in zip(*own[:0:-1], strict=True))  # and in other batches
+    turned = [own[0], *zip(x.split(5), y.split(5), strict=True)]
+    found = uq.fit(model(), turned, checkpoint=path, progress=False, **options)
+    whole = uq.fit(model(), own, progress=False, **options)
+    for name, block in whole.blocks.items():
+        torch.testing.assert_close(found.blocks[name].dense(), block.dense(), rtol=1e-3, atol=1e-6)
+
+
+def test_data_that_changed_after_the_noise_was_found_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fit.h5"
+    own = [(x, torch.nn.functional.one_hot(y, 3).float()) for x, y in _loader()]
+    options: dict[str, Any] = {"method": "diag", "likelihood": "regression"}
+    _stops(path, _Stops(own, BATCHES + 3), checkpoint_every=2, **options)
+    with pytest.raises(PosthocUQError, match="not those that the checkpoint was made from"):
+        uq.fit(model(), _changed(own, 9, "targets"), checkpoint=path, progress=False, **options)
+
+
+def test_data_that_changed_after_all_sweeps_are_refused(tmp_path: Path) -> None:
+    """The faithful prior and the novelty are of inputs that a resumed fit reads once more."""
+    path, own = tmp_path / "fit.h5", list(_loader())
+    _stops(path, own, method="diag", val_loader=Broken(own, 1))
+    with pytest.raises(PosthocUQError, match="not those that the checkpoint was made from"):
+        uq.fit(model(), _changed(own, 9, "inputs"), method="diag", checkpoint=path, val_loader=own)
+    uq.fit(model(), own, method="diag", checkpoint=path, val_loader=own, progress=False)
+
+
+def test_a_hash_of_the_data_tells_what_belongs_together() -> None:
+    x, y = torch.randn(6, 2, 3), torch.arange(6)
+
+    def total(*batches: Batch) -> int:
+        content = Content()
+        for batch in batches:
+            content.see(batch, sample_keys(batch.tensors(), count_samples(batch), 0))
+        assert content.batches == len(batches)
+        return content.total
+
+    whole = total(Batch((x,), y))
+    assert (
+        whole
+        == total(Batch((x[3:],), y[3:]), Batch((x[:3],), y[:3]))
+        == total(Batch((x.flip(0),), y.flip(0)))
+    )
+    assert len({whole, total(Batch((x,), y.flip(0))), total(Batch((x,))), total(Batch((x[:5],), y[:5]))}) == 4
+    assert total(Batch((x,))) == total(Batch((x[4:],)), Batch((x[:4],)))
+    inside = [Batch(({"x": part},), kwargs={"y": of}) for part, of in ((x, y), (-x, y))]
+    assert total(inside[0]) != total(inside[1])
+    batches = [
+        Batch((x,), y),
+        Batch((x.reshape(6, 3, 2),), y),
+        Batch((x.view(torch.int32),), y),
+        *(
+            Batch((x, shared), y)
+            for shared in (2.0, 3.0, torch.tensor(2.0), torch.tensor(3.0), torch.ones(4))
+        ),
+        *(Batch((x,), y, {name: True}) for name in ("causal", "other")),
+    ]
+    assert len({batch_hash(batch) for batch in batches}) == len(batches)
+    assert batch_hash(batches[0]) == batch_hash(Batch((x.clone(),), y.clone()))
+
+
+def test_a_fit_that_goes_on_with_less_memory_keeps_the_inputs_that_it_would_have_kept(tmp_path: Path) -> None:
+    path, generator = tmp_path / "fit.h5", torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.AvgPool1d(256), torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    own = [
+        (16 * torch.randn(20, 1, 4096, generator=generator), torch.arange(20) % 3) for _ in range(5)
+    ]  # 1.6 MB
+    options: dict[str, Any] = {"method": "diag", "progress": False}
+    whole = uq.fit(net, own, memory_budget=2**26, **options)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        uq.fit(net, Broken(own, 4), memory_budget=2**26, checkpoint=path, checkpoint_every=1, **options)
+    resumed = uq.fit(net, own, memory_budget=2**20, checkpoint=path, **options)
+    assert resumed.prior_precision == whole.prior_precision
+
+
+class _Own(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class _Doubled(_Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(2 * x)
+
+
+def test_a_model_that_computes_something_else_with_the_same_numbers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, own = tmp_path / "fit.h5", list(_loader())
+
+    def net(activation: torch.nn.Module, outer: type[_Own] = _Own) -> torch.nn.Module:
+        return outer(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(81, 3), activation))
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        torch.manual_seed(0)
+        start = net(torch.nn.LeakyReLU(0.1))
+        uq.fit(start, Broken(own, 4), checkpoint=path, checkpoint_every=2, progress=False)
+    _Doubled.__qualname__ = _Own.__qualname__  # as if the class itself had been rewritten
+    for other in (
+        net(torch.nn.LeakyReLU(0.2)),
+        net(torch.nn.Tanh()),
+        net(torch.nn.LeakyReLU(0.1), _Doubled),
+    ):
+        other.load_state_dict(start.state_dict())
+        with pytest.raises(PosthocUQError, match="its architecture was"):
+            uq.fit(other, own, checkpoint=path, progress=False)
+    with monkeypatch.context() as patch, pytest.raises(PosthocUQError, match="its library version was"):
+        patch.setattr("posthoc_uq.inference.identity.library_version", lambda: "99.0")
+        uq.fit(start, own, checkpoint=path, progress=False)
+    again = net(torch.nn.LeakyReLU(0.1)).train()
+    again.load_state_dict(start.state_dict())
+    uq.fit(again, own, checkpoint=path, progress=False)
+
+
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     path, posterior = tmp_path / "fit.h5", tmp_path / "posterior.h5"
     _interrupted(path)
@@ -232,12 +395,14 @@ def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> No
     """What is no part of it is listed here too: an argument that is new must be put on one side or the other."""
     without = {"progress", "checkpoint", "checkpoint_every", "memory_budget"}  # the result is the same
     by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options"}
+    otherwise = {"prior_precision"}  # under two names
     path = tmp_path / "fit.h5"
     _interrupted(path, method="inf")
     found = read_snapshot(path, 10**9)[0]["identity"]
-    named = set(inspect.signature(uq.fit).parameters) | {field.name for field in fields(LaplaceOptions)}
-    assert found.keys() == (named - without - by_content) | {
-        "held-out data", "labels", "model", "autocast", "processes", "first batch",
+    named = set(inspect.signature(uq.fit).parameters) | {field.name for field in fields(uq.INF)}
+    assert found.keys() == (named - without - by_content - otherwise) | {
+        "held-out data", "noise", "prior of the weights", "divergence", "model", "architecture", "library version",
+        "autocast", "processes", "first batch",
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
 from posthoc_uq.inference.training import Group, Objective, TrainingOptions, _State, cosine, train
 from posthoc_uq.loaders import Batch, BatchReader
+from posthoc_uq.storage.snapshot import read_snapshot
 
 READER = BatchReader(torch.device("cpu"))
 
@@ -355,6 +356,79 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
         fitted("plain", path2, Stopping())
     with pytest.raises(PosthocUQError, match="does not begin with the batches"):
         fitted("plain", path2, Stopping())
+
+
+class Listed:
+    """Batches in a list, of which one of some number, counted over all passes, never comes."""
+
+    def __init__(self, batches: list[Any], after: int = -1) -> None:
+        self.batches, self.left = batches, after
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            if self.left == 0:
+                raise RuntimeError("the power went out")
+            self.left -= 1
+            yield batch
+
+
+@pytest.mark.parametrize("after", [11, 14], ids=["after an epoch", "in the next one"])
+def test_data_that_changed_after_an_epoch_are_refused(after: int, tmp_path: Path) -> None:
+    """A batch is looked at, 5 are surveyed, and an epoch has 5."""
+    path, own = tmp_path / "c.h5", list(DataLoader(data(), batch_size=8))
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("plain", path, Listed(own, after))
+    state = read_snapshot(path, 10**9)[0]["training"]["state"]
+    assert (state["epoch"], state["batch"]) == (1, 0 if after == 11 else 3)
+    x, y = own[4]
+    for last in ([(-x, y)], [(x, y.flip(0))], [(x[:4], y[:4]), (x[4:], y[4:])], [(x[:4], y[:4])]):
+        with pytest.raises(PosthocUQError, match="not those that the checkpoint was made from"):
+            fitted("plain", path, Listed([*own[:4], *last]))
+    assert same(fitted("plain", None, own), fitted("plain", path, own))
+
+
+class Augmented(TensorDataset):
+    """Its inputs are other ones whenever they are read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(x.shape), y
+
+
+@pytest.mark.parametrize("after", [4 + 4, 4 + 8 + 2])
+def test_epochs_that_draw_their_data_go_on(after: int, tmp_path: Path) -> None:
+    """A shuffling loader leaves other samples out in every epoch, and inputs are drawn anew: not a change of data."""
+    path, drawn = tmp_path / "c.h5", Augmented(*data(38).tensors)
+
+    class Drawn:
+        def __init__(self, after: int = -1) -> None:
+            self.left = after
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in DataLoader(drawn, batch_size=8, shuffle=True, drop_last=True):
+                if self.left == 0:
+                    raise RuntimeError("the power went out")
+                self.left -= 1
+                yield batch
+
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("plain", path, Drawn(1 + after))
+    assert path.exists()
+    assert same(fitted("plain", None, Drawn()), fitted("plain", path, Drawn()))
+
+
+@pytest.mark.parametrize("after", [1 + 5 + 2, 1 + 10 + 2, 1 + 15 + 6], ids=["sweep", "survey", "training"])
+def test_a_training_that_begins_at_a_curvature_knows_its_data(after: int, tmp_path: Path) -> None:
+    path, own = tmp_path / "c.h5", list(DataLoader(data(), batch_size=8))
+    options: dict[str, Any] = {"context": "batch"}  # which needs no pass of its own
+    with pytest.raises(RuntimeError, match="the power"):
+        fitted("momentum, INF variances", path, Listed(own, after), **options)
+    changed = [*own[:4], (-own[4][0], own[4][1])]
+    with pytest.raises(PosthocUQError, match="not those that the checkpoint was made from"):
+        fitted("momentum, INF variances", path, Listed(changed), **options)
 
 
 def test_a_checkpoint_is_no_posterior(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ _fit_options = together(
             type=click.Choice(HEADS),
             help="How to predict, which the file remembers [linearized].",
         ),
-        click.option("--residual-weight", type=float, default=1.0, show_default=True, help="Omega of inf."),
+        click.option("--residual-weight", type=float, help="Omega of inf [1]."),
         click.option(
             "--noise-variance", type=float, help="Of a regression; else from the training residuals."
         ),

@@ -29,24 +29,21 @@ PROBE_SAMPLES = 2
 
 @dataclass
 class Prepared:
-    """A capture that has proved itself, and what it leaves out.
+    """The layers that were asked for, a capture of their gradients that has proved itself, and what is left out.
 
     Attributes:
-        capture: ready to run.
+        capture: ready to run; it catches nothing where no proof was asked for.
+        layers: those that get a posterior, by name.
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
         warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
     """
 
     capture: Capture
+    layers: dict[str, Layer]
     deterministic: dict[str, str]
     outputs: int
     warning: str | None = None
-
-    @property
-    def layers(self) -> dict[str, Layer]:
-        """The tracked layers by name."""
-        return {name: tracked.layer for name, tracked in self.capture.tracked.items()}
 
 
 def prepare(
@@ -56,8 +53,18 @@ def prepare(
     *,
     unsupported: str = "raise",
     autocast: bool = False,
+    prove: bool = True,
 ) -> Prepared:
     """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
+
+    Args:
+        model: the user's; copies of it are run.
+        batch: whose first samples are used.
+        selection: of the layers.
+        unsupported: ``"raise"`` an error for a layer whose gradient cannot be rebuilt, or ``"skip"`` it.
+        autocast: whether the forward pass runs in mixed precision.
+        prove: whether gradients are caught at all. Without it a layer whose weight meets a product of matrices in code
+            of the user's own is left out: only its gradient would tell what it is.
 
     Raises:
         UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not
@@ -78,7 +85,12 @@ def prepare(
     names = {t.layer.weight for t in found}
     for name, parameter_name in reference.missed_weights(names, selection):
         failures[name] = reference.why_not_caught(parameter_name)
-    capture, broken = _settle(model, probe, chosen, reference, 0.1 if autocast else None)
+    if prove:
+        capture, broken = _settle(model, probe, chosen, reference, 0.1 if autocast else None)
+        layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
+    else:
+        capture, broken = Capture(model), [t for t in chosen if _is_loose(t)]
+        layers = {t.layer.name: t.layer for t in chosen if not _is_loose(t)}
     failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders) for t in broken}
     # A parameter that meets a product may be anything; only its module's type, its ties or its name make it a layer.
     loose = {t.layer.name for t in broken if _is_loose(t) and (selection == "all" or callable(selection))}
@@ -88,11 +100,13 @@ def prepare(
         raise UnsupportedLayerError(
             f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
         )
-    if not capture.tracked:
+    if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
-    covered = {name for t in capture.tracked.values() for name in t.layer.parameter_names}
+    covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
-    return Prepared(capture, reference.deterministic(covered, failures), reference.pull[0].numel(), warning)
+    return Prepared(
+        capture, layers, reference.deterministic(covered, failures), reference.pull[0].numel(), warning
+    )
 
 
 def _is_loose(tracked: Tracked) -> bool:

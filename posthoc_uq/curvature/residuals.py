@@ -10,17 +10,22 @@ from torch import Tensor
 
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.capture import Capture
+from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.sweep import SweepSettings, own_batches
 from posthoc_uq.devices import as_double, on_host
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Bar
+from posthoc_uq.randomness import sample_keys
 
 
 def squared_residuals(
-    capture: Capture, loader: Iterable[Any], settings: SweepSettings
+    capture: Capture, loader: Iterable[Any], settings: SweepSettings, content: Content | None = None
 ) -> tuple[Tensor, int] | None:
     """Sums of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the number of samples, from
     a forward pass over the data; None without labels.
+
+    Args:
+        content: is shown every batch, where one is given.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs.
@@ -32,6 +37,8 @@ def squared_residuals(
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             if batch.targets is None:
                 return None
+            if content is not None:
+                content.see(batch, sample_keys(batch.tensors(), samples, settings.seed))
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
                 outputs = batch.call(capture.twin)
             fault = unit.fault(outputs, batch.targets)

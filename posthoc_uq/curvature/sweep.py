@@ -12,6 +12,7 @@ from torch import Tensor
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.caught import Caught
+from posthoc_uq.curvature.content import WORD, contents, frame
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
@@ -49,8 +50,8 @@ class Summary:
         log_likelihood: sum of ``log p(y | x)`` at the trained weights, or None where labels were missing.
         outputs: outputs of one sample.
         keys: hashes of the first inputs.
-        digest: hash of all inputs in their order.
-        content: hash of all inputs in any order.
+        digest: hash of all batches in their order.
+        content: hash of all samples, with their targets, in any order.
     """
 
     batches: int = 0
@@ -68,14 +69,15 @@ class Summary:
         looked_at = min(self.seen, KEYS_KEPT)
         return looked_at >= 100 and 2 * len(self.keys) < looked_at
 
-    def note(self, keys: Tensor, targets: Tensor) -> None:
-        """Count a batch by the hashes of its inputs and the sum of those of its targets; both are on the CPU."""
+    def note(self, keys: Tensor, content: Tensor, shared: Tensor) -> None:
+        """Count a batch by the hashes of its inputs, the sum of those of its samples, and that of what they share; all
+        are on the CPU.
+        """
         found: list[int] = keys.tolist()
         if self.seen < KEYS_KEPT:
             self.keys.update(found[: KEYS_KEPT - self.seen])
-        total = sum(found) % (1 << 64)
-        self.digest = mixed_seed(self.digest, total, len(found), int(targets) % (1 << 64))
-        self.content = (self.content + total) % (1 << 64)
+        self.digest = mixed_seed(self.digest, int(content) % WORD, len(found), int(shared) % WORD)
+        self.content = (self.content + int(content)) % WORD
         self.batches += 1
         self.seen += len(found)
 
@@ -186,9 +188,9 @@ def _show(
 def _noting(summary: Summary, batch: Batch, keys: Tensor) -> Checks:
     """Checks of a batch that count it first."""
     checks, known = Checks(), list[Tensor]()
-    targets = sample_keys([] if batch.targets is None else [batch.targets], keys.shape[0], 0)
     checks.later(keys, known.append)
-    checks.later(targets.sum(), lambda total: summary.note(known[0], total))
+    checks.later(contents(batch, keys).sum(), known.append)
+    checks.later(frame(batch, keys.shape[0]), lambda shared: summary.note(known[0], known[1], shared))
     return checks
 
 

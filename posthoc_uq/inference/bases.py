@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch
-from posthoc_uq.inference.run import Run
 from posthoc_uq.inference.sparsify import kept_entries
+from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom
 from posthoc_uq.randomness import mixed_seed
 
+BASES: tuple[str, ...] = ("auto", "exact", "sketch")
 OVERSAMPLING = 10  # directions beyond those wanted (Halko, Martinsson, Tropp 2011)
 SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many times the sketch's width on
 
@@ -37,17 +38,25 @@ class Side:
         return eigh_descending(mean)[1]
 
 
-def sides(index: int, layer: Layer, run: Run) -> tuple[Side, Side]:
-    """The input side and the output side of a layer; each exact or sketched by its own size."""
+def sides(index: int, layer: Layer, task: Task, rank: int | float, basis: str) -> tuple[Side, Side]:
+    """The input side and the output side of a layer; each exact or sketched by its own size.
+
+    Args:
+        index: of the layer, from which the random numbers of its sketches come.
+        layer: whose bases are wanted.
+        task: the fit.
+        rank: eigenvalues that are to be kept, or their share.
+        basis: one of `BASES`.
+    """
     groups, outputs, inputs = layer.matrix_shape
-    wanted = kept_entries(run.options.rank, layer.matrix_shape) + OVERSAMPLING
-    dtype, device, budget = run.settings.dtype, run.device, run.options.memory_budget
+    wanted = kept_entries(rank, layer.matrix_shape) + OVERSAMPLING
+    dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
 
     def sketch(side: str, size: int, word: int) -> Side | None:
         width = min(size, wanted)
-        if not sketched(size, width, run.options.basis):
+        if not sketched(size, width, basis):
             return None
-        generator = torch.Generator().manual_seed(mixed_seed(run.settings.seed, index, word))
+        generator = torch.Generator().manual_seed(mixed_seed(task.settings.seed, index, word))
         test_matrix = torch.randn(groups, size, width, generator=generator, dtype=dtype, device="cpu").to(
             device
         )

@@ -189,6 +189,14 @@ class Checkpoint:
         write_snapshot(self._target, description, groups)
 
 
+def other_data() -> PosthocUQError:
+    """The error of data that changed since a part of the fit was computed."""
+    return PosthocUQError(
+        "The data are not those that the checkpoint was made from: inputs or targets changed after they were read. "
+        "Pass the same data, or delete the checkpoint to begin anew."
+    )
+
+
 def _group(groups: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): own for name, own in groups.items() if name.startswith(prefix)}
 

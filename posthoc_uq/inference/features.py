@@ -9,40 +9,40 @@ from posthoc_uq.curvature.class_grams import ClassGrams
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.sweep import show
 from posthoc_uq.distributed import gather, together
-from posthoc_uq.inference.run import Run
+from posthoc_uq.inference.task import Task
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 
 _NONE = "by the posterior itself, top class: no layer with one row a sample comes last"
 
 
-def watch_features(run: Run, source: FeatureSource | None) -> ClassGrams | None:
+def watch_features(task: Task, source: FeatureSource | None) -> ClassGrams | None:
     """Let the sweeps of a fit show the data to the statistics; None where there is no layer to take them of."""
     found = gather(source)
     if source is None or any(other != source for other in found):
         return None
-    run.prepared.capture.watched = source.layer
-    grams = ClassGrams(source, run.settings.likelihood, run.device, run.options.memory_budget)
-    run.observers.append(grams)
+    task.prepared.capture.watched = source.layer
+    grams = ClassGrams(source, task.settings.likelihood, task.device, task.memory_budget)
+    task.observers.append(grams)
     return grams
 
 
-def keep_features(run: Run, grams: ClassGrams | None, posterior: Posterior) -> None:
+def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) -> None:
     """Give a Laplace posterior the statistics of all the data, in a pass of its own where no sweep showed them."""
     if grams is None:
         posterior.record.fit["novelty"] = _NONE
         return
-    run.observe()
-    posterior.features = grams.result(run.settings.dtype)
+    task.observe()
+    posterior.features = grams.result(task.settings.dtype)
 
 
 def trained_features(
-    run: Run, source: FeatureSource | None, posterior: Posterior, network: nn.Module
+    task: Task, source: FeatureSource | None, posterior: Posterior, network: nn.Module
 ) -> None:
     """Give a trained posterior the statistics of the network that it predicts with, in one pass.
 
     Args:
-        run: the fit.
+        task: the fit.
         source: of the features.
         posterior: the result.
         network: at the posterior's mean.
@@ -50,14 +50,14 @@ def trained_features(
     if source is None:
         posterior.record.fit["novelty"] = _NONE
         return
-    settings = run.settings
-    grams = ClassGrams(source, settings.likelihood, run.device, run.options.memory_budget)
+    settings = task.settings
+    grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
     capture = Capture(network)
     capture.watched = source.layer
 
     def work() -> None:
         with isolated_random_state(settings.seed):
-            show(capture, run.loader, settings, [grams])
+            show(capture, task.loader, settings, [grams])
 
     together(work, "the novelty's statistics")
     posterior.features = grams.result(settings.dtype)

@@ -26,8 +26,8 @@ from posthoc_uq.devices import Checks, as_double, host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
+from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.options import FunctionSpaceOptions
 from posthoc_uq.inference.training import Group, Objective
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch

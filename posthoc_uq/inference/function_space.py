@@ -6,60 +6,53 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil, exp, inf, isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.contexts import Context, Mixture, default_context, resolve_context
+from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_noise
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
-from posthoc_uq.inference.laplace import laplace
+from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.options import FUNCTION_SPACE, FunctionSpaceOptions
-from posthoc_uq.inference.run import Run
 from posthoc_uq.inference.survey import survey
+from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import cosine, train
-from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import model_device, replicate
 
+FUNCTION_SPACE = "function_space"  # the method's name
 PRIOR_PRECISION = 1.0  # where none is given
 N_CONTEXT = 32
 _INITIALISATION = 201  # stream of the seed
 _SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
 
-def from_curvature(curvature: str, run: Run, model: nn.Module) -> Posterior:
-    """The linearised function-space posterior that needs no training: a Gaussian process with mean ``f(x; theta)`` and
-    covariance ``J(x) Sigma J(x')^T``, Sigma from the data's curvature at the trained weights.
-    """
-    posterior = laplace(curvature, run, model)
-    posterior.method = FUNCTION_SPACE
-    posterior.record.fit["curvature"] = curvature
-    return posterior
-
-
-def fit_function_space(
-    run: Run,
-    model: nn.Module,
+def train_over_functions(
+    task: Task,
     options: FunctionSpaceOptions,
-    batch: Batch,
     prior_precision: float | None,
-    val_loader: Iterable[Any] | None,
+    start: Callable[[], Posterior | None],
 ) -> Posterior:
     """Train the variances, and the means unless they are frozen; the noise of a regression is settled already.
+
+    Args:
+        task: the fit.
+        options: of the training.
+        prior_precision: of the last layer's weights in the prior over functions; None for 1.
+        start: makes the posterior whose variances it begins with, or None for constant ones.
 
     Raises:
         PosthocUQError: options, data or model do not fit; the message says how to go on.
@@ -69,47 +62,50 @@ def fit_function_space(
         raise PosthocUQError(
             "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
         )
-    settings, likelihood = run.settings, run.settings.likelihood
+    likelihood, settings, model = task.settings.likelihood, task.settings, task.model
     if options.learn_noise and likelihood.noise_variance is None:
         raise PosthocUQError(
             f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
         )
-    start = time.perf_counter()
+    began = time.perf_counter()
     with isolated_random_state(settings.seed):
-        network = FeatureNetwork(replicate(model), run.layers, batch)
+        network = FeatureNetwork(replicate(model), task.layers, task.batch)
     options = _with_points(network, options)
-    context = default_context(batch) if options.context is None else resolve_context(options.context)
-    field = _field(network, options, run, model)
-    samples = run.summary.seen
-    if context.needs_data or not samples:
-        samples = survey(run.loader, settings.reader, context, settings.seed, settings.progress)
+    context = default_context(task.batch) if options.context is None else resolve_context(options.context)
+    field = _field(network, options, task, start)
+    samples, content = task.summary.seen, None if task.checkpoint is None else Content()
+    if context.needs_data or not samples or content is not None:
+        samples = survey(task.loader, settings.reader, context, settings.seed, settings.progress, content)
+    if content is not None:
+        task.check_content(content.total)
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
-    prior, frozen = _prior(network, options, run, model, field, tau)
+    prior, frozen = _prior(network, options, task, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
     history = train(
         objective,
-        run.loader,
+        task.loader,
         settings.reader,
         options,
         seed=settings.seed,
-        val_loader=val_loader,
-        checkpoint=run.checkpoint,
+        val_loader=task.val_loader,
+        checkpoint=task.checkpoint,
+        content=content,
         progress=settings.progress,
     )
-    run.seconds["training"] = time.perf_counter() - start
+    task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
-    _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(batch))))
+    _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
     posterior = Posterior(
         FUNCTION_SPACE,
-        run.layers,
-        field.blocks(run.layers, samples),
-        {name: [name] for name in run.layers},
+        task.layers,
+        field.blocks(task.layers, samples),
+        {name: [name] for name in task.layers},
         {name: parameter.detach() for name, parameter in model.named_parameters()},
         objective.likelihood(),
         Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
         Record(
-            _record(options, context, history, run, samples, val_loader, network.last.name),
-            dict(run.prepared.deterministic),
+            _record(options, context, history, task, samples, network.last.name),
+            dict(task.prepared.deterministic),
         ),
         centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
     )
@@ -163,10 +159,15 @@ def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
         )
 
 
-def _field(network: FeatureNetwork, options: FunctionSpaceOptions, run: Run, model: nn.Module) -> MeanField:
+def _field(
+    network: FeatureNetwork,
+    options: FunctionSpaceOptions,
+    task: Task,
+    start: Callable[[], Posterior | None],
+) -> MeanField:
     """Where the training begins."""
     parameters = dict(network.twin.named_parameters())
-    names = [name for layer in run.layers.values() for name in layer.parameter_names]
+    names = [name for layer in task.layers.values() for name in layer.parameter_names]
     narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
     if narrow:
         raise PosthocUQError(
@@ -176,26 +177,22 @@ def _field(network: FeatureNetwork, options: FunctionSpaceOptions, run: Run, mod
     means = {name: parameters[name].detach() for name in names}
     if options.train_mean:
         means = {name: mean.clone() for name, mean in means.items()}
-    resumed = run.checkpoint is not None and run.checkpoint.training is not None
-    if options.initial == "constant" or resumed:  # what a checkpoint holds is put in place later
+    resumed = task.checkpoint is not None and task.checkpoint.training is not None
+    initial = None if resumed else start()  # what a checkpoint holds is put in place later
+    if initial is None:
         last = network.last.parameter_names
-        start = {
+        first = {
             n: options.initial_log_variance if n in last else options.initial_body_log_variance for n in names
         }
-        logs = {name: torch.full_like(mean, start[name]) for name, mean in means.items()}
+        logs = {name: torch.full_like(mean, first[name]) for name, mean in means.items()}
         return MeanField(means, logs, options.train_mean)
-    if isinstance(options.initial, Posterior):
-        initial = options.initial
-        _check_initial(initial, means)
-        if initial.centre:
-            if not options.train_mean:
-                raise PosthocUQError(
-                    "A posterior with a mean of its own cannot begin a training with train_mean=False."
-                )
-            means = {name: initial.mean[name].to(mean).clone() for name, mean in means.items()}
-    else:
-        initial = laplace(cast(str, options.initial), run, model)
-        maximise_evidence(initial)
+    _check_initial(initial, means)
+    if initial.centre:
+        if not options.train_mean:
+            raise PosthocUQError(
+                "A posterior with a mean of its own cannot begin a training with train_mean=False."
+            )
+        means = {name: initial.mean[name].to(mean).clone() for name, mean in means.items()}
     variances = initial.variance()
     floor = exp(-80.0)
     logs = {name: variances[name].to(mean).clamp(min=floor).log() for name, mean in means.items()}
@@ -219,16 +216,15 @@ def _check_initial(initial: Posterior, means: Mapping[str, Tensor]) -> None:
 def _prior(
     network: FeatureNetwork,
     options: FunctionSpaceOptions,
-    run: Run,
-    model: nn.Module,
+    task: Task,
     field: MeanField,
     precision: float,
 ) -> tuple[FunctionPrior, bool]:
     """The prior, and whether its moments are those of the field's own means."""
     pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
     if options.prior_mean == "random_init":
-        with isolated_random_state(mixed_seed(run.settings.seed, _INITIALISATION)):
-            parameters = _initialised(model, pretrained)
+        with isolated_random_state(mixed_seed(task.settings.seed, _INITIALISATION)):
+            parameters = _initialised(task.model, pretrained)
     else:
         parameters = pretrained
     frozen = (
@@ -271,9 +267,8 @@ def _record(
     options: FunctionSpaceOptions,
     context: Context,
     history: list[dict[str, float]],
-    run: Run,
+    task: Task,
     samples: int,
-    val_loader: Iterable[Any] | None,
     last: str,
 ) -> dict[str, Any]:
     named = options.context if isinstance(options.context, str) else type(context).__name__
@@ -282,7 +277,7 @@ def _record(
     losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
     return {
         "samples": samples,
-        "seed": run.settings.seed,
+        "seed": task.settings.seed,
         "epochs": len(history),
         "epoch taken": _least(losses) + 1 if losses else len(history),
         "mean": "trained" if options.train_mean else "frozen",
@@ -294,9 +289,9 @@ def _record(
         "prior body variance": float(options.prior_body_variance),
         "last layer": last,
         "function noise": options.function_noise,
-        "initial": options.initial if isinstance(options.initial, str) else "a posterior",
+        "initial": "a posterior" if isinstance(options.initial, Posterior) else options.initial or "constant",
         **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
-        **{f"seconds, {what}": value for what, value in run.seconds.items()},
+        **{f"seconds, {what}": value for what, value in task.seconds.items()},
     }
 
 

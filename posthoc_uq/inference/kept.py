@@ -91,7 +91,8 @@ class KeptInputs:
         if new:
             found = _some(batch, [index[key] for key in new], samples)
             self._samples |= dict(zip(new, found, strict=True))
-            kept = self._within({key: sample.bytes for key, sample in self._samples.items()})
+            sizes = {key: sample.bytes for key, sample in self._samples.items()}
+            kept = self._within(sizes, self._budget)
             self._samples = {key: self._samples[key] for key in kept}
 
     def read(self, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool) -> None:
@@ -102,7 +103,7 @@ class KeptInputs:
                 self.see(batch, sample_keys(batch.tensors(), samples, seed))
                 bar.advance(samples)
 
-    def _within(self, sizes: Mapping[int, int]) -> list[int]:
+    def _within(self, sizes: Mapping[int, int], budget: int) -> list[int]:
         """The smallest hashes whose inputs fit into the budget together. What is dropped once would never come back:
         more data only put more before it.
         """
@@ -110,7 +111,7 @@ class KeptInputs:
         total = 0
         for key in sorted(sizes)[: self._wanted]:
             total += sizes[key]
-            if kept and total > self._budget:
+            if kept and total > budget:
                 break
             kept.append(key)
         return kept
@@ -119,8 +120,11 @@ class KeptInputs:
         """The inputs of all processes in the order of their hashes, on `device`, as batches of inputs that are alike in
         shape.
         """
-        sizes = gather({key: sample.bytes for key, sample in self._samples.items()})
-        chosen = self._within({key: size for part in sizes for key, size in part.items()})
+        sizes, budgets = zip(
+            *gather(({key: sample.bytes for key, sample in self._samples.items()}, self._budget)), strict=True
+        )
+        # All processes must choose the same, and by the least budget each of them still holds what is its own of it.
+        chosen = self._within({key: size for part in sizes for key, size in part.items()}, min(budgets))
         parts = gather({key: self._samples[key] for key in chosen if key in self._samples})
         found = {key: sample for part in parts for key, sample in part.items()}
         groups: dict[Any, list[_Sample]] = {}

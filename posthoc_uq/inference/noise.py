@@ -7,26 +7,29 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from posthoc_uq.curvature.content import WORD, Content
 from posthoc_uq.curvature.residuals import squared_residuals
 from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import add_up, gather, together
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
-from posthoc_uq.inference.run import Run
+from posthoc_uq.inference.task import Task
 from posthoc_uq.randomness import isolated_random_state
 
 
-def find_noise(run: Run) -> str:
-    """Set the noise variance of each output of a run, by a forward pass over the data; says where it came from.
+def find_noise(task: Task) -> str:
+    """Set the noise variance of each output of a task, by a forward pass over the data; says where it came from.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
         NonFiniteError: the residuals are not finite.
     """
 
+    content = Content() if task.checkpoint is not None else None
+
     def sweep() -> tuple[Tensor, int] | None:
-        with isolated_random_state(run.settings.seed):
-            return squared_residuals(run.prepared.capture, run.loader, run.settings)
+        with isolated_random_state(task.settings.seed):
+            return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
 
     def work() -> Tensors:
         found = together(sweep, "the sweep for the noise")
@@ -35,9 +38,10 @@ def find_noise(run: Run) -> str:
         assert found is not None
         count = torch.tensor(float(found[1]), dtype=torch.float64, device="cpu")
         add_up({"total": found[0], "count": count})
+        task.summary.content = sum(gather(0 if content is None else content.total)) % WORD
         return {"noise": {"variance": found[0] / count}}
 
-    found = run.stage("noise", work)
+    found = task.stage("noise", work)
     if not found:
         return "1, since the loader gives no targets"
     noise = as_double(found["noise"]["variance"]).cpu()
@@ -49,5 +53,5 @@ def find_noise(run: Run) -> str:
         raise PosthocUQError(
             "The model reproduces its training targets without error; give noise_variance=... yourself."
         )
-    run.settings = replace(run.settings, likelihood=run.settings.likelihood.with_noise(noise))
+    task.settings = replace(task.settings, likelihood=task.settings.likelihood.with_noise(noise))
     return "mean squared residual of the training data"

@@ -78,11 +78,19 @@ def _callable(value: Callable[..., Any], depth: int) -> Any:
         found = inspect.getclosurevars(value)
         read = {name: inner for name, inner in found.globals.items() if _tells(inner) and not callable(inner)}
         held = [dict(found.nonlocals), read]
-        code = sha256(_code(value.__code__).encode()).hexdigest()
-        return [_name(value), code, plain([value.__defaults__, value.__kwdefaults__, held], depth)]
+        return [
+            _name(value),
+            code_digest(value.__code__),
+            plain([value.__defaults__, value.__kwdefaults__, held], depth),
+        ]
     if isinstance(value, (type, types.BuiltinFunctionType)):
         return _name(value)
     return [_name(type(value)), plain(_inside(value), depth)]
+
+
+def code_digest(code: types.CodeType) -> str:
+    """Equal for the same code in another process of the same version of Python."""
+    return sha256(_code(code).encode()).hexdigest()
 
 
 def _code(code: types.CodeType) -> str:

@@ -20,14 +20,15 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from posthoc_uq.arguments import LOADER, explained
+from posthoc_uq.curvature.content import Content, batch_hash
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
-from posthoc_uq.inference.checkpoint import Checkpoint, Tensors
+from posthoc_uq.inference.checkpoint import Checkpoint, Tensors, other_data
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
 from posthoc_uq.inference.resumable import check_training
 from posthoc_uq.loaders import Batch, BatchReader, batches
-from posthoc_uq.randomness import isolated_random_state, mixed_seed, sample_keys
+from posthoc_uq.randomness import isolated_random_state, mixed_seed
 
 Group = dict[str, Any]
 OptimizerFactory = Callable[[list[Group]], Optimizer]
@@ -35,9 +36,20 @@ OptimizerFactory = Callable[[list[Group]], Optimizer]
 _DATA, _STEP = 101, 102  # streams of the seed
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What all methods that train have in common; see `posthoc_uq.fit`."""
+    """What all methods that train have in common.
+
+    Attributes:
+        epochs: passes over the data.
+        lr: learning rate of the means.
+        log_variance_lr: learning rate of the log variances.
+        optimizer: a callable from parameter groups to a torch optimiser; Adam by default.
+        schedule: a callable from progress in [0, 1) to a factor on the rates; a cosine down to 0.05 by default.
+        clip: largest size of a gradient's entries; None for no limit.
+        patience: epochs without a better validation NLL after which to stop.
+        val_draws: draws of the weights for that NLL.
+    """
 
     epochs: int = 10
     lr: float = 1e-4
@@ -99,6 +111,8 @@ class _State:
     length: int = 0  # batches of an epoch, 0 while nobody knows
     sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     samples: int = 0
+    content: int = 0  # of the data in a pass before the training, in any order
+    batches: int = 0  # of that pass
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=lambda: list[dict[str, float]]())
     best: int = -1  # the epoch whose tensors are kept, by number
@@ -127,12 +141,25 @@ def train(
     seed: int,
     val_loader: Iterable[Any] | None = None,
     checkpoint: Checkpoint | None = None,
+    content: Content | None = None,
     progress: bool = True,
 ) -> list[dict[str, float]]:
     """Train `objective` in place.
 
     With `val_loader` its tensors end as those of the epoch with the least validation NLL, and after `patience` epochs
     without a better one the training stops.
+
+    Args:
+        objective: what is trained.
+        loader: of the data.
+        reader: of its batches.
+        options: of the training.
+        seed: of all that is drawn.
+        val_loader: held-out data.
+        checkpoint: takes where the training stands, or says where it stood.
+        content: of a pass over the data which began from the same random state in every attempt, as an epoch does not;
+            needed with `checkpoint`.
+        progress: whether to show a bar.
 
     Returns:
         One dictionary an epoch: the means of the loss and its parts over the epoch's samples, ``validation NLL`` where
@@ -142,7 +169,7 @@ def train(
         NonFiniteError: a loss or a gradient is not finite, and names the step; or what was trained is not.
         PosthocUQError: the loader yields no targets, or not the data that the checkpoint was made from.
     """
-    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint)
+    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint, content or Content())
     with tqdm(disable=not progress, desc="train", unit=" samples", leave=False) as bar:
         run.resume()
         while run.state.epoch < options.epochs and not run.state.done:
@@ -164,6 +191,7 @@ class _Run:
         seed: int,
         val_loader: Iterable[Any] | None,
         checkpoint: Checkpoint | None,
+        content: Content,
     ) -> None:
         self._objective, self._loader, self._reader, self._options = objective, loader, reader, options
         self._seed, self._val_loader, self._checkpoint = seed, val_loader, checkpoint
@@ -174,13 +202,15 @@ class _Run:
             group["initial_lr"] = group["lr"]
         self._schedule = options.schedule or cosine
         self._kept: dict[str, Tensor] = {}
-        self.state = _State(length=_length(loader))
+        self.state = _State(length=_length(loader), content=content.total, batches=content.batches)
 
     def resume(self) -> None:
         """Go on from the checkpoint, if it holds a training."""
         if self._checkpoint is None or self._checkpoint.training is None:
             return
         description, groups = self._checkpoint.training
+        if any(description["state"][name] != getattr(self.state, name) for name in ("content", "batches")):
+            raise other_data()
         own = {
             name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
         }
@@ -214,7 +244,7 @@ class _Run:
             for batch in batches(self._loader, self._reader):
                 samples = count_samples(batch)
                 if self._checkpoint is not None:
-                    digest = _digest(digest, batch, samples)
+                    digest = mixed_seed(digest, batch_hash(batch))
                 seen += 1
                 bar.update(samples)
                 if seen <= skip:
@@ -338,11 +368,6 @@ def _other_losses() -> CorruptPosteriorError:
     return CorruptPosteriorError(
         "The checkpoint is of a training with other losses than this one has; delete it to begin anew."
     )
-
-
-def _digest(digest: int, batch: Batch, samples: int) -> int:
-    tensors = [*batch.tensors(), *([] if batch.targets is None else [batch.targets])]
-    return mixed_seed(digest, int(sample_keys(tensors, samples, 0).sum()))
 
 
 def _length(loader: Iterable[Any]) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.layers import KINDS, Layer, matrix_sides
 from posthoc_uq.likelihoods import likelihood_from_attributes
+from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.referral import checked_referral
-from posthoc_uq.storage.schema import METHODS
 
 
 def checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
@@ -46,7 +46,7 @@ def _check_layer(layer: Layer) -> None:
 def _check_method(state: Mapping[str, Any]) -> None:
     method = state["attributes"]["method"]
     kinds = {block["kind"] for block in state["blocks"].values()}
-    if len(kinds) != 1 or not kinds <= set(METHODS[method]):
+    if len(kinds) != 1 or not kinds <= set(FAMILIES[method]):
         raise CorruptPosteriorError(
             f"its method is {method!r}, and its blocks are of the kinds {sorted(kinds)}"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from reprlib import Repr
@@ -89,7 +89,7 @@ class Simple(Field):
 class Text(Field):
     """A text: one of a few, of a pattern, or any that is not too long."""
 
-    among: tuple[str, ...] = ()
+    among: Collection[str] = ()
     pattern: str | None = None
     longest: int = _LONGEST
 
@@ -97,7 +97,7 @@ class Text(Field):
         if not isinstance(value, str) or len(value) > self.longest:
             raise refuse(where, f"a text of at most {self.longest} characters", value)
         if self.among and value not in self.among:
-            raise refuse(where, f"one of {self.among}", value)
+            raise refuse(where, f"one of {tuple(self.among)}", value)
         if self.pattern is not None and re.fullmatch(self.pattern, value) is None:
             raise refuse(where, f"a text of the form {self.pattern}", value)
 

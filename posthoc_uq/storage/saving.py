@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from typing import Any, Literal, cast
 
@@ -23,6 +22,7 @@ from posthoc_uq.storage.attributes import attributes_of
 from posthoc_uq.storage.consistency import checked_layers
 from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
 from posthoc_uq.storage.table import check_posterior
+from posthoc_uq.version import __version__
 
 _WIDER = "save with dtype=torch.bfloat16 or torch.float32"
 _LOST = 0.01  # share of a tensor's absolute sum that a narrower number format may lose
@@ -97,7 +97,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
             arrays[schema.features_path(name)] = partial(as_array, tensor, dtype or tensor.dtype)
         features = {"attributes": kept["attributes"], "dtypes": formats}
     described = {
-        "library_version": _library_version(),
+        "library_version": __version__,
         "fingerprint": schema.fingerprint(posterior.original),
         "attributes": state["attributes"],
         "layers": state["layers"],
@@ -156,10 +156,3 @@ def as_array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     if dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(stored)
     return tensor.numpy().astype(stored, copy=False)
-
-
-def _library_version() -> str:
-    try:
-        return version("posthoc-uq")
-    except PackageNotFoundError:  # used from a checkout
-        return "unknown"

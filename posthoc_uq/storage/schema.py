@@ -29,16 +29,6 @@ FEATURES = "features"  # the group of the last layer's inputs
 LARGEST = 1e30
 """No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
 
-METHODS: dict[str, tuple[str, ...]] = {
-    "diag": ("diagonal",),
-    "kfac": ("kfac",),
-    "efb": ("efb",),
-    "inf": ("inf",),
-    "full": ("dense",),
-    "function_space": ("mean_field", "diagonal", "kfac", "efb", "inf"),
-}
-"""The kinds of blocks that each method gives."""
-
 
 def layer_path(layer: str) -> str:
     """The group that describes a layer."""

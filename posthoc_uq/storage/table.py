@@ -12,6 +12,7 @@ from typing import Any
 
 from posthoc_uq.layers import KINDS
 from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.features import SOURCES
 from posthoc_uq.posteriors.information import CORRECTIONS
 from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS
@@ -229,7 +230,7 @@ _POSTERIOR = Record(
         "fingerprint": _DIGEST,
         "attributes": Record(
             {
-                "method": Text(tuple(schema.METHODS)),
+                "method": Text(FAMILIES),
                 **_HYPERPARAMETERS,
                 "likelihood": _LIKELIHOOD,
                 "evidence": _EVIDENCE,
@@ -269,8 +270,9 @@ _TRAINING = Record(
     {
         "state": Record(
             {
-                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples")},
+                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples", "batches")},
                 "digest": _HASH,
+                "content": _HASH,
                 "sums": Named(_SUM),
                 "seconds": Number(0.0, _ANY),
                 "history": Items(Named(_SUM, {"validation NLL": AnyNumber()})),

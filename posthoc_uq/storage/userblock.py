@@ -14,16 +14,21 @@ from hashlib import sha256
 from typing import BinaryIO, NamedTuple
 
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.storage.schema import CHECKPOINT, METHODS
+from posthoc_uq.posteriors.families import FAMILIES
+from posthoc_uq.storage.schema import CHECKPOINT
 
 FORMAT_VERSION = 4
 OLDEST_VERSION = 1  # that is still read
 SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"
-KINDS = (*METHODS, CHECKPOINT)
 _FIELDS = struct.Struct("<16sIQ32s16s")  # magic, version, length, digest, kind; zeros up to SIZE
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _KINDS_FROM = 4  # the first version that names its kind
+
+
+def is_kind(name: str) -> bool:
+    """Whether a file may be of that kind: a method's name, or `CHECKPOINT`."""
+    return name == CHECKPOINT or name in FAMILIES
 
 
 class Header(NamedTuple):
@@ -82,7 +87,7 @@ def parse(block: bytes, size: int, path: str) -> Header:
             f"save it again."
         )
     kind = name.rstrip(b"\0").decode(errors="replace")
-    known = kind in KINDS if version >= _KINDS_FROM else kind == ""
+    known = is_kind(kind) if version >= _KINDS_FROM else kind == ""
     if not known or any(block[_FIELDS.size : SIZE]):
         raise CorruptPosteriorError(f"'{path}' is damaged: its header is none that posthoc_uq writes.")
     return Header(version, length, digest, kind or None)

@@ -5,61 +5,88 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from posthoc_uq.curvature.content import WORD, Content
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, show, sweep
 from posthoc_uq.devices import placed
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors
+from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors, other_data
+from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, resolve_fisher
 from posthoc_uq.inference.resumable import check_same
 from posthoc_uq.layers import Layer
+from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import return_freed_memory
-from posthoc_uq.posteriors.information import Correction
 from posthoc_uq.randomness import isolated_random_state
 
 
 @dataclass
-class LaplaceOptions:
-    """Options of the Laplace family; see `posthoc_uq.fit`."""
-
-    rank: int | float = 100
-    basis: str = "auto"
-    basis_fraction: float = 1.0
-    correction: Correction = "rescale"
-    memory_budget: int = 256 * 2**20
-
-
-@dataclass
-class Run:
-    """One fit under way: how to sweep, and what the sweeps gave besides the statistics.
+class Task:
+    """What a method is given: the model and its data, how to sweep over them, and what the sweeps gave besides the
+    statistics.
 
     Attributes:
+        model: the user's; it is read, never changed.
+        prepared: the layers that get a posterior, and the capture of their gradients where the method asked for it.
+        loader: the training data of this process.
+        batch: the first of it.
+        settings: of every sweep: how batches are read, the likelihood, the labels of the Fisher, the seed.
+        device: of the model and of all statistics.
+        memory_budget: bytes that one temporary may take.
+        val_loader: held-out batches, if there are any.
+        checkpoint: where a stage's result is kept, if that was asked for.
+        summary: what the last sweep saw.
+        seconds: that each part took, by its description.
         observers: are shown all the data once, by the first sweep that goes over all of them.
         observed: whether they were.
+        known: the hash of all samples, with their targets, as the stages saw them that were not computed here but taken
+            from a checkpoint; None without these.
     """
 
+    model: nn.Module
     prepared: Prepared
     loader: Iterable[Any]
+    batch: Batch
     settings: SweepSettings
-    options: LaplaceOptions
     device: torch.device
+    memory_budget: int
+    val_loader: Iterable[Any] | None = None
     checkpoint: Checkpoint | None = None
     summary: Summary = field(default_factory=Summary)
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
+    known: int | None = None
 
     @property
     def layers(self) -> dict[str, Layer]:
         """The layers to fit."""
         return self.prepared.layers
+
+    def take_labels(self, fisher: FisherChoice, n_samples: int) -> None:
+        """Settle which labels the Fisher of the sweeps is an expectation over.
+
+        Args:
+            fisher: as a method was asked for; ``"auto"`` goes by the numbers of outputs and samples.
+            n_samples: labels drawn per sample, where they are drawn.
+        """
+        samples = None
+        if fisher == "auto":
+            reader, batch = self.settings.reader, self.batch
+            samples = of_all(
+                together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
+            )
+        kind, labels = resolve_fisher(
+            fisher, n_samples, self.prepared.outputs, samples, self.settings.likelihood
+        )
+        self.settings = replace(self.settings, fisher=kind, n_samples=labels)
 
     def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:
         """Do a part of the fit, or take its result from where it was done already: the checkpoint, or that of another
@@ -74,6 +101,7 @@ class Run:
                 a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
             }
             self.summary = done[ahead[0]]
+            self.known = self.summary.content or self.known
         else:
             # The order in memory decides how products are rounded, so it must be as it comes out of a file.
             found = together(lambda: _finite(work(), name), name)
@@ -97,7 +125,8 @@ class Run:
         """Sweep once; returns the number of samples swept over, in all processes.
 
         Raises:
-            PosthocUQError: the loader gave another number of samples than in the sweep before, or none of the share.
+            PosthocUQError: the loader gave another number of samples than in the sweep before, other samples than
+                those that the checkpoint was made from, or none of the share.
         """
         start = time.perf_counter()
         sums = {
@@ -119,6 +148,7 @@ class Run:
                 f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
                 f"it must give the same data every time."
             )
+        self.check_content(summary.content)
         if summary.samples == 0:
             raise PosthocUQError(
                 f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
@@ -171,6 +201,18 @@ class Run:
                 observers=() if self.observed or share < 1 else self.observers,
             )
 
+    def check_content(self, content: int) -> None:
+        """Refuse data that are not those of the stages which were taken from a checkpoint.
+
+        Args:
+            content: the hash of all samples, of all processes, with their targets.
+
+        Raises:
+            PosthocUQError: they are not.
+        """
+        if self.known not in (None, content):
+            raise other_data()
+
     def observe(self) -> None:
         """Show the data to the observers in a pass of its own, where no sweep of this process went over all of them: a
         resumed fit begins after its sweeps, and a training has none.
@@ -178,11 +220,14 @@ class Run:
         if self.observed or not self.observers:
             return
 
+        content = Content()
+
         def work() -> None:
             with isolated_random_state(self.settings.seed):
-                show(self.prepared.capture, self.loader, self.settings, self.observers)
+                show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
 
         together(work, "looking at the data")
+        self.check_content(sum(gather(content.total)) % WORD)
         self.observed = True
 
     def timed(self, description: str, work: Callable[[], Any]) -> Any:
@@ -260,5 +305,5 @@ def _together(summary: Summary) -> Summary:
         samples=sum(one.samples for one in found),
         log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
         outputs=max(one.outputs for one in found),
-        content=sum(one.content for one in found) % (1 << 64),
+        content=sum(one.content for one in found) % WORD,
     )

@@ -1,0 +1,95 @@
+"""The methods by which a posterior is fitted, one file each.
+
+To add one: a subclass of `Method` (or of `Curvature`, if it sums up gradients) in a file of its own, and a row below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.methods.base import Method
+from posthoc_uq.methods.curvature import Curvature
+from posthoc_uq.methods.dense import Dense
+from posthoc_uq.methods.diagonal import Diagonal
+from posthoc_uq.methods.efb import EFB
+from posthoc_uq.methods.function_space import FunctionSpace
+from posthoc_uq.methods.inf import INF
+from posthoc_uq.methods.kfac import KFAC
+from posthoc_uq.posteriors.families import FAMILIES
+
+__all__ = [
+    "EFB",
+    "INF",
+    "KFAC",
+    "METHODS",
+    "Curvature",
+    "Dense",
+    "Diagonal",
+    "FunctionSpace",
+    "Method",
+    "method_of",
+    "register_method",
+]
+
+METHODS: dict[str, type[Method]] = {}
+"""Every method by its name: what `posthoc_uq.fit`, the command line, files and the tests know."""
+
+AnyMethod = TypeVar("AnyMethod", bound=type[Method])
+
+
+def register_method(kind: AnyMethod) -> AnyMethod:
+    """Make a method known by its name; a decorator for methods outside of this package.
+
+    Raises:
+        PosthocUQError: another method has the name, or it is none that a file can carry.
+    """
+    if re.fullmatch(r"[a-z0-9_]{1,16}", kind.name) is None:
+        raise PosthocUQError(
+            f"A method's name has 1 to 16 small letters, digits and underscores; not {kind.name!r}."
+        )
+    known = METHODS.get(kind.name)
+    if known is not None and known is not kind:
+        raise PosthocUQError(
+            f"There is a method {kind.name!r} already, {known.__module__}.{known.__qualname__}."
+        )
+    METHODS[kind.name] = kind
+    FAMILIES[kind.name] = kind.block_kinds
+    return kind
+
+
+for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace):
+    register_method(_kind)
+
+
+def method_of(method: str | Method, options: Mapping[str, Any] | None = None) -> Method:
+    """The method of that name with these options, or the object itself.
+
+    Args:
+        method: a name out of `METHODS`, or an object.
+        options: of a method that is given by name; one that is None has its default.
+
+    Raises:
+        PosthocUQError: the name is unknown, or an option is not one that the method takes, or has no valid value.
+    """
+    chosen = {name: value for name, value in (options or {}).items() if value is not None}
+    if isinstance(method, Method):
+        if chosen:
+            written = ", ".join(f"{name}=..." for name in chosen)
+            raise PosthocUQError(
+                f"The method is given as an object, so its options belong there: {type(method).__name__}({written})."
+            )
+        return method
+    if isinstance(method, type) and issubclass(method, Method):
+        raise PosthocUQError(f"method is a class; make an object of it: uq.{method.__name__}().")
+    if method not in METHODS:
+        raise PosthocUQError(f"method must be one of {sorted(METHODS)} or a Method object, not {method!r}.")
+    kind = METHODS[method]
+    names = sorted(f.name for f in fields(kind))
+    stray = [name for name in chosen if name not in names]
+    if stray:
+        raise PosthocUQError(f"method={method!r} does not take {stray}; it takes {names}.")
+    return kind(**chosen)

@@ -1,0 +1,134 @@
+"""What a method of fitting is.
+
+A method is a frozen dataclass: its fields are its options, and `Method.fit` makes a posterior of a `Task`. Its file
+holds all of it, and one row of the table in ``methods/__init__.py`` makes it known to `posthoc_uq.fit`, to the command
+line, to files and to the tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.task import Task
+from posthoc_uq.posteriors.base import Posterior
+
+WITHOUT_EFFECT = {"without effect": True}
+"""Metadata of a field that does not change the result: it is no part of what tells two fits apart."""
+
+_SMALLEST_BUDGET = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """A way to fit a posterior. These fields all methods have.
+
+    Attributes:
+        unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them, which leaves
+            them deterministic.
+        dtype: of the statistics: `torch.float32` or `torch.float64`; by default float32, or wider where the model is.
+        memory_budget: bytes that one temporary of the statistics may take; by default a share of what is free, at most
+            256 MiB.
+        checkpoint_every: batches between two writes of the checkpoint, where `posthoc_uq.fit` was given one.
+    """
+
+    name: ClassVar[str]
+    """By which it is called and recorded."""
+    block_kinds: ClassVar[tuple[str, ...]]
+    """The kinds of blocks that its posteriors may have; a file with others is refused."""
+    tunable: ClassVar[frozenset[str]]
+    """Which hyperparameters mean something for its posteriors, where the likelihood has them too."""
+    proves_gradients: ClassVar[bool] = True
+    """Whether the dry run must catch and prove the gradients of every layer: for sweeps over them, and for posteriors
+    that the linearised head is to predict with."""
+
+    unsupported: str = "raise"
+    dtype: torch.dtype | None = None
+    memory_budget: int | None = field(default=None, metadata=WITHOUT_EFFECT)
+    checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
+
+    def __post_init__(self) -> None:
+        among(self, "unsupported", ("raise", "skip"))
+        if self.memory_budget is not None:
+            whole(self, "memory_budget", _SMALLEST_BUDGET, "bytes")
+        whole(self, "checkpoint_every", 1, "batches")
+
+    @property
+    def trains(self) -> bool:
+        """Whether it optimises the variances themselves, so that its prior is settled by the fit and held-out data
+        choose the epoch.
+        """
+        return False
+
+    @property
+    def head(self) -> str:
+        """The head that its posteriors are made for."""
+        return "sampling" if self.trains else "linearized"
+
+    @abstractmethod
+    def passes(self) -> int:
+        """How often it reads the data."""
+
+    @abstractmethod
+    def fit(self, task: Task) -> Posterior:
+        """The posterior, with hyperparameters at their starting values.
+
+        Raises:
+            NonFiniteError: outputs, gradients or a loss are not finite.
+            PosthocUQError: data or model do not suit the method; the message says how to go on.
+        """
+
+    def update(self, posterior: Posterior, task: Task) -> Posterior:
+        """A posterior of the data it was fitted on and those of the task together.
+
+        Raises:
+            PosthocUQError: the method cannot take in more data.
+        """
+        raise PosthocUQError(
+            f"A posterior of method={self.name!r} cannot take in more data after its fit; fit again on all data."
+        )
+
+    def forget(self, posterior: Posterior, task: Task) -> Posterior:
+        """A posterior of the data it was fitted on without those of the task.
+
+        Raises:
+            PosthocUQError: the method cannot take data out again.
+        """
+        raise PosthocUQError(
+            f"A posterior of method={self.name!r} cannot forget data after its fit; fit again on those left."
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Its name and all fields that change the result, as plain values: two fits that differ in one are not the same
+        fit.
+        """
+        own = {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("without effect")}
+        return {"method": self.name} | {name: plain(value) for name, value in own.items()}
+
+
+def among(options: Any, name: str, allowed: tuple[str, ...]) -> None:
+    """Refuse an option that is none of a few texts.
+
+    Raises:
+        PosthocUQError: names those.
+    """
+    if getattr(options, name) not in allowed:
+        raise PosthocUQError(f"{name} must be one of {allowed}, not {getattr(options, name)!r}.")
+
+
+def whole(options: Any, name: str, least: int, unit: str = "") -> None:
+    """Refuse an option that is no whole number from `least` on.
+
+    Raises:
+        PosthocUQError: says so.
+    """
+    value = getattr(options, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PosthocUQError(
+            f"{name} must be a whole number{f' of {unit}' if unit else ''}, at least {least}; not {value!r}."
+        )

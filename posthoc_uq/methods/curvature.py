@@ -1,0 +1,128 @@
+"""What the methods have in common that take the Fisher information of the data for the precision of a Gaussian.
+
+That is Laplace's approximation: ``N(theta, (scale I + prior_precision)^-1)`` around the trained weights (MacKay 1992,
+"A practical Bayesian framework for backpropagation networks"). The methods differ in the form of ``I`` that they keep.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
+
+from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGradients
+from posthoc_uq.distributed import world
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.labels import FisherChoice
+from posthoc_uq.inference.task import Task
+from posthoc_uq.layers import Layer
+from posthoc_uq.methods.base import Method, among, whole
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.record import Evidence, Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curvature(Method):
+    """A Laplace posterior from sweeps over the data; a subclass says what it keeps of the Fisher, in `blocks`.
+
+    Attributes:
+        fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, ``"empirical"``
+            targets, or ``"auto"``: exact where outputs and samples are few, else drawn, up to three a sample; the
+            report says what was used.
+        n_samples: labels drawn per sample with ``fisher="mc"``; more than 1 with ``"auto"`` draws as many.
+    """
+
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision", "noise_scale", "temperature"})
+
+    fisher: FisherChoice = "auto"
+    n_samples: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        among(self, "fisher", get_args(FisherChoice))
+        whole(self, "n_samples", 1, "labels")
+        if self.n_samples > 1 and self.fisher not in ("auto", "mc"):
+            raise PosthocUQError(
+                f"n_samples is the number of labels drawn with fisher='mc', and with fisher={self.fisher!r} none are; "
+                f"leave it out."
+            )
+
+    @abstractmethod
+    def blocks(self, task: Task) -> dict[str, Block]:
+        """What is kept of the Fisher's mean over the samples, by sweeps of the task; by layer name, or under a name of
+        its own where a block holds several layers (see `members`).
+        """
+
+    def members(self, task: Task) -> dict[str, list[str]]:
+        """The layers of every block, by the block's name."""
+        return {name: [name] for name in task.layers}
+
+    def described(self) -> dict[str, Any]:
+        """Lines of the report on how the posterior was fitted, as plain values."""
+        return {}
+
+    def fit(self, task: Task) -> Posterior:
+        task.take_labels(self.fisher, self.n_samples)
+        blocks, settings = self.blocks(task), task.settings
+        tracked = task.prepared.capture.tracked.values()
+        served = sum(t.engine == "backpack" for t in tracked)
+        record: dict[str, Any] = {
+            "fisher": settings.fisher,
+            "seed": settings.seed,
+            "samples": task.summary.samples,
+            "layers caught by BackPACK": served,
+            "layers caught by call interception": len(tracked) - served,
+            **{f"seconds, {what}": value for what, value in task.seconds.items()},
+        }
+        record |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
+        record |= self.described()
+        record |= {"processes": world()} if world() > 1 else {}
+        record |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
+        posterior = Posterior(
+            self.name,
+            task.layers,
+            blocks,
+            self.members(task),
+            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
+            settings.likelihood,
+            _evidence(task),
+            Record(fit=record, deterministic=dict(task.prepared.deterministic)),
+        )
+        posterior.model = task.model
+        return posterior
+
+
+def _evidence(task: Task) -> Evidence:
+    summary, likelihood = task.summary, task.settings.likelihood
+    evidence = Evidence(summary.samples, summary.log_likelihood)
+    evidence.noise_power = 2 if task.settings.fisher == "empirical" else 1
+    if summary.log_likelihood is not None:
+        evidence.squared_residuals, evidence.targets = likelihood.residual_sums(
+            summary.log_likelihood, summary.samples, summary.outputs
+        )
+    return evidence
+
+
+def squares_of(
+    layer: Layer, task: Task, bases: tuple[Any, Any] | None = None, *, diagonal: bool = True
+) -> SquaredGradients:
+    """An accumulator of a layer's squared gradients, in two bases if these are given."""
+    return SquaredGradients(
+        layer.matrix_shape,
+        task.settings.dtype,
+        task.device,
+        task.memory_budget,
+        diagonal=diagonal,
+        bases=bases,
+    )
+
+
+def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
+    """Accumulators of the Grams of what enters a layer and of its output gradients."""
+    groups, outputs, inputs = layer.matrix_shape
+    dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
+    return (
+        InputGram(groups, inputs, dtype, device, budget),
+        GradientGram(groups, outputs, dtype, device, budget),
+    )

@@ -1,0 +1,50 @@
+"""The whole Fisher as one matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posthoc_uq.curvature.statistics import JointFisher
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.curvature import Curvature
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.dense import LARGEST_BYTES, DenseBlock
+
+_JOINT = "joint"  # the block of all layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Curvature):
+    """The whole Fisher of all chosen weights together.
+
+    ``I = E[g g^T]``, with nothing left out (MacKay 1992).
+
+    One sweep, and a number for every pair of weights: for small models and last layers, and to measure other methods
+    by.
+    """
+
+    name: ClassVar[str] = "full"
+    block_kinds: ClassVar[tuple[str, ...]] = ("dense",)
+
+    def passes(self) -> int:
+        return 1
+
+    def members(self, task: Task) -> dict[str, list[str]]:
+        return {_JOINT: list(task.layers)}
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        parameters = sum(layer.parameters for layer in task.layers.values())
+        if 8 * parameters**2 > LARGEST_BYTES:
+            raise PosthocUQError(
+                f"method='full' needs a dense {parameters} x {parameters} matrix "
+                f"({8 * parameters**2 / 2**30:.0f} GiB); use method='inf', or layers='last'."
+            )
+
+        def work() -> Tensors:
+            joint = JointFisher(parameters, task.settings.dtype, task.device)
+            return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}
+
+        return {_JOINT: DenseBlock(task.stage("Fisher", work)[_JOINT]["fisher"])}

@@ -1,0 +1,37 @@
+"""The exact diagonal of the Fisher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.curvature import Curvature, squares_of
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.diagonal import DiagonalBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagonal(Curvature):
+    """The diagonal of the Fisher: independent weights.
+
+    ``I ~ diag(E[g^2])``, with ``g`` a sample's gradient of its negative log-likelihood.
+
+    The smallest posterior, one number a weight, in one sweep. It knows nothing of how weights compensate each other, so
+    it is the one to take where memory decides and the last layer alone would be too little.
+    """
+
+    name: ClassVar[str] = "diag"
+    block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
+
+    def passes(self) -> int:
+        return 1
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        def work() -> Tensors:
+            squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
+            samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
+            return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
+
+        return {name: DiagonalBlock(own["diagonal"]) for name, own in task.stage("diagonal", work).items()}

@@ -1,0 +1,47 @@
+"""The eigenvalue-corrected Kronecker basis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.curvature import Curvature, squares_of
+from posthoc_uq.methods.kfac import kronecker_factors
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class EFB(Curvature):
+    """The eigenvectors of the Kronecker factors with eigenvalues of their own.
+
+    ``I ~ (U_A (x) U_G) Lambda (U_A (x) U_G)^T``, with ``Lambda`` the second moments of the gradients in that basis
+    (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis").
+
+    Two sweeps; nearer to the Fisher than `KFAC` at the same bytes and one more number a weight.
+    """
+
+    name: ClassVar[str] = "efb"
+    block_kinds: ClassVar[tuple[str, ...]] = ("efb",)
+
+    def passes(self) -> int:
+        return 2
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        factors = kronecker_factors(task)
+        bases = {name: (own["input_basis"], own["output_basis"]) for name, own in factors.items()}
+
+        def work() -> Tensors:
+            squares = {
+                name: squares_of(layer, task, bases[name], diagonal=False)
+                for name, layer in task.layers.items()
+            }
+            samples = task.sweep({name: [s] for name, s in squares.items()}, "eigenvalues")
+            return {name: {"eigenvalues": s.eigenvalues(samples)} for name, s in squares.items()}
+
+        moments = task.stage("eigenvalues", work)
+        return {
+            name: EigenvalueCorrectedBlock(*bases[name], own["eigenvalues"]) for name, own in moments.items()
+        }

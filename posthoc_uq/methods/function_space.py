@@ -1,0 +1,106 @@
+"""Variational inference over functions, begun at the trained network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.evidence import maximise_evidence
+from posthoc_uq.inference.function_options import FunctionSpaceOptions
+from posthoc_uq.inference.function_space import FUNCTION_SPACE, train_over_functions
+from posthoc_uq.inference.labels import FisherChoice
+from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.base import Method, among
+from posthoc_uq.methods.curvature import Curvature
+from posthoc_uq.methods.diagonal import Diagonal
+from posthoc_uq.methods.efb import EFB
+from posthoc_uq.methods.inf import INF
+from posthoc_uq.methods.kfac import KFAC
+from posthoc_uq.numbers import positive_number
+from posthoc_uq.posteriors.base import Posterior
+
+_CONSTANT = "constant"
+_STARTS: dict[str, type[Curvature]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSpace(FunctionSpaceOptions, Method):
+    """Variational inference over functions, begun at the trained network.
+
+    A Gaussian over the weights that is trained by what it says of functions: ``E_q[log p(y | f)] - KL(q(f(X)) ||
+    p(f(X)))`` at context points ``X``, both sides linearised in the weights (Rudner, Chen, Teh, Gal 2022, "Tractable
+    function-space variational inference in Bayesian neural networks"). The formulas are in ``docs/methods.md``.
+
+    Every epoch is a pass of forward and backward passes over the data, about two to four times as dear as plain
+    training. It is the one to take where foreign inputs look like something that can be shown to it. With ``epochs=0``
+    there is no training: the posterior is that of the curvature named by `initial`, for the linearised head.
+
+    Attributes:
+        prior_precision: of the last layer's weights in the prior over functions; 1 by default.
+        fisher: labels of the curvature that it begins with; see `Curvature`.
+        n_samples: see `Curvature`.
+    """
+
+    name: ClassVar[str] = FUNCTION_SPACE
+    block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
+
+    prior_precision: float | None = None
+    fisher: FisherChoice = "auto"
+    n_samples: int = 1
+
+    def __post_init__(self) -> None:
+        FunctionSpaceOptions.__post_init__(self)
+        Method.__post_init__(self)
+        if self.prior_precision is not None:
+            positive_number("prior_precision", self.prior_precision)
+        if isinstance(self.initial, str):
+            among(self, "initial", (_CONSTANT, *_STARTS) if self.trains else tuple(_STARTS))
+        elif self.initial is not None and not (isinstance(self.initial, Posterior) and self.trains):
+            raise PosthocUQError(
+                f"initial must be one of {(_CONSTANT, *_STARTS)} or a fitted posterior to train on from; without "
+                f"epochs the posterior comes from the curvature itself: initial='inf'."
+            )
+        among(self, "fisher", get_args(FisherChoice))
+        if self.curvature is None and (self.fisher, self.n_samples) != ("auto", 1):
+            raise PosthocUQError(
+                "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
+                "out, or begin with a curvature's variances: initial='inf'."
+            )
+
+    @property
+    def trains(self) -> bool:
+        return self.epochs > 0
+
+    @property
+    def curvature(self) -> Curvature | None:
+        """The method whose variances it begins with, or whose posterior it is without a training."""
+        initial = self.initial or ("inf" if not self.trains else _CONSTANT)
+        if not isinstance(initial, str) or initial == _CONSTANT:
+            return None
+        shared: dict[str, Any] = {"dtype": self.dtype, "unsupported": self.unsupported}
+        return _STARTS[initial](fisher=self.fisher, n_samples=self.n_samples, **shared)
+
+    def passes(self) -> int:
+        first = 0 if self.curvature is None else self.curvature.passes()
+        # once for the context, once for what enters the last layer
+        return first + self.epochs + 2 * self.trains
+
+    def fit(self, task: Task) -> Posterior:
+        curvature = self.curvature
+        if self.trains:
+            return train_over_functions(task, self, self.prior_precision, lambda: self._start(task))
+        assert curvature is not None
+        posterior = curvature.fit(task)
+        posterior.method = self.name
+        posterior.record.fit["curvature"] = curvature.name
+        return posterior
+
+    def _start(self, task: Task) -> Posterior | None:
+        """The posterior whose variances it begins with; None for constant ones."""
+        if isinstance(self.initial, Posterior) or self.curvature is None:
+            return self.initial if isinstance(self.initial, Posterior) else None
+        found = self.curvature.fit(task)
+        maximise_evidence(found)
+        return found

@@ -1,0 +1,139 @@
+"""The sparse information form."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.bases import BASES, sides
+from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.sparsify import kept_entries, sparsify
+from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.base import among
+from posthoc_uq.methods.curvature import Curvature, squares_of
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.information import CORRECTIONS, Correction, InformationBlock
+
+_GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class INF(Curvature):
+    """The sparse information form: low rank and diagonal.
+
+    ``I ~ V_K Lambda_K V_K^T + omega D``: the directions of the largest eigenvalues in a Kronecker-factored eigenbasis,
+    and a diagonal that makes up for what they leave out, so that the diagonal of the Fisher stays exact (Lee, Humt,
+    Feng, Triebel 2020, "Estimating model uncertainty of neural networks in sparse information form").
+
+    Two sweeps, the first for the bases, the second for eigenvalues and diagonal; then a small system for every layer.
+    The default: nearly the diagonal's size, with the directions that matter.
+
+    Attributes:
+        rank: eigenvalues kept of a layer, or their share of its weights, in (0, 1).
+        basis: how the bases are found: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or ``"auto"`` by
+            size.
+        basis_fraction: the share of the samples, in (0, 1], that the bases are found from, picked by a hash of each
+            input; eigenvalues and diagonal always come from all.
+        correction: of directions whose low-rank part overshoots the exact diagonal: ``"rescale"``, ``"clamp"`` or
+            ``"none"``.
+        residual_weight: omega, in [0, 1]; it can be set on the posterior, too.
+    """
+
+    name: ClassVar[str] = "inf"
+    block_kinds: ClassVar[tuple[str, ...]] = ("inf",)
+    tunable: ClassVar[frozenset[str]] = Curvature.tunable | {"residual_weight"}
+
+    rank: int | float = 100
+    basis: str = "auto"
+    basis_fraction: float = 1.0
+    correction: Correction = "rescale"
+    residual_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kept_entries(self.rank, (1, 1, 1))
+        among(self, "basis", BASES)
+        if not 0 < self.basis_fraction <= 1:
+            raise PosthocUQError(f"basis_fraction must be in (0, 1], not {self.basis_fraction!r}.")
+        among(self, "correction", CORRECTIONS)
+        if not 0 <= self.residual_weight <= 1:
+            raise PosthocUQError(f"residual_weight must lie in [0, 1], not {self.residual_weight!r}.")
+
+    def passes(self) -> int:
+        return 2
+
+    def described(self) -> dict[str, Any]:
+        lines = {"rank": self.rank, "basis": self.basis, "correction": self.correction}
+        return lines | ({"basis fraction": self.basis_fraction} if self.basis_fraction < 1 else {})
+
+    def fit(self, task: Task) -> Posterior:
+        posterior = super().fit(task)
+        posterior.residual_weight = self.residual_weight
+        return posterior
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        bases = self._bases(task)
+
+        def find_moments() -> Tensors:
+            squares = {name: squares_of(layer, task, bases[name]) for name, layer in task.layers.items()}
+            samples = task.sweep({name: [s] for name, s in squares.items()}, "eigenvalues and diagonal")
+            return {
+                name: {"eigenvalues": s.eigenvalues(samples), "diagonal": s.diagonal(samples)}
+                for name, s in squares.items()
+            }
+
+        moments = task.stage("eigenvalues and diagonal", find_moments)
+
+        def build() -> dict[str, Block]:
+            return {name: self._sparsified(name, bases.pop(name), **moments[name]) for name in moments}
+
+        return task.timed("sparsification", build)
+
+    def _bases(self, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
+        """Orthonormal directions of inputs and outputs of every layer, in one sweep."""
+
+        def find_bases() -> Tensors:
+            found = {
+                name: sides(index, layer, task, self.rank, self.basis)
+                for index, (name, layer) in enumerate(task.layers.items())
+            }
+            accumulators = {name: [side.accumulator for side in pair] for name, pair in found.items()}
+            samples = task.sweep(accumulators, "bases", share=self.basis_fraction)
+            del accumulators
+
+            def basis(name: str) -> dict[str, Tensor]:
+                inputs, outputs = found.pop(name)
+                return {"inputs": inputs.basis(samples), "outputs": outputs.basis(samples)}
+
+            return task.divided({name: partial(basis, name) for name in task.layers}, "eigenbases")
+
+        return {
+            name: (own["inputs"], own["outputs"]) for name, own in task.stage("bases", find_bases).items()
+        }
+
+    def _sparsified(
+        self, name: str, bases: tuple[Tensor, Tensor], eigenvalues: Tensor, diagonal: Tensor
+    ) -> InformationBlock:
+        """A layer's block, at half the rank as often as it takes for its small system to fit in memory."""
+        rank = kept_entries(self.rank, (diagonal.shape[0], diagonal.shape[1], diagonal.shape[2]))
+        asked = rank
+        while True:
+            block = sparsify(*bases, eigenvalues, diagonal, rank, self.correction)
+            groups, width_g, width_a = block.eigenvalues.shape
+            if 8 * groups * (width_g * width_a) ** 2 <= _GRID_LIMIT:
+                break
+            rank = rank // 2
+        if rank < asked:
+            warnings.warn(
+                f"Layer '{name}': rank {asked} selects a grid whose small system would take more than "
+                f"{_GRID_LIMIT / 2**30:.0f} GiB; rank {rank} is kept instead. Fit with a smaller rank.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return block

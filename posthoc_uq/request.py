@@ -1,0 +1,144 @@
+"""What a call of `fit` asks for, checked before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from posthoc_uq.distributed import is_divided
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.faithful import Faithful
+from posthoc_uq.inference.plain import plain
+from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
+from posthoc_uq.loaders import check_loader, check_reusable
+from posthoc_uq.methods import Method, method_of
+from posthoc_uq.numbers import positive_number
+from posthoc_uq.wrapping import head_class
+
+EVIDENCE = "evidence"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Method, likelihood and prior of a fit.
+
+    Attributes:
+        method: with its options.
+        likelihood: with its noise, where that is known.
+        finds_noise: whether the noise of a regression is to be found from the data.
+        prior: a prior precision, ``"evidence"``, or how the faithful one is found; of a training the last.
+        head: through which a faithful prior is found and predictions are made.
+    """
+
+    method: Method
+    likelihood: Likelihood
+    finds_noise: bool
+    prior: float | str | Faithful
+    head: str
+
+    @property
+    def faithful(self) -> float | None:
+        """The budget of the faithful prior in nats, if that is what is to be found."""
+        prior = self.prior
+        return prior.divergence if isinstance(prior, Faithful) and self.likelihood.has_divergence else None
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values that two fits must have in common for one to go on where the other stopped."""
+        noise = "found from the data" if self.finds_noise else "given"
+        said = {"likelihood": plain(self.likelihood), "noise": noise, "head": self.head}
+        faithful = self.prior.divergence if isinstance(self.prior, Faithful) else None
+        prior = "faithful" if isinstance(self.prior, Faithful) else self.prior
+        return said | {"prior of the weights": prior, "divergence": faithful} | self.method.identity()
+
+
+def requested(
+    loader: Iterable[Any],
+    method: str | Method,
+    val_loader: Iterable[Any] | None,
+    likelihood: str | Likelihood,
+    prior_precision: Any,
+    head: str | None,
+    options: Mapping[str, Any],
+    **others: Any,
+) -> Request:
+    """The arguments of `fit`, once all of them have been checked that need no model.
+
+    Raises:
+        PosthocUQError: one has no valid value, or two do not fit together; the message says how to go on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise PosthocUQError(
+            "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
+        )
+    own = dict(options)
+    budget, noise = own.pop("divergence", Faithful.divergence), own.pop("noise_variance", None)
+    resolved = resolve_likelihood(likelihood, noise)
+    chosen = method_of(method, own)
+    if chosen.trains:
+        chosen, prior = _of_training(chosen, prior_precision, budget)
+    else:
+        prior = _checked_prior(prior_precision, budget)
+    if prior_precision == "faithful" and not resolved.has_divergence:
+        raise PosthocUQError(
+            f"Likelihood {resolved.name!r} has no prediction that could be faithful to the network's; give "
+            f"prior_precision a number or 'evidence'."
+        )
+    if head is not None:
+        head_class(head)
+    finds_noise = resolved.noise_variance is not None and isinstance(likelihood, str) and noise is None
+    check_loader(loader)
+    check_reusable(loader, chosen.passes() + finds_noise)
+    if val_loader is not None:
+        check_loader(val_loader, "val_loader")
+        if is_divided(val_loader):
+            raise PosthocUQError(
+                "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
+            )
+    return Request(chosen, resolved, finds_noise, prior, head or chosen.head)
+
+
+def _of_training(method: Method, prior_precision: Any, budget: float | None) -> tuple[Method, Faithful]:
+    """A method that trains, with the prior precision that the fit was given, and how its variances are narrowed."""
+    if prior_precision == EVIDENCE:
+        raise PosthocUQError(
+            "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
+        )
+    if isinstance(prior_precision, Faithful):
+        return method, prior_precision
+    if prior_precision is not None and prior_precision != "faithful":
+        given: dict[str, Any] = {"prior_precision": _checked_number(prior_precision)}
+        method = replace(method, **given)
+    return method, Faithful(budget)
+
+
+def _checked_prior(prior_precision: Any, budget: float | None) -> float | str | Faithful:
+    if isinstance(prior_precision, Faithful):
+        found = prior_precision
+    elif prior_precision is None or prior_precision == "faithful":
+        found = Faithful(budget)
+    elif prior_precision == EVIDENCE:
+        found = EVIDENCE
+    else:
+        found = _checked_number(prior_precision)
+    if isinstance(found, Faithful) and found.divergence is None:
+        raise PosthocUQError(
+            "divergence=None leaves the variances that method='function_space' found as they are, and this method "
+            "has a prior precision instead: choose prior_precision='evidence' or a number."
+        )
+    return found
+
+
+def _checked_number(prior_precision: Any) -> float:
+    if isinstance(prior_precision, str):
+        raise PosthocUQError(
+            f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
+        )
+    if isinstance(prior_precision, Mapping):
+        raise PosthocUQError(
+            "prior_precision of a fit is one number for all layers, not a mapping. For one a layer, fit with "
+            "prior_precision=1.0 and then set posterior.prior_precision = {layer: number, ...}, which takes no new fit."
+        )
+    return positive_number("prior_precision", prior_precision)
