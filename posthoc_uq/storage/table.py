@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 from posthoc_uq.layers import KINDS
+from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.features import SOURCES
@@ -106,16 +107,14 @@ _FEATURES = Record(
     }
 )
 
+_OF_LIKELIHOODS: dict[str, dict[str, Field]] = {"regression": {"noise_variance": Items(_POSITIVE, 1)}}
+
 _LIKELIHOOD = OneOf(
     lambda value: isinstance(value, dict) and "class" in value,
     (
         ByName(
             "name",
-            {
-                "classification": Record({"name": _NAME}),
-                "binary": Record({"name": _NAME}),
-                "regression": Record({"name": _NAME, "noise_variance": Items(_POSITIVE, 1)}),
-            },
+            {name: Record({"name": _NAME, **_OF_LIKELIHOODS.get(name, {})}) for name in LIKELIHOODS},
         ),
         # one of the user's: texts that are compared with an object in hand, and looked up nowhere
         Record(
