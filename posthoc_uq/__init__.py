@@ -15,12 +15,12 @@ from posthoc_uq.evaluation import Evaluation, evaluate
 from posthoc_uq.exporting import export, export_onnx, exportable
 from posthoc_uq.faithful import Faithful
 from posthoc_uq.fitting import fit
+from posthoc_uq.function_divergence import function_space_kl
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail, set_referral
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.inference.function_space import function_space_kl
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.methods import (
     EFB,

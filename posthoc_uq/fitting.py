@@ -18,8 +18,8 @@ from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import together, world
+from posthoc_uq.drawn_models import warn_if_draws_differ
 from posthoc_uq.faithful import Faithful
-from posthoc_uq.inference.agreement import warn_of_noise
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
@@ -220,7 +220,7 @@ def _settle_prior(posterior: Posterior, request: Request, task: Task, kept: Kept
         head["criterion"] = "evidence"
         maximise_evidence(posterior)
         if task.val_loader is None:
-            warn_of_noise(posterior, task.batch, seed)
+            warn_if_draws_differ(posterior, task.batch, seed)
 
 
 def _peek(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:

@@ -20,9 +20,8 @@ from posthoc_uq.contexts import (
     Pool,
     TrainingBatch,
     UniformBox,
-    default_context,
-    resolve_context,
 )
+from posthoc_uq.contexts.mixture import default_context, resolve_context
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.survey import survey
 from posthoc_uq.loaders import Batch, BatchReader
@@ -231,3 +230,9 @@ def test_a_context_serves_several_fits() -> None:
     assert second is not first
     with pytest.raises(PosthocUQError, match="has seen none"):
         second.draw(4, Batch((images(2, 1, 4),)), generator())
+
+
+def test_classes_are_known_by_the_name_that_users_import_them_by() -> None:
+    # checkpoints hold it
+    kinds = (Callback, Context, Mixture, Monochrome, Pool, TrainingBatch, UniformBox)
+    assert {kind.__module__ for kind in kinds} == {"posthoc_uq.contexts"}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.heads.replay import ReplayError
+from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import replicate
 

@@ -268,7 +268,10 @@ def test_global_random_state_is_untouched(classified: tuple[torch.Tensor, torch.
 
 
 def test_torchmetrics_is_loaded_when_a_metric_needs_it_and_every_name_is_public() -> None:
-    code = "import sys, posthoc_uq.metrics, posthoc_uq.plots; sys.exit('torchmetrics' in sys.modules)"
+    code = (
+        "import sys, posthoc_uq.metrics, posthoc_uq.plots; posthoc_uq.plots.coverage_plot;"
+        "sys.exit('torchmetrics' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert metrics.__all__ == sorted(metrics.__all__)
     assert all(hasattr(metrics, name) for name in metrics.__all__)

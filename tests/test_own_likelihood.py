@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -464,13 +462,3 @@ class TestFile:
         image.write(tmp_path / "other.h5")
         with pytest.raises(uq.PosthocUQError, match=sentence):
             uq.load(tmp_path / "other.h5", network)
-
-
-def test_predictions_and_likelihoods_import_from_below_alone():
-    root = Path(uq.__file__).parent
-    below = {"predictions": {"devices", "errors", "metrics", "predictions", "randomness"}}
-    below["likelihoods"] = {*below["predictions"], "likelihoods"}
-    for folder, allowed in below.items():
-        for file in (root / folder).glob("*.py"):
-            used = set(re.findall(r"^\s*from posthoc_uq\.(\w+)", file.read_text(), re.MULTILINE))
-            assert used <= allowed, (file.name, used - allowed)

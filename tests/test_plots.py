@@ -1,6 +1,8 @@
 """The figures hold the right numbers, can be written, and leave pyplot alone."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -277,3 +279,14 @@ def test_wrong_input_is_one_clear_error() -> None:
     for call, message in cases:
         with pytest.raises(PosthocUQError, match=message):
             call()
+
+
+def test_matplotlib_is_loaded_when_a_figure_is_asked_for_and_every_name_is_public() -> None:
+    code = (
+        "import sys, posthoc_uq; from posthoc_uq import plots; assert 'matplotlib' not in sys.modules;"
+        "assert all(callable(getattr(plots, name)) for name in plots.__all__);"
+        "assert set(plots.__all__) <= set(dir(plots)); assert 'matplotlib' in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'pie_chart'"):
+        _ = plots.pie_chart

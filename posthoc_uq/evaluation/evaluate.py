@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.evaluation.gallery import Gallery, images_of
-from posthoc_uq.evaluation.result import FAMILIAR, Evaluation
+from posthoc_uq.evaluation.gallery import Example, Gallery, images_of
+from posthoc_uq.evaluation.measurements import FAMILIAR
+from posthoc_uq.evaluation.result import Evaluation
 from posthoc_uq.evaluation.rows import Row, rows_of
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods import Likelihood
@@ -45,23 +46,20 @@ def evaluate(
     Models, posteriors and the global random state stay as they are.
 
     Args:
-        predictor: from `wrap`; or a plain model, or a function of a batch that returns logits, means or a prediction;
-            or several of these by name, each a row of the tables (the model alone beside its posterior, say).
+        predictor: from `wrap`, a plain model, or a function of a batch that returns logits, means or a prediction; or
+            several of these by name, each a row of the tables (the model alone beside its posterior, say).
         loader: data like those of the training, with targets.
         ood_loaders: foreign data by name (targets, if any, are left aside), or one loader.
-        likelihood: of what has no posterior; by default that of the first predictor that has one, or classification.
-            The noise of a regression named so is that of the first predictor; without one, no density is measured.
-        score: the uncertainty by which the examples are picked, one of `posthoc_uq.predictions.scores.SCORES`; by
-            default the entropy.
-        joint: groups of scores, ``[("entropy", "mutual_information")]``, by which foreign data are told too: by the
-            smallest tail probability among the test data, `posthoc_uq.metrics.joint_tail`. Rows that do not know all
-            scores of a group have no such number.
+        likelihood: of what has no posterior; by default that of the first predictor that has one, or classification. If
+            named, a regression's noise is that of the first predictor; without one, no density is measured.
+        score: by which the examples are picked, one of `posthoc_uq.predictions.scores.SCORES`; by default the entropy.
+        joint: groups of scores, ``[("entropy", "mutual_information")]``, that tell foreign data together, by
+            `posthoc_uq.metrics.joint_tail`. Rows that do not know all scores of a group have no such number.
         referral_rates: shares of the inputs to refer, for selective prediction.
         bins: of the calibration errors.
         n_examples: images to keep of each kind, for the report.
         class_names: by class index, for the report.
-        display: takes one input image (channels, height, width) to colours in [0, 1], for the report; by default each
-            image is stretched to that range.
+        display: one input image (channels, height, width) to colours in [0, 1]; by default its values are stretched.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
         progress: show a bar for each loader.
@@ -73,11 +71,37 @@ def evaluate(
         PosthocUQError: nothing to compare, a loader without targets, or targets that do not fit the predictions.
         NonFiniteError: predictions that are NaN.
     """
-    rows = rows_of(predictor, likelihood)
-    foreign = _named_loaders(ood_loaders)
+    rows, foreign = rows_of(predictor, likelihood), _named_loaders(ood_loaders)
+    _check(loader, foreign, referral_rates, score, joint)
+    reading = _Reading(batch_to_inputs, batch_to_targets, progress)
+    predictions, targets, galleries = _predict(rows, loader, foreign, reading, score, n_examples)
+    predictors = {row.name: row.predictor for row in rows}
+    settings = {name: one.hyperparameters() for name, one in predictors.items() if one is not None}
+    names = None if class_names is None else list(class_names)
+    rates, groups = tuple(referral_rates), tuple(tuple(scores) for scores in joint)
+    return Evaluation(
+        predictions, targets, predictors, galleries, score, rates, bins, names, display, settings, groups
+    )
+
+
+class _Reading(NamedTuple):
+    """How batches are read, and whether a bar is shown."""
+
+    batch_to_inputs: BatchFunction | None
+    batch_to_targets: BatchFunction | None
+    progress: bool
+
+
+def _check(
+    loader: Iterable[Any],
+    foreign: Mapping[str, Iterable[Any]],
+    referral_rates: Sequence[float],
+    score: str | None,
+    joint: Sequence[Sequence[str]],
+) -> None:
     check_loader(loader)
-    for one in foreign.values():
-        check_loader(one, "loader of foreign inputs")
+    for foreign_loader in foreign.values():
+        check_loader(foreign_loader, "loader of foreign inputs")
     if any(not 0 <= rate < 1 for rate in referral_rates):
         raise PosthocUQError(f"referral_rates are shares in [0, 1), not {list(referral_rates)}.")
     if score is not None and score not in SCORES:
@@ -85,38 +109,6 @@ def evaluate(
     unknown = [name for names in joint for name in names if name not in SCORES]
     if unknown or any(isinstance(names, str) or not names for names in joint):
         raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {list(joint)!r}.")
-    reading = (batch_to_inputs, batch_to_targets, progress)
-    chosen = score or "entropy"
-    galleries = {
-        "most uncertain": Gallery(n_examples, chosen, FAMILIAR),
-        "surest mistakes": Gallery(n_examples, chosen, FAMILIAR, largest=False, mistakes_only=True),
-    }
-    predictions: dict[str, dict[str, Prediction]] = {row.name: {} for row in rows}
-    found, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), *reading)
-    if targets is None:
-        raise PosthocUQError("evaluate needs targets, and the loader yields inputs alone.")
-    for name, prediction in found.items():
-        predictions[name][FAMILIAR] = prediction
-    for name, one in foreign.items():
-        galleries[f"{name}: least uncertain"] = Gallery(n_examples, chosen, name, largest=False)
-        own = [galleries[f"{name}: least uncertain"]]
-        for row, prediction in _pass(rows, one, name, own, *reading)[0].items():
-            predictions[row][name] = prediction
-    return Evaluation(
-        predictions,
-        next(iter(predictions.values()))[FAMILIAR].fitting(targets),
-        {row.name: row.predictor for row in rows},
-        galleries={name: gallery.examples for name, gallery in galleries.items() if gallery.examples},
-        hyperparameters={
-            row.name: row.predictor.hyperparameters() for row in rows if row.predictor is not None
-        },
-        score=score,
-        joint=tuple(tuple(names) for names in joint),
-        referral_rates=tuple(referral_rates),
-        bins=bins,
-        class_names=None if class_names is None else list(class_names),
-        display=display,
-    )
 
 
 def _named_loaders(loaders: Any) -> dict[str, Iterable[Any]]:
@@ -130,26 +122,46 @@ def _named_loaders(loaders: Any) -> dict[str, Iterable[Any]]:
     return {str(name): loader for name, loader in named.items()}
 
 
-def _pass(
+def _predict(
     rows: list[Row],
     loader: Iterable[Any],
-    name: str,
-    galleries: list[Gallery],
-    batch_to_inputs: BatchFunction | None,
-    batch_to_targets: BatchFunction | None,
-    progress: bool,
+    foreign: Mapping[str, Iterable[Any]],
+    reading: _Reading,
+    score: str | None,
+    n_examples: int,
+) -> tuple[dict[str, dict[str, Prediction]], Tensor, dict[str, list[Example]]]:
+    """Predictions by row and data set, the targets of the test data, and the examples by title."""
+    score = score or "entropy"
+    galleries = {
+        "most uncertain": Gallery(n_examples, score, FAMILIAR),
+        "surest mistakes": Gallery(n_examples, score, FAMILIAR, largest=False, mistakes_only=True),
+    }
+    familiar, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), reading)
+    if targets is None:
+        raise PosthocUQError("evaluate needs targets, and the loader yields inputs alone.")
+    predictions = {row.name: {FAMILIAR: familiar[row.name]} for row in rows}
+    for name, foreign_loader in foreign.items():
+        gallery = galleries[f"{name}: least uncertain"] = Gallery(n_examples, score, name, largest=False)
+        for row, prediction in _pass(rows, foreign_loader, name, [gallery], reading)[0].items():
+            predictions[row][name] = prediction
+    examples = {title: gallery.examples for title, gallery in galleries.items() if gallery.examples}
+    return predictions, familiar[rows[0].name].fitting(targets), examples
+
+
+def _pass(
+    rows: list[Row], loader: Iterable[Any], name: str, galleries: list[Gallery], reading: _Reading
 ) -> tuple[dict[str, Prediction], Tensor | None]:
     """Every row's prediction of a loader, and the targets; the last row picks the examples."""
-    reader = BatchReader(rows[0].device, batch_to_inputs, batch_to_targets)
-    found: dict[str, list[Prediction]] = {row.name: [] for row in rows}
+    reader = BatchReader(rows[0].device, reading.batch_to_inputs, reading.batch_to_targets)
+    parts: dict[str, list[Prediction]] = {row.name: [] for row in rows}
     targets: list[Tensor] = []
     seen = 0
-    with torch.no_grad(), isolated_random_state(), Bar(loader, f"evaluate {name}", progress) as bar:
+    with torch.no_grad(), isolated_random_state(), Bar(loader, f"evaluate {name}", reading.progress) as bar:
         for batch in batches(loader, reader):
             for row in rows:
-                own = batch if row.device == reader.device else batch.to(row.device)
-                found[row.name].append(row.call(own).to("cpu"))
-            last = found[rows[-1].name][-1]
+                moved = batch if row.device == reader.device else batch.to(row.device)
+                parts[row.name].append(row.call(moved).to("cpu"))
+            last = parts[rows[-1].name][-1]
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())
             labels = targets[-1].flatten() if batch.targets is not None and name == FAMILIAR else None
@@ -158,4 +170,4 @@ def _pass(
             seen += len(last)
             bar.advance(len(last))
     joined = torch.cat(targets) if targets and sum(map(len, targets)) == seen else None
-    return {name: cat(parts) for name, parts in found.items()}, joined
+    return {row: cat(predictions) for row, predictions in parts.items()}, joined

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from posthoc_uq import plots
-from posthoc_uq.evaluation.result import FAMILIAR, Evaluation
+from posthoc_uq.evaluation.measurements import FAMILIAR, Measurements
 from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _WIDE = ("functional_variance", "epistemic_variance", "mutual_information")  # spread over orders of magnitude
 
 
-def figures(evaluation: Evaluation) -> dict[str, Figure]:
+def figures(evaluation: Measurements) -> dict[str, Figure]:
     """Figures by title, those that the data allow."""
     test = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
     found: dict[str, Figure] = {}
@@ -46,7 +48,7 @@ def figures(evaluation: Evaluation) -> dict[str, Figure]:
     return found
 
 
-def _panels(evaluation: Evaluation) -> dict[str, dict[str, Tensor]]:
+def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:
     """Per row and score one panel: that score on each data set."""
     panels: dict[str, dict[str, Tensor]] = {}
     for name, by_set in evaluation.predictions.items():
@@ -59,7 +61,7 @@ def _panels(evaluation: Evaluation) -> dict[str, dict[str, Tensor]]:
     return panels
 
 
-def _selected(evaluation: Evaluation) -> list[tuple[str, str]]:
+def _selected(evaluation: Measurements) -> list[tuple[str, str]]:
     """Per row the default score, where it says anything."""
     return [
         (name, evaluation.default_score)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from posthoc_uq.evaluation.measurements import Measurements
 from posthoc_uq.evaluation.measures import referred_shares
-from posthoc_uq.evaluation.result import Evaluation
 
 Table = tuple[list[str], list[list[Any]]]
 
 
-def tables(evaluation: Evaluation) -> dict[str, Table]:
+def tables(evaluation: Measurements) -> dict[str, Table]:
     """By title, those that have rows: quality, foreign data, selective prediction, what was referred."""
     columns = _distinct(measure for values in evaluation.metrics.values() for measure in values)
     quality_rows = [
@@ -32,7 +32,7 @@ def tables(evaluation: Evaluation) -> dict[str, Table]:
     return {title: table for title, table in found.items() if table[1]}
 
 
-def _selective(evaluation: Evaluation) -> Table:
+def _selective(evaluation: Measurements) -> Table:
     """By row and score, how well what remains is predicted."""
     by_row = evaluation.selective
     measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
@@ -44,7 +44,7 @@ def _selective(evaluation: Evaluation) -> Table:
     return ["model", "score", *measures], rows
 
 
-def _referred(evaluation: Evaluation) -> Table:
+def _referred(evaluation: Measurements) -> Table:
     """By row and data set, the share of inputs that the posterior's thresholds refer, and that each score does."""
     shares = [
         (row, data, referred_shares(reasons))

@@ -6,17 +6,20 @@ import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 from posthoc_uq.evaluation.gallery import Example
+from posthoc_uq.evaluation.listings import Table
+from posthoc_uq.evaluation.measurements import Measurements
 from posthoc_uq.evaluation.measures import better
-from posthoc_uq.evaluation.result import Evaluation
 from posthoc_uq.tables import cell_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -51,8 +54,17 @@ _EXPLAINED = {
 }
 
 
-def html(evaluation: Evaluation, title: str) -> str:
-    """The whole page."""
+def html(
+    evaluation: Measurements, title: str, tables: Mapping[str, Table], figures: Mapping[str, Figure]
+) -> str:
+    """The whole page.
+
+    Args:
+        evaluation: for the names, the sizes and the images worth a look.
+        title: its heading.
+        tables: by their headings.
+        figures: likewise.
+    """
     sizes = ", ".join(
         f"{len(prediction)} of {escape(name)}"
         for name, prediction in next(iter(evaluation.predictions.values())).items()
@@ -65,9 +77,9 @@ def html(evaluation: Evaluation, title: str) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="note">Compared: {compared}. Inputs: {sizes}.</p>',
     ]
-    for heading, (header, rows) in evaluation.tables().items():
+    for heading, (header, rows) in tables.items():
         parts += [f"<h2>{escape(heading)}</h2>", _note(heading), _table(header, rows)]
-    for name, figure in evaluation.figures().items():
+    for name, figure in figures.items():
         parts += [f"<h2>{escape(name)}</h2>", _picture(figure, name)]
     for name, examples in evaluation.galleries.items():
         parts += [f"<h2>{escape(name[:1].upper() + name[1:])}</h2>", _gallery(evaluation, examples)]
@@ -123,13 +135,13 @@ class _Shown(NamedTuple):
     small: bool
 
 
-def _gallery(evaluation: Evaluation, examples: Sequence[Example]) -> str:
+def _gallery(evaluation: Measurements, examples: Sequence[Example]) -> str:
     reasons = evaluation.referral_reasons()
     cards = [_card(evaluation, example, reasons.get(example.data, {})) for example in examples]
     return f'<div class="gallery">{"".join(cards)}</div>'
 
 
-def _card(evaluation: Evaluation, example: Example, reasons: Mapping[str, Tensor]) -> str:
+def _card(evaluation: Measurements, example: Example, reasons: Mapping[str, Tensor]) -> str:
     def named(index: int) -> str:
         names = evaluation.class_names
         return escape(names[index] if names is not None and index < len(names) else f"class {index}")
@@ -148,7 +160,7 @@ def _card(evaluation: Evaluation, example: Example, reasons: Mapping[str, Tensor
     return f'<div class="card">{picture}{"<br>".join(lines)}</div>'
 
 
-def _image(evaluation: Evaluation, image: Tensor) -> _Shown:
+def _image(evaluation: Measurements, image: Tensor) -> _Shown:
     if evaluation.display is not None:
         colours = evaluation.display(image).detach().cpu().float()
     else:

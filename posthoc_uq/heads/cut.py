@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from posthoc_uq.heads.cost import Cost, cost_of
-from posthoc_uq.heads.replay import Features, Recording, ReplayError, RewrittenError, intercept, own
+from posthoc_uq.heads.interception import ReplayError, intercept
+from posthoc_uq.heads.recording import Recorder, RewrittenError
+from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.stand_ins import writable_copy
 from posthoc_uq.loaders import Batch, output_tensor
 from posthoc_uq.randomness import device_generators, isolated_random_state
 from posthoc_uq.replica import replicate
@@ -144,7 +147,7 @@ class Cut:
     ) -> Features:
         for _ in range(_TRIES):
             try:
-                return Recording(twin.changing, self._rewritten, known).run(twin.model, args, kwargs)
+                return Recorder(twin.changing, self._rewritten, known).run(twin.model, args, kwargs)
             except RewrittenError as error:
                 self._rewritten = self._rewritten | error.names
         raise ReplayError("later code keeps writing into what modules returned")
@@ -171,7 +174,7 @@ class Cut:
         found: list[Tensor] = []
 
         def whole() -> None:
-            args, kwargs = tree_map(own, (batch.args, batch.kwargs))
+            args, kwargs = tree_map(writable_copy, (batch.args, batch.kwargs))
             found.append(output_tensor(member(*args, **kwargs)))
 
         whole_cost = cost_of(whole)

@@ -34,7 +34,8 @@ from posthoc_uq.heads.cost import cost_of
 from posthoc_uq.heads.cut import Cut, Saving, agree, described
 from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.heads.inputs import Inputs
-from posthoc_uq.heads.replay import Features, ReplayError
+from posthoc_uq.heads.interception import ReplayError
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.loaders import output_tensor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.replay import Features, ReplayError
+from posthoc_uq.heads.replay import Features
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.randomness import sample_keys

@@ -16,7 +16,10 @@ from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import Operand
 from posthoc_uq.devices import as_double
-from posthoc_uq.heads.contraction import LEFT, LayerCovariance, Unsettled, settled
+from posthoc_uq.heads import own_outputs
+from posthoc_uq.heads.cancellation import LEFT, Checked, settled
+from posthoc_uq.heads.contraction import contract, with_norms
+from posthoc_uq.heads.layer_covariance import LayerCovariance
 from posthoc_uq.heads.products import Mode, gram
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
@@ -112,13 +115,13 @@ class WeightCovariance:
             "covariance": (samples, functions, functions),
             "joint": (size, size),
         }
-        parts: list[Unsettled] = []
+        parts: list[Checked] = []
         kept: dict[str, Pulled] = {}
         while pulled:
             layer = pulled.pop()
             if layer.layer.name in self.layers:
-                own = self.layers[layer.layer.name]
-                parts.append(own.contract(layer.activations, layer.stacked(functions), mode))
+                covariance = self.layers[layer.layer.name]
+                parts.append(contract(covariance, layer.activations, layer.stacked(functions), mode))
             else:
                 kept[layer.layer.name] = layer
         sums = settled(parts)
@@ -150,13 +153,13 @@ class WeightCovariance:
             return left, given
         if poor.numel() < samples:
             pulled = [layer.part(poor) for layer in pulled]
-        wide = self._with_prior(pulled, poor.numel(), functions, prior, True)
-        for total, better in zip((left, given), wide, strict=True):
+        precise = self._with_prior(pulled, poor.numel(), functions, prior, True)
+        for total, better in zip((left, given), precise, strict=True):
             total[poor] = better.to(total)
         return left, given
 
     def _with_prior(
-        self, pulled: list[Pulled], samples: int, functions: int, prior: Mapping[str, float], wide: bool
+        self, pulled: list[Pulled], samples: int, functions: int, prior: Mapping[str, float], double: bool
     ) -> tuple[Tensor, Tensor]:
         left, given = torch.zeros(2, samples, dtype=torch.float64, device="cpu")
         kept: dict[str, Pulled] = {}
@@ -166,17 +169,17 @@ class WeightCovariance:
                 kept[name] = layer
                 continue
             gradients = layer.stacked(functions)
-            own, norms = self.layers[name].with_norms(layer.activations, gradients, wide)
-            left = left.to(own.device) + own.sum(1)
+            variances, norms = with_norms(self.layers[name], layer.activations, gradients, double)
+            left = left.to(variances.device) + variances.sum(1)
             given = given.to(norms.device) + norms.sum(1) * prior.get(name, 0.0)
         for layers, factor in self._dense:
             if not any(layer.name in kept for layer in layers):
                 continue
-            variances = [
+            priors = [
                 torch.full((layer.parameters,), prior.get(layer.name, 0.0), device="cpu") for layer in layers
             ]
             for part, rows, white in self._dense_parts(layers, factor, kept, samples, functions):
-                weights = torch.cat(variances).to(rows)
+                weights = torch.cat(priors).to(rows)
                 left, given = left.to(rows.device), given.to(rows.device)
                 left[part] += white.square().sum((1, 2))
                 given[part] += (rows.square() @ weights).sum(1)
@@ -185,7 +188,7 @@ class WeightCovariance:
     def own_variance(self, layer: str, activations: Tensor) -> Tensor:
         """Variance of a layer's own outputs, ``(samples, m)``, for activations ``(samples, n)``; one group."""
         if layer in self.layers:
-            return self.layers[layer].own_variance(activations)
+            return own_outputs.variance(self.layers[layer], activations)
         rows = as_double(activations)
         own = self._dense_rows(layer).diagonal(dim1=0, dim2=2).to(rows.device)
         return torch.einsum("ijo,si,sj->so", own, rows, rows)
@@ -193,7 +196,7 @@ class WeightCovariance:
     def own_covariance(self, layer: str, activations: Tensor, joint: bool) -> Tensor:
         """Covariance of a layer's own outputs, ``(samples, m, m)``, or ``(samples * m, samples * m)`` with `joint`."""
         if layer in self.layers:
-            return self.layers[layer].own_covariance(activations, joint)
+            return own_outputs.covariance(self.layers[layer], activations, joint)
         rows = as_double(activations)
         own = self._dense_rows(layer).to(rows.device)
         if joint:
@@ -206,7 +209,7 @@ class WeightCovariance:
         ``(samples, n)``.
         """
         if layer in self.layers:
-            return self.layers[layer].own_product(activations)
+            return own_outputs.product(self.layers[layer], activations)
         covariance = self.own_covariance(layer, activations, False).to(activations)
         return lambda x: covariance @ x
 

@@ -16,12 +16,13 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.chosen import ChosenOutputs, checked_outputs
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
+from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearization import Engine, Linearization
 from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.probes import Probes, drawn_outputs
-from posthoc_uq.heads.replay import Features, Rest, intercept
+from posthoc_uq.heads.replay import Features, Rest
 from posthoc_uq.heads.tracking import Tracked, track_layers
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget

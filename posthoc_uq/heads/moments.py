@@ -17,10 +17,12 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
+from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
-from posthoc_uq.heads.replay import Features, intercept, own
+from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.stand_ins import writable_copy
 from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
 from posthoc_uq.memory import default_budget
 from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
@@ -44,7 +46,39 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class _Taken:
+class MomentsOptions:
+    """What a moments head was asked for; each field as the argument of `MomentsPredictor` of its name.
+
+    Raises:
+        PosthocUQError: an option has another value than those listed there.
+    """
+
+    weights: str
+    cov: str
+    relu: str
+    max_pool: str
+    pool_rho: float
+    unknown: str
+    link: str
+    n_draws: int
+    output_map: Callable[[Tensor], Tensor] | None
+    novelty: bool
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise PosthocUQError(f"{name} must be one of {choices}, not {getattr(self, name)!r}.")
+        if not 0.0 <= self.pool_rho <= 1.0:
+            raise PosthocUQError(f"pool_rho is a correlation between 0 and 1, not {self.pool_rho}.")
+        check_link(self.link, self.n_draws)
+
+    def rules(self) -> Rules:
+        """The choices between forms of rules."""
+        return Rules(self.relu, self.max_pool, float(self.pool_rho), self.cov, self.unknown)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Prepared:
     """What was made of a posterior at some settings.
 
     Attributes:
@@ -117,65 +151,59 @@ class MomentsPredictor(Predictor):
         novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
+        self._options = MomentsOptions(
+            weights, cov, relu, max_pool, pool_rho, unknown, link, n_draws, output_map, novelty
+        )
+        self._rules = self._options.rules()
         self._tells_novelty = novelty
-        given = {"weights": weights, "cov": cov, "relu": relu, "max_pool": max_pool, "unknown": unknown}
-        for name, value in given.items():
-            if value not in _CHOICES[name]:
-                raise PosthocUQError(f"{name} must be one of {_CHOICES[name]}, not {value!r}.")
-        if not 0.0 <= pool_rho <= 1.0:
-            raise PosthocUQError(f"pool_rho is a correlation between 0 and 1, not {pool_rho}.")
-        check_link(link, n_draws)
-        self._rules = Rules(relu, max_pool, float(pool_rho), cov, unknown)  # type: ignore[arg-type]
-        self._weights = weights
-        self._link, self._n_draws, self._output_map = link, n_draws, output_map
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model, posterior.centre)
         self._cut = Cut(self.network, posterior.mean)
         self._checked = False
-        self._taken = self._made_ready(posterior.snapshot())
+        self._prepared = self._prepare(posterior.snapshot())
 
-    def _made_ready(self, posterior: Posterior) -> _Taken:
-        noises = list(layer_noises(self.network, posterior, self._weights, self._rules.cov).values())
+    def _prepare(self, posterior: Posterior) -> _Prepared:
+        noises = list(layer_noises(self.network, posterior, self._options.weights, self._rules.cov).values())
         self.noises = nn.ModuleList(noises)  # so that they move with this module
         calibration = fitting_calibration(posterior, self.settings())
-        return _Taken(posterior.settings.of_weights(), noises, calibration)
+        return _Prepared(posterior.settings.of_weights(), noises, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        own: dict[str, Any] = {"head": self.head, "link": self._link, **self.settings()}
-        own |= {"n_draws": self._n_draws} if self._link == "mc" else {}
-        calibration = self.calibration
-        return own | {"calibrated": [] if calibration is None else [calibration.alpha, calibration.beta]}
+        options, calibration = self._options, self.calibration
+        choices: dict[str, Any] = {"head": self.head, "link": options.link, **self.settings()}
+        choices |= {"n_draws": options.n_draws} if options.link == "mc" else {}
+        return choices | {"calibrated": [] if calibration is None else [calibration.alpha, calibration.beta]}
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""
-        return {"weights": self._weights, **asdict(self._rules)}
+        return {"weights": self._options.weights, **asdict(self._rules)}
 
     @property
     def calibration(self) -> Calibration | None:
         """How the variance is corrected, or None."""
         return self._follow(self._posterior.snapshot()).calibration
 
-    def _follow(self, posterior: Posterior) -> _Taken:
+    def _follow(self, posterior: Posterior) -> _Prepared:
         """What belongs to these settings of the posterior; predictions under way in other threads end as they began."""
-        wanted, taken = posterior.settings.of_weights(), self._taken
-        if taken.settings != wanted:
+        wanted, prepared = posterior.settings.of_weights(), self._prepared
+        if prepared.settings != wanted:
             with _PREPARING:
-                taken = self._taken
-                if taken.settings != wanted:
-                    self._taken = taken = self._made_ready(posterior)
-        return taken
+                prepared = self._prepared
+                if prepared.settings != wanted:
+                    self._prepared = prepared = self._prepare(posterior)
+        return prepared
 
     def extra_repr(self) -> str:
         """The choices, and the calibration with the error it leaves."""
         text = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
-        if self._taken.calibration is None:
+        if self._prepared.calibration is None:
             return text + ", not calibrated"
-        return text + f", {self._taken.calibration}"
+        return text + f", {self._prepared.calibration}"
 
     def layer_modes(self) -> dict[str, str]:
         """Layer name to ``"row"`` or ``"marginal"``: what its weights' covariance is taken for on one row a sample."""
-        return {noise.layer: "row" if noise.row else "marginal" for noise in self._taken.noises}
+        return {noise.layer: "row" if noise.row else "marginal" for noise in self._prepared.noises}
 
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, variance and, with ``cov="full"`` where the last layers allow it, covariance of the outputs, before
@@ -188,17 +216,19 @@ class MomentsPredictor(Predictor):
         """
         return self._propagate(self._follow(self._posterior.snapshot()), Batch(args, None, kwargs))
 
-    def _propagate(self, taken: _Taken, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         parameters = dict(self.network.named_parameters())
         layers = self._posterior.layers
-        noises = Noises({id(parameters[layers[n.layer].weight]): n for n in taken.noises})
+        noises = Noises({id(parameters[layers[n.layer].weight]): n for n in prepared.noises})
         with Pass(self._rules, noises, self._where):
-            args, kwargs = tree_map(own, (batch.args, batch.kwargs))  # a model may change its inputs in place
-            found: Any = output_tensor(self.network(*args, **kwargs))
-        self._check_used(taken, noises.used)
-        if not isinstance(found, MomentTensor):
-            return found, torch.zeros_like(found), None
-        return found.moment_mean, found.moment_variance, found.moment_covariance
+            args, kwargs = tree_map(
+                writable_copy, (batch.args, batch.kwargs)
+            )  # a model may change its inputs in place
+            outputs: Any = output_tensor(self.network(*args, **kwargs))
+        self._check_used(prepared, noises.used)
+        if not isinstance(outputs, MomentTensor):
+            return outputs, torch.zeros_like(outputs), None
+        return outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance
 
     def _where(self) -> str:
         """The name of the innermost module that is running, read off the stack."""
@@ -211,10 +241,10 @@ class MomentsPredictor(Predictor):
             frame = frame.f_back
         return ""
 
-    def _check_used(self, taken: _Taken, used: set[str]) -> None:
+    def _check_used(self, prepared: _Prepared, used: set[str]) -> None:
         if self._checked:
             return
-        unused = [noise.layer for noise in taken.noises if noise.layer not in used]
+        unused = [noise.layer for noise in prepared.noises if noise.layer not in used]
         if unused:
             warnings.warn(
                 f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that are "
@@ -223,23 +253,23 @@ class MomentsPredictor(Predictor):
             )
         self._checked = True
 
-    def _moments(self, taken: _Taken, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`propagate`, in parts of the batch where covariances would not fit, with the map."""
+    def _moments(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`propagate`, in parts of the batch where covariances would not fit, and through the map of the outputs."""
         whole = self._rules.cov != "full" or torch.compiler.is_compiling()
-        mean, variance, covariance = (self._propagate if whole else self._in_parts)(taken, batch)
-        if self._output_map is not None:
-            wide = covariance if covariance is not None else torch.diag_embed(variance)
-            mean, covariance = unscented_map(self._output_map, mean.to(wide.dtype), wide)
+        mean, variance, covariance = (self._propagate if whole else self._in_parts)(prepared, batch)
+        if self._options.output_map is not None:
+            full = covariance if covariance is not None else torch.diag_embed(variance)
+            mean, covariance = unscented_map(self._options.output_map, mean.to(full.dtype), full)
             variance = covariance.diagonal(dim1=1, dim2=2)
         return mean, variance, covariance
 
-    def _in_parts(self, taken: _Taken, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _in_parts(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 1)
         step = self._step(samples)
         if step >= samples:
-            return self._propagate(taken, batch)
-        cut = [batch.narrow(start, min(step, samples - start), samples) for start in range(0, samples, step)]
-        parts = [self._propagate(taken, part) for part in cut]
+            return self._propagate(prepared, batch)
+        few = [batch.narrow(start, min(step, samples - start), samples) for start in range(0, samples, step)]
+        parts = [self._propagate(prepared, part) for part in few]
         covariances = [covariance for _, _, covariance in parts if covariance is not None]
         return (
             torch.cat([mean for mean, _, _ in parts]),
@@ -265,12 +295,12 @@ class MomentsPredictor(Predictor):
         Raises:
             NonFiniteError: it is not finite.
         """
-        taken, batch = self._follow(self._posterior.snapshot()), Batch(args, None, kwargs)
+        prepared, batch = self._follow(self._posterior.snapshot()), Batch(args, None, kwargs)
         with self.explaining(batch):
-            _, variance, _ = self._moments(taken, batch)
-        found = variance if taken.calibration is None else taken.calibration.apply(variance)
-        check_finite({"variance": found}, "functional variance")
-        return found
+            _, variance, _ = self._moments(prepared, batch)
+        variance = variance if prepared.calibration is None else prepared.calibration.apply(variance)
+        check_finite({"variance": variance}, "functional variance")
+        return variance
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)
@@ -278,10 +308,10 @@ class MomentsPredictor(Predictor):
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
         """Calibrated where a calibration fits."""
-        taken = self._follow(posterior)
-        mean, variance, covariance = self._moments(taken, batch)
-        if taken.calibration is not None:
-            corrected = taken.calibration.apply(variance)
+        prepared = self._follow(posterior)
+        mean, variance, covariance = self._moments(prepared, batch)
+        if prepared.calibration is not None:
+            corrected = prepared.calibration.apply(variance)
             if covariance is not None:
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
@@ -294,8 +324,8 @@ class MomentsPredictor(Predictor):
             distribution.variance,
             posterior,
             covariance=distribution.covariance,
-            link=self._link,
-            n_draws=self._n_draws,
+            link=self._options.link,
+            n_draws=self._options.n_draws,
         )
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
@@ -340,12 +370,12 @@ class MomentsPredictor(Predictor):
             PosthocUQError: the loader is none or yields too little, or no output varies.
         """
         posterior = self._posterior.snapshot()
-        taken = self._follow(posterior)
-        found = calibrate(
+        prepared = self._follow(posterior)
+        calibration = calibrate(
             self._model[0],
             posterior,
-            lambda *args, **kwargs: self._moments(taken, Batch(args, None, kwargs))[1],
-            self._output_map,
+            lambda *args, **kwargs: self._moments(prepared, Batch(args, None, kwargs))[1],
+            self._options.output_map,
             loader,
             n_mc,
             slope,
@@ -353,6 +383,6 @@ class MomentsPredictor(Predictor):
             batch_to_inputs,
             progress,
         )
-        posterior.record.calibration = found.attributes(posterior, self.settings())
-        self._taken = replace(taken, calibration=found)
-        return found
+        posterior.record.calibration = calibration.attributes(posterior, self.settings())
+        self._prepared = replace(prepared, calibration=calibration)
+        return calibration

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from posthoc_uq.heads.chosen import ChosenOutputs, check_shape
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.function_draws import function_draws
+from posthoc_uq.heads.interception import ReplayError, intercept
 from posthoc_uq.heads.predictor import GaussianOutputs
-from posthoc_uq.heads.replay import ReplayError, Rest, intercept
+from posthoc_uq.heads.replay import Rest
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.predictions.spread import of_product

@@ -22,9 +22,9 @@ from torch.func import jvp  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.contexts import Context
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.curvature.plain_attention import PlainAttention
 from posthoc_uq.devices import Checks, as_double, host_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField

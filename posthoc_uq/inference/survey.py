@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from posthoc_uq.contexts import Context, single_input
+from posthoc_uq.contexts import Context
+from posthoc_uq.contexts.base import single_input
 from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.sweep import own_batches
 from posthoc_uq.loaders import Bar, BatchReader

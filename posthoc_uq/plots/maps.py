@@ -91,52 +91,16 @@ def class_uncertainty_map(
         NonFiniteError: a probability or a score on the map is not finite.
     """
     points, labels = _training("class_uncertainty_map", x_train, y_train)
-    if isinstance(score, str) and score not in CLASS_SCORES:
-        raise PosthocUQError(f"score must be one of {', '.join(map(repr, CLASS_SCORES))}, not {score!r}.")
-    if resolution < 2 or margin < 0:
-        raise PosthocUQError(
-            f"class_uncertainty_map needs a resolution of at least 2 and a margin that is not negative, "
-            f"not {resolution} and {margin}."
-        )
+    _check_choices(score, resolution, margin)
     plane = _evaluate(predict, x_train, points, score, resolution, margin)
     classes = plane.probs.shape[-1]
     if labels.max() >= classes:
         raise PosthocUQError(f"y_train holds class {labels.max()}, but predict knows {classes} classes only.")
+    name = _LABELS.get(score, score) if isinstance(score, str) else getattr(score, "__name__", "score")
     figure = new_figure(11.2, 4.7)
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
-    if classes == 2:
-        image = left.imshow(
-            plane.probs[..., 1],
-            extent=plane.extent,
-            origin="lower",
-            aspect="auto",
-            interpolation="bilinear",
-            cmap=_TWO_CLASSES,
-            vmin=0,
-            vmax=1,
-        )
-        figure.colorbar(image, ax=left, label="probability of class 1")
-    else:
-        left.imshow(
-            _blend(plane.probs), extent=plane.extent, origin="lower", aspect="auto", interpolation="bilinear"
-        )
-    name = _LABELS.get(score, score) if isinstance(score, str) else getattr(score, "__name__", "score")
-    shown, norm = plane.score, None
-    if log:
-        if not (shown > 0).any():
-            raise PosthocUQError("The map has no positive score, so its scale cannot be logarithmic.")
-        shown = np.maximum(shown, shown[shown > 0].min())
-        norm = LogNorm(shown.min(), shown.max() if shown.max() > shown.min() else 2 * shown.min())
-    shading = right.imshow(
-        shown,
-        extent=plane.extent,
-        origin="lower",
-        aspect="auto",
-        cmap=_SHADES,
-        interpolation="bilinear",
-        norm=norm,
-    )
-    figure.colorbar(shading, ax=right, label=name)
+    _draw_classes(figure, left, plane)
+    _draw_score(figure, right, plane, name, log)
     for axes in (left, right):
         _boundaries(axes, plane)
         _points(axes, points, labels, classes)
@@ -148,6 +112,54 @@ def class_uncertainty_map(
         handles, names = left.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False)
     return figure
+
+
+def _check_choices(score: str | Callable[[ClassPrediction], Tensor], resolution: int, margin: float) -> None:
+    if isinstance(score, str) and score not in CLASS_SCORES:
+        raise PosthocUQError(f"score must be one of {', '.join(map(repr, CLASS_SCORES))}, not {score!r}.")
+    if resolution < 2 or margin < 0:
+        raise PosthocUQError(
+            f"class_uncertainty_map needs a resolution of at least 2 and a margin that is not negative, "
+            f"not {resolution} and {margin}."
+        )
+
+
+def _draw_classes(figure: Figure, axes: Axes, plane: _Plane) -> None:
+    """The probability of class 1 of two, or the most probable of several classes."""
+    if plane.probs.shape[-1] == 2:
+        image = axes.imshow(
+            plane.probs[..., 1],
+            extent=plane.extent,
+            origin="lower",
+            aspect="auto",
+            interpolation="bilinear",
+            cmap=_TWO_CLASSES,
+            vmin=0,
+            vmax=1,
+        )
+        figure.colorbar(image, ax=axes, label="probability of class 1")
+    else:
+        colours = _blend(plane.probs)
+        axes.imshow(colours, extent=plane.extent, origin="lower", aspect="auto", interpolation="bilinear")
+
+
+def _draw_score(figure: Figure, axes: Axes, plane: _Plane, name: str, log: bool) -> None:
+    shown, norm = plane.score, None
+    if log:
+        if not (shown > 0).any():
+            raise PosthocUQError("The map has no positive score, so its scale cannot be logarithmic.")
+        shown = np.maximum(shown, shown[shown > 0].min())
+        norm = LogNorm(shown.min(), shown.max() if shown.max() > shown.min() else 2 * shown.min())
+    shading = axes.imshow(
+        shown,
+        extent=plane.extent,
+        origin="lower",
+        aspect="auto",
+        cmap=_SHADES,
+        interpolation="bilinear",
+        norm=norm,
+    )
+    figure.colorbar(shading, ax=axes, label=name)
 
 
 def _training(name: str, x_train: Tensor, y_train: Tensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -229,9 +241,9 @@ def _boundaries(axes: Axes, plane: _Plane) -> None:
 def _points(axes: Axes, points: NDArray[np.float64], labels: NDArray[np.int64], classes: int) -> None:
     numbered = classes > len(COLOURS)
     for c in np.unique(labels).tolist():
-        own = points[labels == c]
+        of_class = points[labels == c]
         axes.plot(
-            *own.T,
+            *of_class.T,
             linestyle="none",
             marker=MARKERS[(c + c // len(COLOURS)) % len(MARKERS)],
             markersize=5 if len(points) <= 500 else 3,
@@ -243,7 +255,7 @@ def _points(axes: Axes, points: NDArray[np.float64], labels: NDArray[np.int64], 
         if numbered:
             text = axes.annotate(
                 str(c),
-                (float(np.median(own[:, 0])), float(np.median(own[:, 1]))),
+                (float(np.median(of_class[:, 0])), float(np.median(of_class[:, 1]))),
                 ha="center",
                 va="center",
                 fontweight="bold",

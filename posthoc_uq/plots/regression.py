@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
@@ -41,26 +42,9 @@ def regression_band(
 
     figure = new_figure(7.2, 4.4)
     axes = figure.subplots()
-    colour = COLOURS[0]
-    axes.fill_between(
-        positions,
-        total_low,
-        total_high,
-        color=colour,
-        alpha=0.15,
-        linewidth=0,
-        label=f"{level * 100:g} % with noise",
-    )
-    axes.fill_between(
-        positions,
-        low,
-        high,
-        color=colour,
-        alpha=0.35,
-        linewidth=0,
-        label=f"{level * 100:g} % from the weights",
-    )
-    axes.plot(positions, mean, color=colour, linewidth=1.8, label="mean")
+    _band(axes, positions, total_low, total_high, 0.15, f"{level * 100:g} % with noise")
+    _band(axes, positions, low, high, 0.35, f"{level * 100:g} % from the weights")
+    axes.plot(positions, mean, color=COLOURS[0], linewidth=1.8, label="mean")
     axes.plot(
         points_x,
         points_y,
@@ -78,6 +62,17 @@ def regression_band(
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     clean(axes)
     return figure
+
+
+def _band(
+    axes: Axes,
+    positions: NDArray[np.float64],
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    opacity: float,
+    label: str,
+) -> None:
+    axes.fill_between(positions, low, high, color=COLOURS[0], alpha=opacity, linewidth=0, label=label)
 
 
 def _column(name: str, tensor: Tensor) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ of them, so this prediction keeps them, unlike others: ``draws`` times the memor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
 
@@ -20,12 +20,18 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.draws import output_draws
 from posthoc_uq.predictions.measures import interval_quality, retained_losses, squared_errors
-from posthoc_uq.predictions.samples import at_least_float32, cat_known, mean_and_variance, shape_text
+from posthoc_uq.predictions.samples import (
+    AT_ONCE,
+    at_least_float32,
+    by_draw,
+    by_input,
+    cat_known,
+    mean_and_variance,
+)
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.tensors import ValueTensors
 from posthoc_uq.randomness import mix
 
-_AT_ONCE = 2**18  # numbers that a likelihood is asked about at once
 _OBSERVATIONS = 1000  # targets drawn of each input, at least, for an interval
 
 
@@ -88,9 +94,9 @@ class DrawnPrediction(Prediction):
         known = mean_and_variance(outputs) if functional is None else functional
         mean = epistemic = noise = None
         if likelihood.defines("mean"):
-            mean, epistemic = mean_and_variance(_by_draw(likelihood.mean, outputs))
+            mean, epistemic = mean_and_variance(by_draw(likelihood.mean, outputs))
             if likelihood.defines("variance"):
-                noise = _by_draw(likelihood.variance, outputs).mean(0)
+                noise = by_draw(likelihood.variance, outputs).mean(0)
         return cls(outputs.transpose(0, 1), likelihood, *known, mean, epistemic, noise)
 
     @classmethod
@@ -149,7 +155,7 @@ class DrawnPrediction(Prediction):
     def epistemic(self) -> Tensor:
         """(batch,): the epistemic variance where it is known, else the functional one, mean over outputs."""
         known = self.epistemic_variance
-        return _by_input(self.functional_variance if known is None else known)
+        return by_input(self.functional_variance if known is None else known)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log of the mean over the draws of the likelihood of the targets.
@@ -168,7 +174,7 @@ class DrawnPrediction(Prediction):
             copies = targets.unsqueeze(0).expand(len(flat) // max(1, len(targets)), *targets.shape)
             return self.likelihood.log_prob(flat, copies.flatten(0, 1))
 
-        return torch.logsumexp(_by_draw(of_part, outputs), dim=0) - math.log(outputs.shape[0])
+        return torch.logsumexp(by_draw(of_part, outputs), dim=0) - math.log(outputs.shape[0])
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """`n` targets of every input, (n, batch, ...), each from the likelihood of one of the draws, chosen evenly.
@@ -212,7 +218,7 @@ class DrawnPrediction(Prediction):
         draws, device = self.outputs.shape[1], self.outputs.device
         rounds = -(-_OBSERVATIONS // draws)
         keys = mix(torch.arange(1, draws + 1, device=device)).unsqueeze(1)
-        rows = max(1, _AT_ONCE // (rounds * draws * max(1, math.prod(self.outputs.shape[2:]))))
+        rows = max(1, AT_ONCE // (rounds * draws * max(1, math.prod(self.outputs.shape[2:]))))
         shares = [share for level in levels for share in ((1 - level) / 2, (1 + level) / 2)]
         index = torch.tensor(
             [max(0, math.ceil(share * rounds * draws) - 1) for share in shares], device=device
@@ -241,10 +247,10 @@ class DrawnPrediction(Prediction):
         """See `Prediction`: of values as far as they are known, and the functional variance."""
         found: dict[str, Tensor] = {}
         if self.noise_variance is not None:
-            found["standard_deviation"] = _by_input(self.standard_deviation)
+            found["standard_deviation"] = by_input(self.standard_deviation)
         if self.epistemic_variance is not None:
-            found["epistemic_variance"] = _by_input(self.epistemic_variance)
-        found["functional_variance"] = _by_input(self.functional_variance)
+            found["epistemic_variance"] = by_input(self.epistemic_variance)
+        found["functional_variance"] = by_input(self.functional_variance)
         return found | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
@@ -315,25 +321,3 @@ class DrawnPrediction(Prediction):
         parts = [p._tensors() for p in predictions]
         joined = {name: cat_known([part[name] for part in parts]) for name in parts[0]}
         return replace(predictions[0], **cast(Any, joined))
-
-
-def _by_draw(function: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
-    """A function of one sample's outputs, taken of outputs ``(draws, batch, ...)``: ``(draws, batch, ...)``."""
-    draws, batch = outputs.shape[:2]
-    step = draws
-    if not torch.compiler.is_compiling():
-        step = max(1, _AT_ONCE // max(1, outputs[0].numel()))
-    found: list[Tensor] = []
-    for part in outputs.split(step):
-        values = function(part.flatten(0, 1))
-        if values.shape[:1] != (len(part) * batch,):
-            raise PosthocUQError(
-                f"A likelihood gives a row for each of {len(part) * batch} rows of outputs, not the shape "
-                f"{shape_text(values)}."
-            )
-        found.append(values.reshape(len(part), batch, *values.shape[1:]))
-    return torch.cat(found)
-
-
-def _by_input(values: Tensor) -> Tensor:
-    return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)

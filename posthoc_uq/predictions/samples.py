@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
+
+AT_ONCE = 2**18  # numbers that a likelihood is asked about at once
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -113,3 +115,26 @@ def known_novelty(ratio: Tensor | None) -> Tensor:
             "uq.wrap(..., head='sampling', novelty=True)."
         )
     return ratio
+
+
+def by_draw(function: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
+    """A function of one sample's outputs, taken of outputs ``(draws, batch, ...)``: ``(draws, batch, ...)``."""
+    draws, batch = outputs.shape[:2]
+    step = draws
+    if not torch.compiler.is_compiling():
+        step = max(1, AT_ONCE // max(1, outputs[0].numel()))
+    found: list[Tensor] = []
+    for part in outputs.split(step):
+        values = function(part.flatten(0, 1))
+        if values.shape[:1] != (len(part) * batch,):
+            raise PosthocUQError(
+                f"A likelihood gives a row for each of {len(part) * batch} rows of outputs, not the shape "
+                f"{shape_text(values)}."
+            )
+        found.append(values.reshape(len(part), batch, *values.shape[1:]))
+    return torch.cat(found)
+
+
+def by_input(values: Tensor) -> Tensor:
+    """One number an input, ``(batch,)``: the mean over whatever else there is."""
+    return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)

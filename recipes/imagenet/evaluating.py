@@ -25,7 +25,8 @@ from torch import Tensor
 import posthoc_uq as uq
 from posthoc_uq.cli.models import Source
 from posthoc_uq.distributed import agree, rank, together, world
-from posthoc_uq.evaluation.result import FAMILIAR, Evaluation
+from posthoc_uq.evaluation.measurements import FAMILIAR
+from posthoc_uq.evaluation.result import Evaluation
 from posthoc_uq.metrics import calibration_bins
 from posthoc_uq.storage.atomic import checked_target, write
 

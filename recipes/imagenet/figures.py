@@ -20,7 +20,7 @@ from search import best, described, trials
 
 from posthoc_uq.distributed import rank
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.evaluation.result import FAMILIAR
+from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.plots import score_histograms
 from posthoc_uq.plots.style import (
     COLOURS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.moments import maximum
-from posthoc_uq.moments.tensor import RULES, MomentTensor, Pass, full_precision, moments_of, named, rule
+from posthoc_uq.moments.tensor import MomentTensor, Pass, full_precision, moments_of, named, rule
 
 _AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
@@ -26,116 +27,115 @@ def _averaged(state: Pass, mean: Tensor, variance: Tensor, pool: Any, cells: Any
     """``(1 - rho) pool(v) / n + rho pool(sqrt v)^2`` for a mean over n cells of common correlation rho."""
     rho = state.rules.pool_rho
     with full_precision(mean):
-        found = pool(variance) / (cells() if callable(cells) else cells)
+        averaged = pool(variance) / (cells() if callable(cells) else cells)
         if rho > 0:
-            found = (1 - rho) * found + rho * pool(variance.sqrt()).square()
-    return MomentTensor(mean, found)
+            averaged = (1 - rho) * averaged + rho * pool(variance.sqrt()).square()
+    return MomentTensor(mean, averaged)
 
 
-def _register(dims: int) -> None:
-    average, adaptive = _AVERAGES[dims], _ADAPTIVE[dims]
+def avg_pool(
+    dims: int,
+    state: Pass,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: Any = None,
+) -> MomentTensor:
+    mean, variance = moments_of(input)
+    extra = {} if dims == 1 else {"divisor_override": divisor_override}
+    stride = kernel_size if stride is None or stride == () else stride
 
-    @rule(average)
-    def avg_pool(
-        state: Pass,
-        input: Any,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: Any = None,
-    ) -> MomentTensor:
-        m, v = moments_of(input)
-        extra = {} if dims == 1 else {"divisor_override": divisor_override}
-        stride = kernel_size if stride is None or stride == () else stride
+    def pool(x: Tensor) -> Tensor:
+        return _AVERAGES[dims](x, kernel_size, stride, padding, ceil_mode, count_include_pad, **extra)
 
-        def pool(x: Tensor) -> Tensor:
-            return average(x, kernel_size, stride, padding, ceil_mode, count_include_pad, **extra)
-
-        def divisor() -> Tensor:
-            # What a window over ones sums to, over what it averages to.
-            ones = torch.ones((1, 1, *m.shape[m.ndim - dims :]), dtype=v.dtype, device=v.device)
-            kernel = torch.ones((1, 1, *_tuple(kernel_size, dims)), dtype=v.dtype, device=v.device)
-            averaged, pads = pool(ones), _tuple(padding, dims)
-            sides = [
-                side for p, k in zip(pads, _tuple(kernel_size, dims), strict=True) for side in (p + k, p)
-            ]
-            convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
-            counted = convolve(F.pad(ones, sides[::-1]), kernel, stride=_tuple(stride, dims))
-            counted = counted[(..., *[slice(0, size) for size in averaged.shape[2:]])]
-            return (counted / averaged).reshape(averaged.shape[2:])
-
-        return _averaged(state, pool(m), v, pool, divisor)
-
-    @rule(adaptive)
-    def adaptive_avg_pool(state: Pass, input: Any, output_size: Any) -> MomentTensor:
-        m, v = moments_of(input)
-        mean = adaptive(m, output_size)
-        cells: Any = torch.ones((), dtype=v.dtype, device=v.device)
-        for axis in range(dims):
-            size, steps = m.shape[m.ndim - dims + axis], mean.shape[mean.ndim - dims + axis]
-            index = torch.arange(steps, device=v.device)
-            count = ((index + 1) * size + steps - 1) // steps - index * size // steps
-            cells = cells * count.to(v.dtype).reshape(-1, *[1] * (dims - 1 - axis))
-        return _averaged(state, mean, v, lambda x: adaptive(x, output_size), cells)
-
-    def max_pool(
-        state: Pass,
-        input: Any,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> MomentTensor:
-        if return_indices:
-            raise state.refusal(
-                "max-pooling returns indices", "which are uncertain themselves: pool without them"
-            )
-        m, v = moments_of(input)
-        stride = kernel_size if stride is None or stride == () or stride == [] else stride
-        if state.rules.max_pool == "argmax":
-            mean, where = _INDEXED[dims](m, kernel_size, stride, padding, dilation, ceil_mode, True)
-            return _taken(mean, v, where, dims)
-        sizes = _tuple(kernel_size, dims), _tuple(stride, dims), _tuple(padding, dims), _tuple(dilation, dims)
-        mean, variance = maximum.pooled(m.to(v.dtype), v, *sizes, ceil_mode)
-        return MomentTensor(mean.to(m.dtype), variance)
-
-    for function in (
-        _MAXIMA[dims],
-        _INDEXED[dims],
-        *named(f"max_pool{dims}d", f"_max_pool{dims}d", places=(F,)),
-    ):
-        RULES[function] = max_pool
-
-    def adaptive_max_pool(
-        state: Pass, input: Any, output_size: Any, return_indices: bool = False
-    ) -> MomentTensor:
-        if return_indices:
-            raise state.refusal(
-                "max-pooling returns indices", "which are uncertain themselves: pool without them"
-            )
-        m, v = moments_of(input)
-        spatial = m.shape[m.ndim - dims :]
-        target = tuple(
-            o if o is not None else s for o, s in zip(_tuple(output_size, dims), spatial, strict=True)
+    def cells() -> Tensor:
+        ones = torch.ones(
+            (1, 1, *mean.shape[mean.ndim - dims :]), dtype=variance.dtype, device=variance.device
         )
-        if all(s % o == 0 for s, o in zip(spatial, target, strict=True)):
-            window = tuple(s // o for s, o in zip(spatial, target, strict=True))
-            return max_pool(state, input, window)
-        pool: Any = _ADAPTIVE_MAXIMA[dims][1]
-        mean, where = pool(m, target)  # windows of several sizes: the variance of the largest mean
-        return _taken(mean, v, where, dims)
+        window, strides, pads = (_tuple(value, dims) for value in (kernel_size, stride, padding))
+        return _divisors(ones, pool(ones), window, strides, pads)
 
-    pools = named(f"adaptive_max_pool{dims}d", f"_adaptive_max_pool{dims}d", places=(F,))
-    for function in (*_ADAPTIVE_MAXIMA[dims], *pools):
-        RULES[function] = adaptive_max_pool
+    return _averaged(state, pool(mean), variance, pool, cells)
+
+
+def _divisors(
+    ones: Tensor, averaged: Tensor, window: tuple[int, ...], strides: tuple[int, ...], pads: tuple[int, ...]
+) -> Tensor:
+    """By what each window's sum is divided: what a window over ones sums to, over what it averages to."""
+    kernel = torch.ones((1, 1, *window), dtype=ones.dtype, device=ones.device)
+    sides = [side for pad, width in zip(pads, window, strict=True) for side in (pad + width, pad)]
+    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(window)]
+    counted = convolve(F.pad(ones, sides[::-1]), kernel, stride=strides)
+    counted = counted[(..., *[slice(0, size) for size in averaged.shape[2:]])]
+    return (counted / averaged).reshape(averaged.shape[2:])
+
+
+def adaptive_avg_pool(dims: int, state: Pass, input: Any, output_size: Any) -> MomentTensor:
+    m, v = moments_of(input)
+    mean = _ADAPTIVE[dims](m, output_size)
+    cells: Any = torch.ones((), dtype=v.dtype, device=v.device)
+    for axis in range(dims):
+        size, steps = m.shape[m.ndim - dims + axis], mean.shape[mean.ndim - dims + axis]
+        index = torch.arange(steps, device=v.device)
+        count = ((index + 1) * size + steps - 1) // steps - index * size // steps
+        cells = cells * count.to(v.dtype).reshape(-1, *[1] * (dims - 1 - axis))
+    return _averaged(state, mean, v, lambda x: _ADAPTIVE[dims](x, output_size), cells)
+
+
+def max_pool(
+    dims: int,
+    state: Pass,
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> MomentTensor:
+    _refuse_indices(state, return_indices)
+    m, v = moments_of(input)
+    stride = kernel_size if stride is None or stride == () or stride == [] else stride
+    if state.rules.max_pool == "argmax":
+        mean, where = _INDEXED[dims](m, kernel_size, stride, padding, dilation, ceil_mode, True)
+        return _taken(mean, v, where, dims)
+    sizes = _tuple(kernel_size, dims), _tuple(stride, dims), _tuple(padding, dims), _tuple(dilation, dims)
+    mean, variance = maximum.pooled(m.to(v.dtype), v, *sizes, ceil_mode)
+    return MomentTensor(mean.to(m.dtype), variance)
+
+
+def adaptive_max_pool(
+    dims: int, state: Pass, input: Any, output_size: Any, return_indices: bool = False
+) -> MomentTensor:
+    _refuse_indices(state, return_indices)
+    m, v = moments_of(input)
+    spatial = m.shape[m.ndim - dims :]
+    target = tuple(o if o is not None else s for o, s in zip(_tuple(output_size, dims), spatial, strict=True))
+    if all(s % o == 0 for s, o in zip(spatial, target, strict=True)):
+        window = tuple(s // o for s, o in zip(spatial, target, strict=True))
+        return max_pool(dims, state, input, window)
+    pool: Any = _ADAPTIVE_MAXIMA[dims][1]
+    mean, where = pool(m, target)  # windows of several sizes: the variance of the largest mean
+    return _taken(mean, v, where, dims)
+
+
+def _refuse_indices(state: Pass, return_indices: bool) -> None:
+    if return_indices:
+        raise state.refusal(
+            "max-pooling returns indices", "which are uncertain themselves: pool without them"
+        )
 
 
 for _dims in (1, 2, 3):
-    _register(_dims)
+    _maxima = named(f"max_pool{_dims}d", f"_max_pool{_dims}d", places=(F,))
+    _adaptive_maxima = named(f"adaptive_max_pool{_dims}d", f"_adaptive_max_pool{_dims}d", places=(F,))
+    rule(_AVERAGES[_dims])(partial(avg_pool, _dims))
+    rule(_ADAPTIVE[_dims])(partial(adaptive_avg_pool, _dims))
+    rule(_MAXIMA[_dims], _INDEXED[_dims], *_maxima)(partial(max_pool, _dims))
+    rule(*_ADAPTIVE_MAXIMA[_dims], *_adaptive_maxima)(partial(adaptive_max_pool, _dims))
 
 
 def _taken(mean: Tensor, variance: Tensor, where: Tensor, dims: int) -> MomentTensor:

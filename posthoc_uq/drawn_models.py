@@ -15,8 +15,8 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
 
 
-def warn_of_noise(posterior: Posterior, batch: Batch, seed: int) -> None:
-    """Say so where models drawn at the evidence no longer predict what the trained one does.
+def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
+    """Warn where models drawn at the prior precision of the evidence no longer predict what the trained one does.
 
     Laplace's evidence trusts a linear approximation; where weights outnumber the data by far, weights drawn at its
     optimum lie outside of it.

@@ -1,0 +1,163 @@
+"""Context points taken from data: of the present minibatch, colours of the training images, a pool of other inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.contexts.base import Context, single_input
+from posthoc_uq.devices import sent
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
+from posthoc_uq.randomness import isolated_random_state, mixed_seed
+
+PIXELS = 100_000  # values a channel that `Monochrome` keeps
+POOL = 10_000  # inputs that `Pool` keeps ...
+POOL_BYTES = 256 * 2**20  # ... and what they may take
+_PIXELS_AT_ONCE = 1024  # values of one channel of one image that are looked at
+
+
+class TrainingBatch(Context):
+    """Inputs of the present minibatch, without repetition as long as it has enough."""
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        inputs = single_input(batch)
+        order = torch.cat(
+            [
+                torch.randperm(len(inputs), generator=generator, device="cpu")
+                for _ in range(-(-n // len(inputs)))
+            ]
+        )
+        return inputs[sent(order[:n], inputs.device)]
+
+
+class Monochrome(Context):
+    """Images of one colour: one value for every channel, drawn from all training pixels of that channel, independently
+    of the other channels (Rudner et al. 2022, appendix D.8).
+
+    Values are taken as the loader gives them, after its normalisation. A reservoir of them is kept, filled in one pass.
+
+    Args:
+        kept: values of each channel in the reservoir.
+    """
+
+    needs_data = True
+
+    def __init__(self, kept: int = PIXELS) -> None:
+        if kept < 1:
+            raise PosthocUQError(f"A monochrome context must keep at least one pixel value, not {kept}.")
+        self._kept, self._seen = kept, 0
+        self.values = torch.empty(0, 0, device="cpu")
+
+    def fresh(self) -> Context:
+        return Monochrome(self._kept)
+
+    def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
+        if inputs.ndim != 4:
+            raise PosthocUQError(
+                f"context='monochrome' is for images (samples, channels, height, width), not for inputs of shape "
+                f"{tuple(inputs.shape)}; use context='uniform', a loader of inputs, or a callable (n, generator)."
+            )
+        pixels = inputs.detach().flatten(2)
+        size = pixels.shape[2]
+        if size > _PIXELS_AT_ONCE:
+            pixels = pixels[
+                :,
+                :,
+                torch.randint(size, (_PIXELS_AT_ONCE,), generator=generator, device="cpu").to(pixels.device),
+            ]
+        values = pixels.transpose(0, 1).flatten(1).cpu()  # (channels, samples * positions)
+        if self._seen == 0:
+            self.values = values.new_empty(len(values), 0)
+        # Algorithm R (Vitter 1985), many values at once: the i-th value ever seen takes the place of a kept one with
+        # probability kept / i.
+        room = min(self._kept - self.values.shape[1], values.shape[1])
+        self.values = torch.cat([self.values, values[:, :room]], dim=1)
+        rest = values[:, room:]
+        self._seen += values.shape[1]
+        if not rest.numel():
+            return
+        ranks = torch.arange(
+            self._seen - rest.shape[1] + 1, self._seen + 1, dtype=torch.float64, device="cpu"
+        )
+        for channel, seen in zip(self.values, rest, strict=True):
+            places = (
+                torch.rand(len(ranks), generator=generator, dtype=torch.float64, device="cpu") * ranks
+            ).long()
+            taken = (places < self._kept).nonzero().flatten()
+            # Of several values for one place the last one stays, which indexing alone does not promise.
+            final = torch.full((self._kept,), -1, device="cpu")
+            final.scatter_reduce_(0, places[taken], taken, "amax")
+            filled = final >= 0
+            channel[filled] = seen[final[filled]]
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        like = single_input(batch)
+        channels, kept = self.values.shape
+        if kept == 0:
+            raise PosthocUQError("A monochrome context draws from training pixels, and has seen none yet.")
+        places = torch.randint(kept, (channels, n), generator=generator, device="cpu")
+        colours = sent(self.values.gather(1, places).T.to(like.dtype), like.device)
+        # The present batch's size: a convolutional network may be trained on images of several.
+        return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
+
+
+class Pool(Context):
+    """Inputs of a loader of unlabelled data: a uniform choice of them is read once and kept, on the CPU.
+
+    Args:
+        loader: yields inputs, or pairs whose targets are left aside.
+        kept: inputs to keep, at most `POOL_BYTES` of them.
+        batch_to_inputs: as in `fit`.
+        seed: of the choice.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        kept: int = POOL,
+        batch_to_inputs: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_loader(loader)
+        if kept < 1:
+            raise PosthocUQError(f"A context from a loader must keep at least one input, not {kept}.")
+        self._loader, self._kept, self._seed = loader, kept, seed
+        self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
+        self._inputs: Tensor | None = None
+
+    def identity(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_inputs"}
+
+    def _read(self) -> Tensor:
+        if self._inputs is not None:
+            return self._inputs
+        generator = torch.Generator().manual_seed(mixed_seed(self._seed))
+        keys, inputs, most = torch.empty(0, dtype=torch.float64, device="cpu"), list[Tensor](), self._kept
+        with isolated_random_state(self._seed):
+            for batch in batches(self._loader, self._reader):
+                new = single_input(batch)
+                new_keys = torch.rand(len(new), generator=generator, dtype=torch.float64, device="cpu")
+                most = max(1, min(self._kept, POOL_BYTES // max(1, new[0].numel() * new.element_size())))
+                keys, inputs = torch.cat([keys, new_keys]), [*inputs, *new.unbind()]
+                # those with the smallest keys stay: each input is as likely as any other
+                if len(keys) > 2 * most:
+                    keys, inputs = _smallest(keys, inputs, most)
+            keys, inputs = _smallest(keys, inputs, min(len(keys), most))
+        self._inputs = torch.stack(inputs)
+        return self._inputs
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        pool = self._read()
+        like = single_input(batch)
+        drawn = pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")]
+        return sent(drawn.to(like.dtype), like.device)
+
+
+def _smallest(keys: Tensor, inputs: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
+    kept = keys.topk(count, largest=False).indices.sort().values
+    return keys[kept], [inputs[index].clone() for index in kept.tolist()]

@@ -1,0 +1,198 @@
+"""The covariance of one layer's weights, made ready for products with Jacobians.
+
+``Sigma = diag w - low rank`` in the posterior's bases, see `Form`. The low rank is that of
+``diag(s w) U D B^-1 D U^T diag(s w)`` with ``U = U_g x U_a`` and ``B = R R^T``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.devices import as_double, placed
+from posthoc_uq.heads.cancellation import LEFT, Checked, Contracted, certain
+from posthoc_uq.heads.products import Mode, gram, marginal
+from posthoc_uq.posteriors.forms import Form
+
+
+class LayerCovariance:
+    """The covariance of one layer's weights, made ready once for Jacobians of many batches.
+
+    Args:
+        form: the covariance.
+        dtype: of activations and output gradients.
+        device: likewise.
+        limit: bytes that one temporary may take.
+    """
+
+    def __init__(self, form: Form, dtype: torch.dtype, device: torch.device, limit: int) -> None:
+        self.dtype, self.limit = dtype, limit
+        self.low_rank = low = form.low_rank
+        self.weights = form.weights.to(device)
+        self.bases = None if form.bases is None else tuple(b.to(device, dtype) for b in form.bases)
+        self.shrink = None if low is None or low.shrink is None else low.shrink.to(device)
+        if low is not None:
+            self.low_rank_bases = low.input_basis.to(device), low.output_basis.to(device)
+
+    @cached_property
+    def root_weights(self) -> Tensor:
+        """``sqrt w``, which turns J into the rows of its diagonal part."""
+        return self.weights.sqrt().to(self.dtype)
+
+    @cached_property
+    def shrunk_root_weights(self) -> Tensor:
+        """``s sqrt w``, which turns those rows into ``s w J``."""
+        return self.root_weights if self.shrink is None else self.root_weights * self.shrink.to(self.dtype)
+
+    @cached_property
+    def narrow_weights(self) -> Tensor:
+        """``w`` in the activations' precision."""
+        return self.weights.to(self.dtype)
+
+    @cached_property
+    def shrunk_weights(self) -> Tensor:
+        """``s w`` in the activations' precision."""
+        return (
+            self.narrow_weights if self.shrink is None else self.narrow_weights * self.shrink.to(self.dtype)
+        )
+
+    @cached_property
+    def equal_weight(self) -> float | None:
+        """``w`` where it is the same for all weights, as INF's is without a residual: then the diagonal's part is it
+        times the squared norm of J.
+        """
+        least, most = (float(extreme) for extreme in self.weights.aminmax())
+        return most if least == most and self.bases is None else None
+
+    @cached_property
+    def narrow_root(self) -> Tensor:
+        """``R`` in the activations' precision."""
+        assert self.low_rank is not None
+        return self.low_rank.root.to(self.dtype)
+
+    @cached_property
+    def row_roots(self) -> Tensor:
+        """``T``, see `LowRank`."""
+        assert self.low_rank is not None
+        return self.low_rank.row_roots()
+
+    def root_weight_rows(self, rows: slice, double: bool) -> tuple[Tensor, Tensor]:
+        """``sqrt w`` and ``s sqrt w`` of some rows, ``(G, rows, n)``; in float64 they are exactly what the low-rank
+        part was computed with.
+        """
+        if not double:
+            return self.root_weights[:, rows], self.shrunk_root_weights[:, rows]
+        roots = as_double(self.weights[:, rows]).sqrt()
+        return roots, (roots if self.shrink is None else roots * as_double(self.shrink[:, rows]))
+
+    def weight_rows(self, rows: slice, double: bool) -> tuple[Tensor, Tensor]:
+        """``w`` and ``s w`` of some rows, ``(G, rows, n)``."""
+        if not double:
+            return self.narrow_weights[:, rows], self.shrunk_weights[:, rows]
+        weights = as_double(self.weights[:, rows])
+        return weights, (weights if self.shrink is None else weights * as_double(self.shrink[:, rows]))
+
+    @property
+    def cancels(self) -> bool:
+        """Whether something is taken off the diagonal's part."""
+        return self.low_rank is not None
+
+    def checked(self, work: Callable[[slice, bool], Contracted], samples: int, mode: Mode) -> Checked:
+        """Do some work for all samples; where too much has cancelled, it is to be done again in float64.
+
+        Args:
+            work: contracts some samples, in float64 if its second argument says so.
+            samples: how many there are.
+            mode: see `gram`.
+        """
+        everything = slice(0, samples)
+        if self.low_rank is None or self.dtype == torch.float64:
+            return certain(work(everything, False)[0])
+        if mode == "joint":
+            return certain(work(everything, True)[0])
+        value, diagonal, _ = work(everything, False)
+        imprecise = (marginal(value, samples, mode) < LEFT * marginal(diagonal, samples, mode)).any(dim=1)
+        return Checked(value, imprecise, lambda part: work(part, True)[0])
+
+    def row_chunks(self, numbers: int, item: int) -> Iterator[slice]:
+        """Rows of the layer, so few that `numbers` numbers a row stay within the limit."""
+        outputs = self.weights.shape[1]
+        step = max(1, min(outputs, self.limit // max(1, numbers * item)))
+        for start in range(0, outputs, step):
+            yield slice(start, min(outputs, start + step))
+
+    def directions(self, activations: Tensor, shrunk: Tensor) -> Tensor:
+        """``h = U_a^T diag(s w)_o a`` for every row ``o`` of `shrunk`, which is ``s w``. Of activations
+        ``(samples, G, T, n)`` it is ``(samples, G, T, a, rows)``; a few samples at a time.
+        """
+        # contiguous, or every product below would be laid out like the transpose and copied
+        basis = self.low_rank_bases[0].to(activations).transpose(-1, -2).contiguous().unsqueeze(1)
+        columns = shrunk.transpose(-1, -2)
+        numbers = activations.shape[2] * basis.numel() * basis.element_size()
+        result: list[Tensor] = []
+        for part in activations.split(max(1, self.limit // max(1, numbers))):
+            spread = part.unsqueeze(3) * basis
+            if spread.shape[1] == 1:  # one large product, not one for every sample
+                result.append((spread.flatten(0, 3) @ columns[0]).reshape(*spread.shape[:4], -1))
+            else:
+                result.append(torch.matmul(spread.flatten(2, 3), columns).reshape(*spread.shape[:4], -1))
+        return torch.cat(result) if len(result) > 1 else result[0]
+
+    def cores(self, directions: Tensor, gradients: Tensor, rows: slice) -> Tensor:
+        """``sum_o U_g[o] x (sum_t g_to h_to)``, ``(samples, G, functions, g, a)``, of some rows ``o``."""
+        basis = self.low_rank_bases[1][:, rows].to(gradients)
+        samples, groups, functions, positions, _ = gradients.shape
+        width = directions.shape[3]
+        numbers = functions * width * gradients[0, :, 0, 0].numel() * gradients.element_size()
+        step = max(1, self.limit // max(1, numbers))
+        result = gradients.new_empty(samples, groups, functions, width, basis.shape[-1])
+        for start in range(0, samples, step):
+            few, pulled = directions[start : start + step], gradients[start : start + step]
+            total = pulled[:, :, :, 0].unsqueeze(3) * few[:, :, 0].unsqueeze(2)
+            for t in range(1, positions):
+                total.addcmul_(pulled[:, :, :, t].unsqueeze(3), few[:, :, t].unsqueeze(2))
+            if groups == 1:
+                result[start : start + step] = (total.flatten(0, 3) @ basis[0]).reshape(*total.shape[:4], -1)
+            else:
+                result[start : start + step] = torch.matmul(total, basis.unsqueeze(1))
+        return result.transpose(3, 4)
+
+    def less_low_rank(
+        self, diagonal: Tensor, cores: Tensor | None, mode: Mode, norms: Tensor | None
+    ) -> Contracted:
+        """What is left of the diagonal's part without the low rank's.
+
+        Args:
+            diagonal: what the diagonal gives, in the shapes of `gram`.
+            cores: ``(U_g x U_a)^T (s w J)``, ``(samples, G, functions, g, a)``; None without a low rank.
+            mode: see `gram`.
+            norms: ``|J_c|^2``, which are handed on; where they are given, the solve is in the cores' precision.
+        """
+        diagonal = as_double(diagonal)
+        if cores is None:
+            return Contracted(diagonal, diagonal, norms)
+        narrow = norms is not None and cores.dtype != torch.float64
+        return Contracted(diagonal - gram(self.reduced(cores, narrow), mode).to(diagonal), diagonal, norms)
+
+    def reduced(self, cores: Tensor, narrow: bool = False) -> Tensor:
+        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in float64 or with `narrow` in the cores' precision:
+        D scales the rows of R, and such a scaling does no harm to a triangular solve.
+        """
+        assert self.low_rank is not None
+        root = self.narrow_root if narrow else self.low_rank.root
+        samples, groups, functions = cores.shape[:3]
+        scaled = cores.to(root) * self.low_rank.roots.to(root).unsqueeze(1)
+        columns = scaled.flatten(3).permute(1, 3, 0, 2).reshape(groups, -1, samples * functions)
+        solved = torch.linalg.solve_triangular(root, columns, upper=False)
+        return solved.reshape(groups, -1, samples, functions).permute(2, 3, 0, 1).flatten(2)
+
+    def solved(self, cores: Tensor) -> Tensor:
+        """``D B^-1 D`` of cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
+        assert self.low_rank is not None
+        root, roots = self.low_rank.root[0], as_double(self.low_rank.roots).to(self.low_rank.root)[0]
+        columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
+        solved = torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots
+        return placed(solved, cores.device)

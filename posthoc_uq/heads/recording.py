@@ -1,0 +1,288 @@
+"""One pass of a model, recorded until a weight is used that changes.
+
+Uses of a weight are seen wherever they happen, by the identity of the tensor. What no code outside of the replayed
+calls reads is not kept: a stand-in takes its place, which refuses to be read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode_temporarily,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from posthoc_uq.heads.interception import Intercepted, ReplayError, watched_by
+from posthoc_uq.heads.replay import SINGLE_TENSOR, Call, Features
+from posthoc_uq.heads.stand_ins import QUERIES, StandIn, form_of, writable_copy
+from posthoc_uq.loaders import output_tensor
+
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class RewrittenError(ReplayError):
+    """Later code writes into what these modules returned.
+
+    Args:
+        names: of the modules.
+    """
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(f"the outputs of {sorted(names)} are changed in place")
+        self.names = names
+
+
+Version = tuple[int, int]
+"""A tensor's identity, and how often it had been written."""
+
+
+@dataclass
+class _FinishedCall:
+    """A complete call of a module.
+
+    Attributes:
+        name: of the module.
+        leaves: the parts of what it returned: tensors as weak references, so that they live no longer than the model's
+            code keeps them, or as copies.
+        form: puts them together.
+        versions: of those that are tensors, when the call was complete.
+    """
+
+    name: str
+    leaves: list[Any]
+    form: TreeSpec
+    versions: list[Version | None]
+
+    def parts(self, used: Mapping[Version, Tensor]) -> list[tuple[Any, Version | None, Tensor | None]]:
+        """What is held of each part, its version, and the tensor itself where later code read it."""
+        parts: list[tuple[Any, Version | None, Tensor | None]] = []
+        for leaf, version in zip(self.leaves, self.versions, strict=True):
+            tensor = None if version is None else used.get(version)
+            if isinstance(leaf, _WeakTensor) and leaf.tensor() is not tensor:
+                tensor = None  # a new tensor that got the identity of one that is gone
+            parts.append((leaf, version, tensor))
+        return parts
+
+
+class _WeakTensor:
+    """A tensor that is not kept alive, and its form."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.form = form_of(tensor)
+
+
+@dataclass
+class _RunningCall:
+    """A call under way.
+
+    Attributes:
+        name: of the module; None for the whole pass.
+        calls: the finished calls inside of it, or the names of those that run again in a replay.
+        used: tensors of these that its own code read.
+        written: versions that its own code made of them by writing.
+    """
+
+    name: str | None
+    calls: list[_FinishedCall | str] = field(default_factory=lambda: list[_FinishedCall | str]())
+    used: dict[Version, Tensor] = field(default_factory=lambda: dict[Version, Tensor]())
+    written: set[Version] = field(default_factory=lambda: set[Version]())
+
+    def join(self, inner: _RunningCall) -> None:
+        if inner.name is not None:
+            self.calls.append(inner.name)
+        self.calls += inner.calls
+        self.used |= inner.used
+        self.written |= inner.written
+
+
+class Recorder(TorchFunctionMode):
+    """Records one pass of an intercepted model.
+
+    Args:
+        changing: identities of the model's parameters that have other values in a replay.
+        rewritten: names of modules whose outputs later code writes into, so that a copy is kept of them.
+        known: names of modules that no use of such a parameter need be looked for in.
+    """
+
+    def __init__(
+        self, changing: set[int], rewritten: Iterable[str] = (), known: Collection[str] = ()
+    ) -> None:
+        super().__init__()
+        self._changing = changing
+        self._rewritten = set(rewritten)
+        self._known = known
+        self._under_way = [_RunningCall(None)]
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        self._weight_used = False
+        self.failure: str | None = None
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features:
+        """The features of one batch.
+
+        Raises:
+            ReplayError: the pass cannot be replayed.
+            RewrittenError: it could, with copies of more outputs.
+        """
+        given_args, given_kwargs = tree_map(writable_copy, (args, kwargs))
+        leaves, form = tree_flatten((given_args, given_kwargs))
+        inputs = _FinishedCall("", tree_leaves((args, kwargs)), form, [self._watch(leaf) for leaf in leaves])
+        with watched_by(self), self:
+            outputs = output_tensor(model(*given_args, **given_kwargs))
+        complete = not self._weight_used
+        self._enter_changing_part()
+        whole = self._under_way[0]
+        if self._watches(outputs):
+            whole.used[_version_of(outputs)] = outputs
+        finished = [call for call in whole.calls if isinstance(call, _FinishedCall)]
+        _check_same_numbers(inputs, finished, whole, self._rewritten)
+        calls = [
+            Call(call) if isinstance(call, str) else Call(call.name, _kept_parts(call, whole.used), call.form)
+            for call in whole.calls
+        ]
+        kept_args, kept_kwargs = tree_unflatten(_kept_parts(inputs, whole.used), form)
+        return Features(kept_args, kept_kwargs, calls, outputs.detach(), len(outputs), complete)
+
+    def call(self, module: Intercepted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `WatchedPass`."""
+        if self._weight_used:
+            return module.run(*args, **kwargs)
+        running = _RunningCall(module.name)
+        self._under_way.append(running)
+        if module.name in self._known and _get_current_function_mode() is self:
+            with _pop_mode_temporarily(), watched_by(None):
+                result = module.run(*args, **kwargs)
+        else:
+            result = module.run(*args, **kwargs)
+        if self._weight_used:
+            return result
+        self._under_way.pop()
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            self._complete(running, result)
+        return result
+
+    def _complete(self, running: _RunningCall, result: Any) -> None:
+        """Keep what a call returned, in place of the calls inside of it."""
+        assert running.name is not None
+        leaves, form = ([result], SINGLE_TENSOR) if type(result) is Tensor else tree_flatten(result)
+        if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            self._under_way[-1].join(running)  # it runs again, and what is inside of it is replayed
+            return
+        versions = [self._watch(leaf) for leaf in leaves]
+        hold = writable_copy if running.name in self._rewritten else _held_weakly
+        self._under_way[-1].calls.append(
+            _FinishedCall(running.name, [hold(leaf) for leaf in leaves], form, versions)
+        )
+
+    def _watch(self, leaf: Any) -> Version | None:
+        if not isinstance(leaf, Tensor):
+            return None
+        self._watched[id(leaf)] = weakref.ref(leaf)
+        return _version_of(leaf)
+
+    def _watches(self, tensor: Tensor) -> bool:
+        reference = self._watched.get(id(tensor))  # which may be that of a tensor that is gone
+        return reference is not None and reference() is tensor
+
+    def _enter_changing_part(self) -> None:
+        """A changing weight is used: what is not complete by now runs in every pass."""
+        self._weight_used = True
+        whole = self._under_way[0]
+        for running in self._under_way[1:]:
+            whole.join(running)
+        self._under_way = [whole]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in QUERIES:
+            return func(*args, **kwargs)
+        watched: list[tuple[Tensor, Version]] = []
+        for tensor in _tensors_in((*args, *kwargs.values())):
+            if not self._weight_used and id(tensor) in self._changing:
+                self._enter_changing_part()
+            if self._watches(tensor):
+                watched.append((tensor, _version_of(tensor)))
+        running = self._under_way[-1]
+        running.used.update((version, tensor) for tensor, version in watched)
+        result = func(*args, **kwargs)
+        for tensor, version in watched:
+            if _version_of(tensor) != version:
+                running.written.add(_version_of(tensor))
+        return result
+
+
+def _held_weakly(leaf: Any) -> Any:
+    return _WeakTensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _check_same_numbers(
+    inputs: _FinishedCall, finished: list[_FinishedCall], whole: _RunningCall, rewritten: set[str]
+) -> None:
+    """Whether the tensors that are handed out in a replay hold what was read in the pass.
+
+    Raises:
+        ReplayError: they do not, or not for certain.
+        RewrittenError: they do where copies are made of some.
+    """
+    returned = {version for call in (inputs, *finished) for version in call.versions}
+    if any(version not in returned and version not in whole.written for version in whole.used):
+        raise ReplayError("a module that would be replayed writes into a tensor that is read elsewhere")
+    read = [
+        (call, tensor, _version_of(tensor) != version)
+        for call in (inputs, *finished)
+        for _, version, tensor in call.parts(whole.used)
+        if tensor is not None
+    ]
+    memory = Counter(_memory(tensor) for _, tensor, _ in read)
+    changed = [(call, tensor) for call, tensor, changed in read if changed]
+    if any(memory[_memory(tensor)] > 1 for _, tensor in changed):
+        raise ReplayError("a tensor is changed in place that shares its memory with another one")
+    names = {call.name for call, _ in changed if call is not inputs}
+    if names - rewritten:
+        raise RewrittenError(names)
+
+
+def _kept_parts(call: _FinishedCall, used: Mapping[Version, Tensor]) -> list[Any]:
+    """What a call returned, with stand-ins for what is not read of it."""
+    kept: list[Any] = []
+    for leaf, version, tensor in call.parts(used):
+        if version is None:
+            kept.append(leaf)
+        elif tensor is None:
+            kept.append(StandIn(leaf.form if isinstance(leaf, _WeakTensor) else form_of(leaf)))
+        elif _version_of(tensor) == version:
+            # a small part of a large tensor would keep all of it
+            large = tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size()
+            kept.append(tensor.clone() if large else tensor)
+        else:  # written since: a copy from before, or an input as the caller has it
+            kept.append(leaf.clone())
+    return kept
+
+
+def _version_of(tensor: Tensor) -> Version:
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += _tensors_in(cast("Iterable[Any]", value))
+        elif isinstance(value, dict):
+            tensors += _tensors_in(cast("dict[Any, Any]", value).values())
+    return tensors
