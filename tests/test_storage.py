@@ -586,7 +586,7 @@ def test_foreign_files(saved: tuple[Path, nn.Module, Posterior], tmp_path: Path)
         load(foreign, model)
 
 
-@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (5, "version 5.*upgrade")])
+@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (6, "version 6.*upgrade")])
 def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, _ = saved
     of_version(path, version)
