@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import metrics
-from posthoc_uq.heads.prediction import cat
+from posthoc_uq.predictions.base import cat
 
 BINS, FOLDS = 15, 10
 ACCURACY, NLL, ECE, RMSE = 0.005, 0.04, 0.02, 0.01

@@ -18,11 +18,10 @@ from posthoc_uq.fitting import fit
 from posthoc_uq.function_divergence import function_space_kl
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail, set_referral
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.methods import (
     EFB,
     INF,
@@ -35,6 +34,10 @@ from posthoc_uq.methods import (
     register_method,
 )
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.drawn import DrawnPrediction
+from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.replica import untied
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
@@ -45,14 +48,18 @@ __all__ = [
     "EFB",
     "INF",
     "KFAC",
+    "Bernoulli",
+    "Categorical",
     "ClassPrediction",
     "CorruptPosteriorError",
     "Curvature",
     "Dense",
     "Diagonal",
+    "DrawnPrediction",
     "Evaluation",
     "Faithful",
     "FunctionSpace",
+    "Gaussian",
     "Likelihood",
     "LinearizedPredictor",
     "Method",
@@ -61,6 +68,7 @@ __all__ = [
     "Posterior",
     "PosteriorMismatchError",
     "PosthocUQError",
+    "Prediction",
     "Predictor",
     "RegressionPrediction",
     "SamplingPredictor",

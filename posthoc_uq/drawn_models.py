@@ -10,12 +10,9 @@ from torch import nn
 
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
-
-_SAME_DECISIONS = 0.75  # share of the trained model's decisions that drawn models should make too
 
 
 def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
@@ -24,7 +21,7 @@ def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
     Laplace's evidence trusts a linear approximation; where weights outnumber the data by far, weights drawn at its
     optimum lie outside of it.
     """
-    if not isinstance(posterior.likelihood, (Categorical, Bernoulli, Gaussian)):
+    if not posterior.likelihood.defines("agrees"):
         return
     samples = count_samples(batch)
     few = batch.narrow(0, min(samples, 64), samples)
@@ -35,15 +32,7 @@ def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
         drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(
             *few.args, **few.kwargs
         )
-    if isinstance(posterior.likelihood, Gaussian):
-        noise = posterior.likelihood.noise(trained)
-        lost = bool(((drawn.mean(0) - trained).square().mean(0) > noise).any())
-    elif isinstance(posterior.likelihood, Bernoulli):
-        lost = bool((((drawn.sigmoid().mean(0) > 0.5) == (trained > 0)).float().mean()) < _SAME_DECISIONS)
-    else:
-        same = drawn.softmax(-1).mean(0).argmax(-1) == trained.argmax(-1)
-        lost = bool(same.float().mean() < _SAME_DECISIONS)
-    if lost:
+    if not posterior.likelihood.agrees(trained, drawn):
         warnings.warn(
             "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
             "what the trained one does: it has few data for its weights. Pass val_loader=..., restrict it with "

@@ -10,66 +10,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.prediction import Prediction, predict
+from posthoc_uq.heads.prediction import divisor_of, predict
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.tensors import ClassTensors, ValueTensors
 from posthoc_uq.replica import unwrap
 
-
-class ClassTensors(NamedTuple):
-    """A classification at the boundary of an exported program; see `ClassPrediction`.
-
-    Attributes:
-        probs: (batch, classes).
-        logits_mean: (batch, classes), or (batch, 1) for one logit.
-        logits_variance: of the same shape.
-        entropy: (batch,), in nats.
-        mutual_information: (batch,), in nats; NaN with ``link="probit"`` or ``"bridge"``, which do not know it.
-    """
-
-    probs: Tensor
-    logits_mean: Tensor
-    logits_variance: Tensor
-    entropy: Tensor
-    mutual_information: Tensor
+__all__ = ["ClassTensors", "ValueTensors", "export", "export_onnx", "exportable", "tensors_of"]
 
 
-class ValueTensors(NamedTuple):
-    """A regression at the boundary of an exported program; see `RegressionPrediction`.
-
-    Attributes:
-        mean: (batch,) or (batch, outputs).
-        variance: of the same shape: weights and noise together.
-        epistemic_variance: of the same shape: the weights' part.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    epistemic_variance: Tensor
-
-
-for _kind in (ClassTensors, ValueTensors):  # so that an exported program can name its outputs in a file
-    pytree._register_namedtuple(  # pyright: ignore[reportPrivateUsage]
-        _kind, serialized_type_name=f"posthoc_uq.{_kind.__name__}"
-    )
-
-
-def tensors_of(prediction: Prediction) -> ClassTensors | ValueTensors:
-    """A prediction as a named tuple of tensors."""
-    if isinstance(prediction, ClassPrediction):
-        entropy = prediction.entropy()
-        known = prediction.sample_entropy is not None
-        information = prediction.mutual_information() if known else torch.full_like(entropy, float("nan"))
-        return ClassTensors(
-            prediction.probs, prediction.logits_mean, prediction.logits_variance, entropy, information
-        )
-    return ValueTensors(prediction.mean, prediction.variance, prediction.epistemic_variance)
+def tensors_of(prediction: Prediction) -> NamedTuple:
+    """A prediction as a named tuple of tensors: `ClassTensors` or `ValueTensors`."""
+    return prediction.tensors()
 
 
 class _Moments(nn.Module):
@@ -77,7 +34,7 @@ class _Moments(nn.Module):
         super().__init__()
         self.predictor = predictor
 
-    def forward(self, *args: Any) -> ClassTensors | ValueTensors:
+    def forward(self, *args: Any) -> NamedTuple:
         return tensors_of(self.predictor(*args))
 
 
@@ -89,11 +46,12 @@ class _Sampling(nn.Module):
         self.members = nn.ModuleList(predictor.ensemble.members())
         self._posterior = predictor.posterior
 
-    def forward(self, *args: Any) -> ClassTensors | ValueTensors:
+    def forward(self, *args: Any) -> NamedTuple:
         outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
         posterior = self._posterior.snapshot()
-        if posterior.temperature != 1.0:
-            outputs = outputs / posterior.temperature
+        divisor = divisor_of(posterior)
+        if divisor != 1.0:
+            outputs = outputs / divisor
         return tensors_of(predict(outputs, posterior))
 
 

@@ -23,15 +23,14 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.features import FeatureCache
+from posthoc_uq.heads.prediction import divisor_of
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.inference.evidence import Trials
-from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.predictions.samples import at_least_float32
 from posthoc_uq.replica import replicate
 from posthoc_uq.values import POSITIVE
 
@@ -112,13 +111,13 @@ class FaithfulSearch:
         self.posterior, self.predictor, self.trials = posterior, predictor, Trials()
         self._cache, self._seed = FeatureCache(predictor, lambda: ((batch, None) for batch in inputs)), seed
         self._temperature = posterior.temperature
-        self.matched = matched and not isinstance(posterior.likelihood, Gaussian)
         self.name = widening(posterior)
+        self.matched = matched and posterior.likelihood.logits
         self._prior = posterior.prior_precision if posterior.takes_prior else None
         self._scale = posterior.scale
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
-            divisor = 1.0 if isinstance(posterior.likelihood, Gaussian) else posterior.temperature
+            divisor = divisor_of(posterior)
             found = self._cache.outputs(lambda batch: batch.copied().call(model))
             self._outputs = [at_least_float32(outputs.detach()) / divisor for outputs, _ in found]
         self._samples = sum(len(outputs) for outputs in self._outputs)
@@ -231,7 +230,7 @@ class FaithfulSearch:
 
         def excess(factor: float) -> float:
             self.posterior.temperature = self._temperature * factor
-            return self._mean(found, lambda _, p: cast(ClassPrediction, p).entropy()) - wanted
+            return self._mean(found, lambda _, p: p.entropy()) - wanted
 
         low, high = (log10(bound) for bound in TEMPERATURES)
         if not (excess(10**low) <= 0.0 <= excess(10**high)):  # NaN included
@@ -245,14 +244,8 @@ class FaithfulSearch:
         return self._temperature * 10.0 ** ((low + high) / 2)
 
     def _network_entropy(self) -> float:
-        total = 0.0
-        for outputs in self._outputs:
-            logits = as_double(outputs.reshape(len(outputs), -1))
-            if logits.shape[1] == 1:
-                logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
-            logs = logits.log_softmax(1)
-            total -= float(torch.where(logs.isneginf(), 0.0, logs.exp() * logs).sum())
-        return total / self._samples
+        entropy = self.posterior.likelihood.entropy
+        return sum(float(as_double(entropy(outputs)).sum()) for outputs in self._outputs) / self._samples
 
 
 def widening(posterior: Posterior) -> str:

@@ -28,7 +28,7 @@ from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.task import Task, check_common
-from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, no_sample
 from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.methods import Method
@@ -109,7 +109,7 @@ def fit(
     posterior = _fitted(task, request.method, features)
     task.observe()
     del task.prepared
-    if isinstance(posterior.likelihood, Gaussian):
+    if posterior.likelihood.noise_variance is not None:
         posterior.record.tuning.setdefault("noise variance", noise)
     posterior.record.head = {"name": request.head, "options": {}}
     _settle_prior(posterior, request, task, kept)

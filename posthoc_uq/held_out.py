@@ -17,13 +17,13 @@ from tqdm.auto import tqdm
 from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.heads.prediction import Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
-from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
@@ -146,11 +146,8 @@ class HeldOutSearch:
         return -total / count
 
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
-        regression = isinstance(prediction, RegressionPrediction)
-        mean = prediction.mean if regression else prediction.logits_mean
-        self.posterior.likelihood.check(mean, targets)
-        shaped = targets.reshape(mean.shape) if regression else targets.flatten().long()
-        return float(as_double(prediction.log_prob(shaped)).sum())
+        self.posterior.likelihood.check(prediction.outputs_mean, targets)
+        return float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
 
     def _evaluate(self) -> float:
         posterior = self.posterior
@@ -230,7 +227,7 @@ class HeldOutSearch:
         """Nats above the best NLL that a posterior wider than a fit's own may have. The NLL of a density has no such
         measure, for it depends on the unit of the targets.
         """
-        return SLACK if isinstance(self.posterior.likelihood, Gaussian) else min(SLACK, SHARE * best)
+        return min(SLACK, SHARE * best) if self.posterior.likelihood.logits else SLACK
 
     def _decade_from(self, base: Hyperparameters) -> float:
         """How far the present prior precision, or scale, is above that of `base`, in decades."""
@@ -342,8 +339,8 @@ class HeldOutSearch:
 
     def _plain_likelihood(self) -> Likelihood:
         """The posterior's likelihood at its present noise."""
-        noise = self.posterior.noise_variance
-        return self.posterior.likelihood if noise is None else Gaussian(noise)
+        likelihood, noise = self.posterior.likelihood, self.posterior.noise_variance
+        return likelihood if noise is None else likelihood.with_noise(noise)
 
 
 def _geometric_mean(prior: Any) -> float:

@@ -13,9 +13,8 @@ from posthoc_uq.curvature.selection import Selection, check_selection
 from posthoc_uq.distributed import is_divided
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import Faithful
-from posthoc_uq.heads.prediction import can_be_faithful
 from posthoc_uq.inference.plain import plain
-from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import Method, method_of
 from posthoc_uq.replica import check_differentiable, model_device, unwrap
@@ -51,7 +50,7 @@ class Request:
     def faithful(self) -> float | None:
         """The budget of the faithful prior in nats, if that is what is to be found."""
         prior = self.prior
-        return prior.divergence if isinstance(prior, Faithful) and can_be_faithful(self.likelihood) else None
+        return prior.divergence if isinstance(prior, Faithful) and self.likelihood.has_divergence else None
 
     def identity(self) -> dict[str, Any]:
         """Plain values that two fits must have in common for one to go on where the other stopped."""
@@ -98,14 +97,14 @@ def requested(
         chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:
         prior = _checked_prior(prior_precision, faithful)
-    if prior_precision == "faithful" and not can_be_faithful(resolved):
+    if prior_precision == "faithful" and not resolved.has_divergence:
         raise PosthocUQError(
             f"Likelihood {resolved.name!r} has no prediction that could be faithful to the network's; give "
             f"prior_precision a number or 'evidence'."
         )
     if head is not None:
         head_class(head)
-    finds_noise = isinstance(resolved, Gaussian) and likelihood == "regression" and noise is None
+    finds_noise = resolved.noise_variance is not None and isinstance(likelihood, str) and noise is None
     check_loader(loader)
     check_reusable(loader, chosen.passes() + finds_noise)
     if val_loader is not None:

@@ -16,7 +16,6 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.held_out import HYPERPARAMETER, HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept import KeptInputs, wanted_for
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
@@ -344,7 +343,7 @@ def _forget_calibration(posterior: Posterior, head: str) -> None:
 
 
 def _tempered(posterior: Posterior, temperature: bool | None) -> bool:
-    logits = isinstance(posterior.likelihood, (Categorical, Bernoulli))
+    logits = posterior.likelihood.logits
     if temperature and not logits:
         raise PosthocUQError(
             f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
@@ -366,15 +365,15 @@ def _checked_grid(names: list[str], grid: Sequence[float]) -> list[float]:
 
 
 def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
-    regression = isinstance(posterior.likelihood, Gaussian)
+    noisy = posterior.noise_variance is not None
     available = [p for p in PARAMETERS if HYPERPARAMETER.get(p, p) in posterior.tunable]
     if parameters is None:
         main = widening(posterior)
-        return [main, "noise"] if noise and regression else [main]
+        return [main, "noise"] if noise and noisy else [main]
     if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
         raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")
     unknown = [p for p in parameters if p not in available]
-    if unknown or (not parameters and regression):
+    if unknown or (not parameters and not posterior.likelihood.logits):
         raise PosthocUQError(
             f"parameters must be among {available} for this posterior; not {list(parameters)}."
         )

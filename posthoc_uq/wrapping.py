@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Keep
 from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
-from posthoc_uq.heads.links import DRAWS
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.replica import other_name, unwrap
 from posthoc_uq.storage.schema import check_unchanged
 from posthoc_uq.values import one_of

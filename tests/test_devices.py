@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
 from posthoc_uq.devices import Checks, has_double, on_host
-from posthoc_uq.heads.draws import normals, placed_normals
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
+from posthoc_uq.predictions.draws import normals, placed_normals
 from posthoc_uq.randomness import device_generators
 
 CPU = torch.device("cpu")

@@ -21,7 +21,6 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.heads.scores import uncertainty_scores
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +303,7 @@ class TestJointScores:
             progress=False,
         )
         with torch.no_grad():
-            inside, outside = (uncertainty_scores(predictor(data)) for data in (x, foreign))
+            inside, outside = (predictor(data).scores() for data in (x, foreign))
 
         def shares(judged):
             found = [np.interp(judged[s], np.sort(inside[s]), np.arange(230, 0, -1) / 230) for s in names]
@@ -461,7 +460,7 @@ class TestReferral:
         thresholds = evaluation.set_referral(0.1, names)
         with torch.no_grad():
             prediction = predictor(x)
-            scores = uncertainty_scores(prediction)
+            scores = prediction.scores()
             reasons = uq.referral_reasons(predictor, prediction)
             flags = uq.refer(predictor, prediction)
             tail = uq.referral_tail(predictor, prediction)

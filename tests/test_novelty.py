@@ -18,13 +18,13 @@ from posthoc_uq.curvature import class_grams
 from posthoc_uq.curvature.class_grams import ClassGrams
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.heads.scores import score_of, uncertainty_scores
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Categorical, Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.predictions.scores import score_of
 
 
 class Net(nn.Module):
@@ -491,7 +491,7 @@ def test_without_such_a_layer_the_posterior_itself_tells() -> None:
     predictor = uq.wrap(model, posterior, head="linearized")
     assert torch.equal(predictor.novelty(x[:5]), predictor.novelty(x[:5], of="top"))
     prediction = predictor(x[:5])
-    assert "novelty" not in uncertainty_scores(prediction)
+    assert "novelty" not in prediction.scores()
     with pytest.raises(PosthocUQError, match="does not know its novelty"):
         prediction.novelty()
 

@@ -15,7 +15,7 @@ from matplotlib.patches import StepPatch
 
 from posthoc_uq import metrics, plots
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import RegressionPrediction
+from posthoc_uq.predictions.regression import RegressionPrediction
 
 
 def _classified(scale: float) -> tuple[torch.Tensor, torch.Tensor]:

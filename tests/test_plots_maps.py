@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from posthoc_uq import plots
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import ClassPrediction
+from posthoc_uq.predictions.classification import ClassPrediction
 
 _CENTRES = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
 

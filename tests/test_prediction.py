@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
-from posthoc_uq.heads.streaming import ClassStatistics, Moments, gathered
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.regression import RegressionPrediction
+from posthoc_uq.predictions.streaming import ClassStatistics, Moments, gathered
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import cat
+from posthoc_uq.predictions.base import cat
 
 OPTIONS = [{}, {"batched": False}, {"keep": "seeds"}, {"keep": "seeds", "batched": False}]
 

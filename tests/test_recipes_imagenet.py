@@ -28,7 +28,7 @@ import posthoc_uq as uq
 from posthoc_uq.cli.models import Source, source_of
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import ClassPrediction
+from posthoc_uq.predictions.classification import ClassPrediction
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "imagenet"
 NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run")

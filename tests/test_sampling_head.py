@@ -118,6 +118,18 @@ def test_one_wild_temperature(setting):
     torch.testing.assert_close(2 * hot, uq.wrap(model, posterior, n_samples=3).outputs(x))
 
 
+def test_a_temperature_divides_logits_alone():
+    model = nn.Linear(2, 1)
+    x, y = torch.randn(30, 2), torch.randn(30, 1)
+    posterior = uq.fit(model, [(x, y)], likelihood="regression", prior_precision=1.0, progress=False)
+    predictor = uq.wrap(model, posterior, "sampling", n_samples=5)
+    before = predictor(x), predictor.outputs(x)
+    posterior.temperature = 2.0
+    assert torch.equal(predictor(x).mean, before[0].mean) and torch.equal(predictor.outputs(x), before[1])
+    found = predictor.prediction_of(predictor.distribution(x))
+    assert torch.equal(found.epistemic_variance, before[0].epistemic_variance)
+
+
 def test_regression_prediction():
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ import csv
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ from posthoc_uq.cli.posterior_files import (
 )
 from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail
-from posthoc_uq.heads.scores import uncertainty_scores
 from posthoc_uq.loaders import Bar, BatchReader, batches
 from posthoc_uq.posteriors.referral import thresholds_of
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.randomness import isolated_random_state
 
 _SHOWN = ("entropy", "mutual_information")
@@ -123,8 +124,8 @@ class _Table:
     ) -> None:
         self._names, self._level = names, given["level"]
         self._scores: list[str] = []
-        if isinstance(prediction, ClassPrediction):
-            classes = prediction.probs.shape[1]
+        classes = prediction.classes
+        if classes is not None:
             if names is not None and len(names) != classes:
                 raise PosthocUQError(
                     f"There are {len(names)} class names, and the model has {classes} outputs."
@@ -137,7 +138,8 @@ class _Table:
                 self._scores.append("novelty")
             columns += self._scores
         else:
-            outputs = 1 if prediction.mean.ndim == 1 else prediction.mean.shape[1]
+            mean = cast(RegressionPrediction, prediction).mean
+            outputs = 1 if mean.ndim == 1 else mean.shape[1]
             kinds = ("mean", "standard_deviation", "epistemic_sd", "lower", "upper")
             columns = [
                 kind if outputs == 1 else f"{kind}_{i}" for i in range(1, outputs + 1) for kind in kinds
@@ -149,9 +151,10 @@ class _Table:
 
     def rows(self, prediction: Prediction, files: Sequence[str], flags: _Flags | None) -> list[list[str]]:
         """The rows of one batch."""
-        middle = (
-            self._classes(prediction) if isinstance(prediction, ClassPrediction) else self._values(prediction)
-        )
+        if prediction.classes is None:
+            middle = self._values(cast(RegressionPrediction, prediction))
+        else:
+            middle = self._classes(cast(ClassPrediction, prediction))
         return [
             [file, *cells, *end]
             for file, cells, end in zip(files, middle, self._ends(flags, len(files)), strict=True)
@@ -171,7 +174,7 @@ class _Table:
 
     def _classes(self, prediction: ClassPrediction) -> list[list[str]]:
         top = prediction.top_k(self._k)
-        known = uncertainty_scores(prediction)
+        known = prediction.scores()
         scores = [known[name].tolist() if name in known else None for name in self._scores]
         found: list[list[str]] = []
         for i, (labels, values) in enumerate(

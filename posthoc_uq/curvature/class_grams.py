@@ -16,7 +16,7 @@ from posthoc_uq.curvature.features import FeatureSource, feature_rows
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.distributed import add_up
 from posthoc_uq.errors import NonFiniteError
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom, positive_part
@@ -32,7 +32,7 @@ class ClassGrams:
     """Watches a sweep and sums ``phi phi^T`` by the class that the network predicts.
 
     There is one Gram a class for classification, one for each sign of the logit for a binary model, and one in all for
-    any other likelihood.
+    any other likelihood that tells no classes apart.
 
     Args:
         source: of the features.
@@ -46,7 +46,7 @@ class ClassGrams:
     ) -> None:
         self.source = source
         self._likelihood = likelihood
-        size, classes = source.size, _classes(likelihood, source.outputs)
+        size, classes = source.size, likelihood.classes(source.outputs)
         zero = as_double(torch.zeros((), device=device))
         width = min(_WIDTHS[1], budget // (16 * classes * size))
         if classes * size**2 * 8 > budget and width < _WIDTHS[0]:
@@ -99,9 +99,7 @@ class ClassGrams:
         samples = outputs.shape[0]
         if self.sums["counts"].shape[0] == 1:
             return torch.zeros(samples, dtype=torch.int64, device=outputs.device)
-        if isinstance(self._likelihood, Categorical):
-            return outputs.argmax(1)
-        return (outputs.reshape(samples) > 0).long()
+        return self._likelihood.predicted_class(outputs)
 
     def result(self, dtype: torch.dtype) -> FeatureGrams:
         """What is kept of all processes' samples, in `dtype`; every process takes part.
@@ -130,12 +128,6 @@ class ClassGrams:
             int(sums["counts"].sum()),
             tensors,
         )
-
-
-def _classes(likelihood: Likelihood, outputs: int) -> int:
-    if isinstance(likelihood, Categorical):
-        return outputs
-    return 2 if isinstance(likelihood, Bernoulli) else 1
 
 
 def _shared(sums: Tensor, counts: Tensor) -> Tensor:

@@ -20,8 +20,6 @@ from posthoc_uq.demo.digits_data import (
     rotated_digits,
 )
 from posthoc_uq.demo.figures import Example, digits_figure
-from posthoc_uq.heads.prediction import ClassPrediction
-from posthoc_uq.heads.scores import uncertainty_scores
 from posthoc_uq.metrics import (
     accuracy,
     brier_score,
@@ -30,6 +28,7 @@ from posthoc_uq.metrics import (
     ood_auroc,
 )
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.predictions.classification import ClassPrediction
 
 COPIES = 40
 """Distorted copies of each training digit; the posterior takes each of them for an observation of its own."""
@@ -164,7 +163,7 @@ def _quality(prediction: ClassPrediction, labels: Tensor) -> dict[str, float]:
 
 def _scores(prediction: ClassPrediction, model: str) -> dict[str, Tensor]:
     """What may tell foreign inputs; a network without posterior has its entropy alone."""
-    known = uncertainty_scores(prediction)
+    known = prediction.scores()
     names = ("entropy",) if model == PLAIN else SCORES
     return {SCORES[name]: known[name] for name in names if name in known}
 

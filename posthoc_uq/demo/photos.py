@@ -24,8 +24,7 @@ from posthoc_uq.demo.pictures import (
     preprocess,
     random_crops,
 )
-from posthoc_uq.heads.prediction import ClassPrediction
-from posthoc_uq.heads.scores import uncertainty_scores
+from posthoc_uq.predictions.classification import ClassPrediction
 
 SCORES = {"entropy": "entropy", "mutual_information": "mutual inf.", "novelty": "novelty"}
 """Scores that are shown, with what they are called."""
@@ -97,7 +96,7 @@ def _report(shown: list[Picture], prediction: ClassPrediction, names: list[str])
 
 
 def _scores(prediction: ClassPrediction) -> dict[str, Tensor]:
-    known = uncertainty_scores(prediction)
+    known = prediction.scores()
     return {shown: known[name] for name, shown in SCORES.items() if name in known}
 
 

@@ -13,11 +13,11 @@ from posthoc_uq.evaluation.gallery import Example, Gallery, images_of
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.result import Evaluation
 from posthoc_uq.evaluation.rows import Row, rows_of
-from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction, cat
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.predictions.base import Prediction, cat
+from posthoc_uq.predictions.scores import SCORES
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.values import COUNT, NATURAL, Number, check_function, one_of, shown
 
@@ -55,7 +55,7 @@ def evaluate(
         ood_loaders: foreign data by name (targets, if any, are left aside), or one loader.
         likelihood: of what has no posterior; by default that of the first predictor that has one, or classification. If
             named, a regression's noise is that of the first predictor; without one, no density is measured.
-        score: by which the examples are picked, one of `posthoc_uq.heads.scores.SCORES`; by default the entropy.
+        score: by which the examples are picked, one of `posthoc_uq.predictions.scores.SCORES`; by default the entropy.
         joint: groups of scores, ``[("entropy", "mutual_information")]``, that tell foreign data together, by
             `posthoc_uq.metrics.joint_tail`. Rows that do not know all scores of a group have no such number.
         referral_rates: shares of the inputs to refer, for selective prediction.
@@ -161,7 +161,7 @@ def _predict(
         for row, prediction in _pass(rows, foreign_loader, name, [gallery], reading)[0].items():
             predictions[row][name] = prediction
     examples = {title: gallery.examples for title, gallery in galleries.items() if gallery.examples}
-    return predictions, _fitting_targets(familiar[rows[0].name], targets), examples
+    return predictions, familiar[rows[0].name].fitting(targets), examples
 
 
 def _pass(
@@ -181,30 +181,9 @@ def _pass(
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())
             labels = targets[-1].flatten() if batch.targets is not None and name == FAMILIAR else None
-            if isinstance(last, ClassPrediction):
-                for gallery in galleries:
-                    gallery.offer(images_of(batch.tensors()), last, labels, seen)
+            for gallery in galleries:
+                gallery.offer(images_of(batch.tensors()), last, labels, seen)
             seen += len(last)
             bar.advance(len(last))
     joined = torch.cat(targets) if targets and sum(map(len, targets)) == seen else None
     return {row: cat(predictions) for row, predictions in parts.items()}, joined
-
-
-def _fitting_targets(prediction: Prediction, targets: Tensor) -> Tensor:
-    """Targets in the shape of the prediction: labels (inputs,), or values like the mean."""
-    if isinstance(prediction, RegressionPrediction):
-        if targets.numel() != prediction.mean.numel():
-            raise PosthocUQError(
-                f"The targets have shape {tuple(targets.shape)} and the predictions {tuple(prediction.mean.shape)}; "
-                f"take them apart with batch_to_targets."
-            )
-        return targets.reshape(prediction.mean.shape).double()
-    labels = targets.flatten()
-    if len(labels) != len(prediction) or (
-        labels.is_floating_point() and bool((labels != labels.round()).any())
-    ):
-        raise PosthocUQError(
-            f"Classification needs one label an input; there are {len(prediction)} inputs and targets of shape "
-            f"{tuple(targets.shape)}."
-        )
-    return labels.long()

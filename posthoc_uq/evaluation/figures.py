@@ -9,8 +9,8 @@ from torch import Tensor
 
 from posthoc_uq import plots
 from posthoc_uq.evaluation.measurements import FAMILIAR, Measurements
-from posthoc_uq.heads.prediction import ClassPrediction, RegressionPrediction
-from posthoc_uq.heads.scores import uncertainty_scores
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.regression import RegressionPrediction
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,10 +27,10 @@ def figures(evaluation: Measurements) -> dict[str, Figure]:
         calibration = {name: (p.probs, evaluation.targets) for name, p in classes.items()}
         found["Reliability"] = plots.reliability_diagram(calibration, bins=evaluation.bins)
     else:
-        values = cast(Mapping[str, RegressionPrediction], test)
+        values = {name: p for name, p in test.items() if p.kind == "values"}
         with_noise = {
             name: (p.mean, p.variance, evaluation.targets)
-            for name, p in values.items()
+            for name, p in cast(Mapping[str, RegressionPrediction], values).items()
             if bool((p.variance > 0).all())
         }
         if with_noise:
@@ -40,7 +40,7 @@ def figures(evaluation: Measurements) -> dict[str, Figure]:
         log = [title for title in panels if any(title.startswith(_words(score)) for score in _WIDE)]
         found["Familiar and foreign inputs"] = plots.score_histograms(panels, log=log)
     referred = {
-        f"{name}, {_words(score)}": (uncertainty_scores(test[name])[score], evaluation.losses(name))
+        f"{name}, {_words(score)}": (test[name].scores()[score], evaluation.losses(name))
         for name, score in _selected(evaluation)
     }
     if referred:
@@ -56,7 +56,7 @@ def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:
             if score in ("max_probability", "variation_ratio", "standard_deviation"):
                 continue  # much the same picture as the entropy's
             panels[f"{_words(score)}, {name}"] = {
-                data: uncertainty_scores(prediction)[score] for data, prediction in by_set.items()
+                data: prediction.scores()[score] for data, prediction in by_set.items()
             }
     return panels
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from posthoc_uq.heads.prediction import ClassPrediction, Prediction
-from posthoc_uq.heads.scores import score_of
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.scores import score_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class Gallery:
         self, images: Tensor | None, prediction: Prediction, targets: Tensor | None, start: int
     ) -> None:
         """Look at one batch, whose first input is number `start`."""
-        if images is None or not isinstance(prediction, ClassPrediction) or self.size < 1:
+        if images is None or prediction.classes is None or self.size < 1:
             return
+        prediction = cast(ClassPrediction, prediction)
         if self.mistakes_only and targets is None:
             return
         scores = score_of(prediction, self.score).cpu()

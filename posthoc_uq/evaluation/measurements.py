@@ -11,12 +11,12 @@ from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.evaluation.gallery import Example
-from posthoc_uq.evaluation.measures import foreignness, losses_of, quality, selection
-from posthoc_uq.heads.prediction import ClassPrediction, Prediction
+from posthoc_uq.evaluation.measures import foreignness, selection
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import referral_applies, referral_reasons, set_referral
-from posthoc_uq.heads.scores import CLASS_SCORES, score_of, uncertainty_scores
 from posthoc_uq.metrics import referral_threshold
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.scores import CLASS_SCORES, score_of
 
 FAMILIAR = "test"
 """The name of the first loader's data."""
@@ -55,7 +55,7 @@ class Measurements:
     def __post_init__(self) -> None:
         for name, by_set in self.predictions.items():
             for data, prediction in by_set.items():
-                scores = next(iter(uncertainty_scores(prediction).values()))
+                scores = next(iter(prediction.scores().values()))
                 if bool(scores.isnan().any()):
                     raise NonFiniteError(
                         f"{int(scores.isnan().sum())} of {len(scores)} predictions of {name!r} on {data!r} are NaN; "
@@ -66,8 +66,7 @@ class Measurements:
     def metrics(self) -> dict[str, dict[str, float]]:
         """By row: accuracy, NLL, calibration errors on the test data; or RMSE, log density, CRPS, coverage."""
         return {
-            row: quality(by_set[FAMILIAR], self.targets, self.bins)
-            for row, by_set in self.predictions.items()
+            row: by_set[FAMILIAR].quality(self.targets, self.bins) for row, by_set in self.predictions.items()
         }
 
     @cached_property
@@ -103,14 +102,14 @@ class Measurements:
     @property
     def classification(self) -> bool:
         """Whether classes were predicted, or values."""
-        return isinstance(next(iter(self.predictions.values()))[FAMILIAR], ClassPrediction)
+        return self._first.classes is not None
 
     def threshold(self, rate: float, score: str | None = None, name: str | None = None) -> float:
         """The value of a score above which at most a share `rate` of the test inputs lies.
 
         Args:
             rate: in [0, 1).
-            score: one of `posthoc_uq.heads.scores.SCORES`; by default the one of `evaluate`, or entropy (standard
+            score: one of `posthoc_uq.predictions.scores.SCORES`; by default the one of `evaluate`, or entropy (standard
                 deviation for values).
             name: the row; by default the last.
 
@@ -170,11 +169,16 @@ class Measurements:
     @property
     def default_score(self) -> str:
         """The score that is meant where none is named."""
-        return self.score or ("entropy" if self.classification else "standard_deviation")
+        return self.score or self._first.default_score
 
     def losses(self, name: str | None = None) -> Tensor:
         """Per test input ``(inputs,)``: 1 for a wrong class, the squared error for values."""
-        return losses_of(self._test(name), self.targets)
+        return self._test(name).losses(self.targets)
+
+    @property
+    def _first(self) -> Prediction:
+        """The first row's prediction of the test data."""
+        return next(iter(self.predictions.values()))[FAMILIAR]
 
     def _row(self, name: str | None) -> str:
         if name is not None and name not in self.predictions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,16 +11,10 @@ from torch import Tensor, nn
 
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import (
-    ClassPrediction,
-    Prediction,
-    RegressionPrediction,
-    noise_of,
-    predict_as,
-)
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.replica import model_device, replicate
 
 
@@ -61,14 +55,10 @@ def rows_of(compared: Any, likelihood: str | Likelihood | None) -> list[Row]:
         else resolve_likelihood("classification" if likelihood is None else likelihood)
     )
     noise: Tensor | None = None
-    if isinstance(plain, Gaussian) and not isinstance(likelihood, Gaussian):
+    if plain.noise_variance is not None and (likelihood is None or isinstance(likelihood, str)):
         # of the first predictor, which knows it; without one there is none, and so no density
-        known = [
-            noise_of(p.posterior, torch.device("cpu"))
-            for p in predictors
-            if p.posterior.noise_variance is not None
-        ]
-        noise = known[0] if known else torch.zeros((), device="cpu")
+        known = [p.posterior.noise_variance for p in predictors]
+        noise = next((own for own in known if own is not None), torch.zeros((), device="cpu"))
     return [_row(str(name), one, plain, noise) for name, one in named.items()]
 
 
@@ -100,9 +90,6 @@ def _row(name: str, one: Any, likelihood: Likelihood, noise: Tensor | None) -> R
 
 def _shaped(output: Any, likelihood: Likelihood, noise: Tensor | None) -> Prediction:
     """A model's output as the prediction of one weight sample; a prediction as it is."""
-    if isinstance(output, (ClassPrediction, RegressionPrediction)):
+    if isinstance(output, Prediction):
         return output
-    prediction = predict_as(likelihood, output_tensor(output).unsqueeze(0), noise)
-    if isinstance(prediction, ClassPrediction):  # one sample of the weights says nothing about their spread
-        return replace(prediction, sample_entropy=None, probs_variance=None, votes=None)
-    return prediction
+    return likelihood.from_draws(output_tensor(output).unsqueeze(0), noise).of_one_network()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.prediction import divisor_of
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
@@ -123,7 +124,7 @@ def calibrate(
             if seen + count > samples:
                 batch = batch.narrow(0, samples - seen, count)
             own.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
-            outputs = sampler.outputs(*batch.args, **batch.kwargs) * posterior.temperature
+            outputs = sampler.outputs(*batch.args, **batch.kwargs) * divisor_of(posterior)
             if output_map is not None:
                 outputs = torch.stack([output_map(one) for one in outputs])
             drawn.append(as_double(outputs).var(0).cpu())

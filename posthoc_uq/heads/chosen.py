@@ -20,12 +20,14 @@ class ChosenOutputs:
 
     Attributes:
         top: ``"all"``, ``"auto"``, or a number of classes.
-        classes: whether outputs are logits of classes.
+        classes: whether outputs are logits of several classes.
+        joint: whether the prediction needs the covariance of a sample's outputs.
         link: by its name.
     """
 
     top: int | str
     classes: bool
+    joint: bool
     link: str
 
     def number(self, outputs: Tensor) -> int | None:
@@ -44,7 +46,7 @@ class ChosenOutputs:
 
     def wants_covariance(self, mean: Tensor) -> bool:
         """Whether the link gets all of it."""
-        return self.classes and mean[0].numel() <= _COVARIANCE_CLASSES and self.number(mean) is None
+        return self.joint and mean[0].numel() <= _COVARIANCE_CLASSES and self.number(mean) is None
 
     def wants_spread(self) -> bool:
         """Whether the link can do with what is known of the covariance of many classes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError
-from posthoc_uq.heads.prediction import Prediction
+from posthoc_uq.predictions.base import Prediction
 
 _MASKED = ("logits_mean", "log_probs")  # minus infinity is a class that cannot be
 
@@ -22,7 +23,7 @@ def checked(prediction: Prediction) -> Prediction:
     """
     if torch.compiler.is_compiling():  # numbers of samples are symbols, and numbers are not there
         return prediction
-    given = {field.name: getattr(prediction, field.name) for field in fields(prediction)}
+    given = {field.name: getattr(prediction, field.name) for field in fields(cast(Any, prediction))}
     samples = len(prediction)
     check_finite(
         {

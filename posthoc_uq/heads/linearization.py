@@ -14,11 +14,11 @@ from posthoc_uq.heads.chosen import ChosenOutputs, check_shape
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
 from posthoc_uq.heads.predictor import GaussianOutputs
 from posthoc_uq.heads.products import Mode
-from posthoc_uq.heads.spread import Spread, of_product
 from posthoc_uq.heads.tracking import Tracked, output_layer
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
+from posthoc_uq.predictions.spread import Spread, of_product
 
 _AT_ONCE = 2**16  # logits whose covariance is put into its directions at once
 _STORED = 4  # memory budgets that output gradients may take before the batch is cut

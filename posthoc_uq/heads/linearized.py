@@ -19,18 +19,18 @@ from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearization import Engine, Linearization
-from posthoc_uq.heads.links import DRAWS, checked_link, from_gaussian
-from posthoc_uq.heads.prediction import Prediction, with_novelty
+from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.probes import Probes, drawn_outputs
 from posthoc_uq.heads.replay import Features, Rest
 from posthoc_uq.heads.tracking import Tracked, track_layers
-from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import QUADRATIC
 from posthoc_uq.posteriors.settings import Hyperparameters
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.links import DRAWS, checked_link
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.values import COUNT, Number, flag, one_of
@@ -107,12 +107,12 @@ class LinearizedPredictor(Predictor):
         self._engine = one_of("engine", engine, get_args(EngineName))
         self._n_probes = COUNT("n_probes", n_probes)
         self._budget = None if memory_budget is None else int(_BYTES("memory_budget", memory_budget))
-        classes = isinstance(posterior.likelihood, Categorical)
-        self._chosen = ChosenOutputs(checked_outputs(outputs), classes, link)
-        if isinstance(self._chosen.top, int) and not classes:
+        likelihood = posterior.likelihood
+        self._chosen = ChosenOutputs(checked_outputs(outputs), likelihood.softmax, likelihood.joint, link)
+        if isinstance(self._chosen.top, int) and not likelihood.softmax:
             raise PosthocUQError(
                 f"outputs={outputs!r} picks classes by their logits; use outputs='all' for likelihood "
-                f"{posterior.likelihood.name!r}."
+                f"{likelihood.name!r}."
             )
         check_differentiable(unwrap(model))
         self._dtype = statistics_dtype(unwrap(model), None)
@@ -157,7 +157,7 @@ class LinearizedPredictor(Predictor):
             found = self._at(posterior, batch)
             outputs, calls = _shaped(found.gaussian()), found.watched
         ratio = self._known_novelty(batch, calls)
-        return with_novelty(self._prediction_of(posterior, outputs), ratio)
+        return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
         with _own_modes():

@@ -17,9 +17,8 @@ from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibra
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.interception import intercept
-from posthoc_uq.heads.links import DRAWS, checked_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
-from posthoc_uq.heads.prediction import Prediction, with_novelty
+from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.stand_ins import writable_copy
@@ -30,6 +29,8 @@ from posthoc_uq.moments.unscented import unscented_map
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import VARIANCES
 from posthoc_uq.posteriors.settings import Hyperparameters
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.links import DRAWS, checked_link
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 from posthoc_uq.values import UNIT, check_function, flag, one_of
@@ -307,7 +308,7 @@ class MomentsPredictor(Predictor):
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)
-        return with_novelty(self._prediction_of(posterior, self._distribution(posterior, batch)), ratio)
+        return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
         """Calibrated where a calibration fits."""

@@ -112,7 +112,7 @@ class PosteriorRatio:
         device: torch.device,
     ) -> None:
         self._settings = settings
-        self._centred = posterior.likelihood.name == "classification"
+        self._centred = posterior.likelihood.softmax
         if posterior.takes_prior:
             precisions = dict.fromkeys(posterior.layers, settings.prior_precision)
         else:

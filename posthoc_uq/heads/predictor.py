@@ -22,13 +22,13 @@ from posthoc_uq.heads.novelty import (
     class_novelty,
     novelty_of_calls,
 )
-from posthoc_uq.heads.prediction import Prediction, cat
 from posthoc_uq.heads.replay import Features
-from posthoc_uq.heads.spread import Spread
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import DRAWS, QUADRATIC
+from posthoc_uq.predictions.base import Prediction, cat
+from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate, unwrap
 
@@ -52,7 +52,7 @@ class GaussianOutputs(NamedTuple):
 
 class Predictor(nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
-    takes and returns a `ClassPrediction` or a `RegressionPrediction`.
+    takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
 
     Always in eval mode. The user's model is no submodule of it, so moving a predictor leaves the model alone, and its
     weights are never written: one predictor may serve several threads.
@@ -134,7 +134,7 @@ class Predictor(nn.Module, ABC):
 
         Raises:
             NonFiniteError: an input's prediction is not finite.
-            PosthocUQError: the head cannot serve this model, or no prediction is defined for the likelihood.
+            PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
         return self._answer(self._posterior.snapshot(), Batch(args, None, kwargs))
 

@@ -13,9 +13,9 @@ from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.interception import ReplayError, intercept
 from posthoc_uq.heads.predictor import GaussianOutputs
 from posthoc_uq.heads.replay import Rest
-from posthoc_uq.heads.spread import of_product
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
+from posthoc_uq.predictions.spread import of_product
 
 
 class Probes:

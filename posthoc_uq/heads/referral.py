@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.scores import score_of
 from posthoc_uq.metrics import (
     Tail,
     referral_threshold,
@@ -21,6 +19,8 @@ from posthoc_uq.metrics import (
 )
 from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.referral import thresholds_of
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.scores import score_of
 
 
 @overload
@@ -47,7 +47,7 @@ def set_referral(
         predictor: made the prediction, with the posterior's present hyperparameters.
         prediction: of inputs like those in production (held-out data); foreign ones would raise the threshold.
         rate: the share of such inputs to refer, in [0, 1).
-        score: one of `posthoc_uq.heads.scores.SCORES`, or several.
+        score: one of `posthoc_uq.predictions.scores.SCORES`, or several.
 
     Returns:
         The threshold, or by several scores that of each by name: at most a share `rate` of the prediction's inputs
@@ -153,7 +153,7 @@ def _check_kinds(predictor: Any, prediction: Any) -> None:
         raise PosthocUQError(
             f"The first argument is a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
         )
-    if not isinstance(prediction, (ClassPrediction, RegressionPrediction)):
+    if not isinstance(prediction, Prediction):
         raise PosthocUQError(
             f"The second argument is what the predictor returned for the inputs, predictor(x) or "
             f"predictor.predict(loader), not a {type(prediction).__name__}."

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
 from posthoc_uq.heads.novelty import NOT_KEPT
-from posthoc_uq.heads.prediction import Prediction, with_novelty
+from posthoc_uq.heads.prediction import divisor_of, summarise
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.replay import Features
-from posthoc_uq.heads.samples import at_least_float32
-from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import SYMMETRY
 from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.samples import at_least_float32
 from posthoc_uq.values import COUNT, SEED, flag, one_of, shown
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
@@ -145,10 +145,10 @@ class SamplingPredictor(Predictor):
         return text + (repr(self._batched) if refused is None else f"False ({refused})")
 
     def _blocks(self, posterior: Posterior, batch: Batch) -> Iterator[Tensor]:
-        temperature = posterior.temperature
+        divisor = divisor_of(posterior)
         for block in self.ensemble.blocks(*batch.args, **batch.kwargs):
             block = at_least_float32(block)
-            yield block if temperature == 1.0 else block / temperature
+            yield block if divisor == 1.0 else block / divisor
 
     def refresh(self, seed: int) -> None:
         """See `Predictor`."""
@@ -164,13 +164,13 @@ class SamplingPredictor(Predictor):
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
-        return with_novelty(summarise(self._blocks(posterior, batch), posterior), ratio)
+        return summarise(self._blocks(posterior, batch), posterior).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> Tensor:
         return torch.cat([at_least_float32(b) for b in self.ensemble.blocks(*batch.args, **batch.kwargs)])
 
     def _prediction_of(self, posterior: Posterior, distribution: Tensor) -> Prediction:
-        return summarise(iter([distribution / posterior.temperature]), posterior)
+        return summarise(iter([distribution / divisor_of(posterior)]), posterior)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; they stay the same when the weights are drawn anew."""

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from posthoc_uq.contexts import Context
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.plain_attention import PlainAttention
-from posthoc_uq.devices import Checks, as_double
+from posthoc_uq.devices import Checks, as_double, host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.forward import jvp
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.training import Group, Objective
-from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import mixed_seed
 
@@ -152,9 +152,8 @@ class FunctionSpaceObjective(Objective):
         self._body = [name for name in field.means if name not in self._last]
         self._log_noise: Tensor | None = None
         if options.learn_noise:
-            assert isinstance(likelihood, Gaussian)
-            like = next(iter(field.means.values()))
-            self._log_noise = likelihood.noise_variance.log().to(like).requires_grad_()
+            like, noise = next(iter(field.means.values())), cast(Tensor, likelihood.noise_variance)
+            self._log_noise = noise.log().to(like).requires_grad_()
 
     @property
     def network(self) -> nn.Module:
@@ -174,15 +173,14 @@ class FunctionSpaceObjective(Objective):
 
     def likelihood(self) -> Likelihood:
         """With the noise as it is now."""
-        return self._likelihood if self._log_noise is None else Gaussian(self._log_noise.detach().exp())
+        if self._log_noise is None:
+            return self._likelihood
+        return self._likelihood.with_noise(host_double(self._log_noise.detach().exp()))
 
     def _log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self._log_noise is None:
             return self._likelihood.log_prob(outputs, targets)
-        noise = self._log_noise.exp()
-        return cast(Gaussian, self._likelihood).log_prob(
-            outputs, targets, noise.squeeze(0) if len(noise) == 1 else noise
-        )
+        return self._likelihood.with_noise(self._log_noise.exp()).log_prob(outputs, targets)
 
     def _generator(self, *words: int) -> torch.Generator:
         device = next(iter(self._field.means.values())).device

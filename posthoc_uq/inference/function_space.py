@@ -26,7 +26,6 @@ from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.survey import survey
 from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import cosine, train
-from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.settings import Hyperparameters
@@ -63,7 +62,7 @@ def train_over_functions(
             "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
         )
     likelihood, settings, model = task.settings.likelihood, task.settings, task.model
-    if options.learn_noise and not isinstance(likelihood, Gaussian):
+    if options.learn_noise and likelihood.noise_variance is None:
         raise PosthocUQError(
             f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
         )

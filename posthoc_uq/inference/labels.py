@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import gather, own_samples, sampler_of
-from posthoc_uq.likelihoods import Fisher
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.loaders import Batch, BatchReader, known_length
 
 FisherChoice = Literal["auto", "mc", "exact", "empirical"]
@@ -29,30 +30,57 @@ MOST_LABELS = 3
 
 
 def resolve_fisher(
-    fisher: FisherChoice, n_samples: int, outputs: int, samples: int | None
+    fisher: FisherChoice,
+    n_samples: int,
+    outputs: int,
+    samples: int | None,
+    likelihood: Likelihood | None = None,
 ) -> tuple[Fisher, int]:
     """What to take the expectation over: the kind of labels, and how many are drawn of each sample.
 
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
-    over the data, from 1 to `MOST_LABELS`. With more than one asked for, it draws these.
+    over the data, from 1 to `MOST_LABELS`. With more than one asked for, it draws these. Where a likelihood gives one
+    of the two alone, it takes that one.
 
     Args:
         fisher: as asked for.
         n_samples: as asked for.
         outputs: of the model for one sample.
         samples: in all processes, or None where the loader does not say; they then count as few.
+        likelihood: of the targets; None for one that gives both.
+
+    Raises:
+        PosthocUQError: the likelihood does not give the labels that are asked for.
     """
+    gives = {
+        kind: likelihood is None or likelihood.defines(method)
+        for kind, method in (("exact", "exact_factors"), ("mc", "draw"))
+    }
+    asked = any(gives.values()) if fisher == "auto" else gives.get(fisher, True)
+    if likelihood is not None and not asked:
+        raise _not_given(fisher, likelihood)
     if fisher != "auto":
         return fisher, n_samples
+    if not gives["mc"]:
+        return "exact", 1
     if n_samples > 1:
         return "mc", n_samples
     few = samples is None or samples < LABELS_IN_ALL
-    if outputs <= 2 or (few and outputs <= EXACT_OUTPUTS):
+    if gives["exact"] and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
         return "exact", 1
     return "mc", MOST_LABELS if samples is None else min(
         MOST_LABELS, max(1, ceil(LABELS_IN_ALL / max(1, samples)))
     )
+
+
+def _not_given(fisher: str, likelihood: Likelihood) -> PosthocUQError:
+    """The error for labels that a likelihood does not give."""
+    missing = {
+        "exact": "has no exact expectation over labels; take fisher='mc', or give it a method exact_factors(outputs)",
+        "mc": "draws no labels; take fisher='exact', or give it a method draw(outputs, keys, draw)",
+    }.get(fisher, "gives no labels for the Fisher; give it a method draw(outputs, keys, draw)")
+    return PosthocUQError(f"Likelihood {likelihood.name!r} {missing}.")
 
 
 def of_all(samples: int | None) -> int | None:

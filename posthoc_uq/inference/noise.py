@@ -15,7 +15,6 @@ from posthoc_uq.distributed import add_up, gather, together
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.task import Task
-from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.randomness import isolated_random_state
 
 
@@ -63,5 +62,5 @@ def find_noise(task: Task) -> str:
         raise PosthocUQError(
             "The model reproduces its training targets without error; give noise_variance=... yourself."
         )
-    task.settings = replace(task.settings, likelihood=Gaussian(noise))
+    task.settings = replace(task.settings, likelihood=task.settings.likelihood.with_noise(noise))
     return "mean squared residual of the training data"

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.contexts import Context
-from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.state import posterior_state
 from posthoc_uq.storage.schema import fingerprint
@@ -56,9 +54,7 @@ def _inside(value: Any) -> Any:
     """What tells an object from others of its class, as far as that is known."""
     if isinstance(value, nn.Module):
         return dict(chain(value.named_parameters(), value.named_buffers()))
-    if isinstance(value, Likelihood):
-        return value.attributes()
-    if isinstance(value, Context):
+    if callable(getattr(value, "identity", None)):  # a likelihood, a context
         return value.identity()
     if isinstance(value, Posterior):
         return {"blocks": posterior_state(value)["blocks"], "mean": value.mean, **value.settings.plain()}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import replicate
 
@@ -18,9 +16,7 @@ PROBABILITIES = (
     "last softmax or sigmoid, for example model[:-1] of an nn.Sequential; log_softmax outputs are fine."
 )
 _SAMPLES = 16  # of the first batch
-_TOLERANCE = 1e-4  # of a sum of probabilities, and more where half precision rounds it
-# Autograd's nodes that pass values on, by the start of their names.
-_PASSING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone", "ToCopy")
+_TOLERANCE = 1e-4  # of a probability
 
 
 def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) -> bool:
@@ -34,7 +30,7 @@ def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) 
         batch: on which the model runs.
         likelihood: of the fit.
     """
-    if not isinstance(likelihood, (Categorical, Bernoulli)):
+    if not likelihood.logits:
         return False
     samples = count_samples(batch)
     some = batch.narrow(0, min(samples, _SAMPLES), samples).copied()
@@ -46,19 +42,4 @@ def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) 
     values = outputs.detach().float()
     if bool(((values < 0) | (values > 1 + _TOLERANCE)).any()):
         return False
-    if isinstance(likelihood, Bernoulli):
-        return _last_function(outputs).startswith("Sigmoid")
-    if values.ndim != 2 or values.shape[1] < 2:
-        return False
-    tolerance = max(_TOLERANCE, torch.finfo(outputs.dtype).eps)
-    if not bool(((values.sum(1) - 1).abs() <= tolerance).all()):
-        return False
-    return bool((values != values[0]).any()) or _last_function(outputs).startswith("Softmax")
-
-
-def _last_function(outputs: Tensor) -> str:
-    """The name of the autograd node that the outputs come from, behind changes of their shape."""
-    node: Any = outputs.grad_fn
-    while node is not None and node.name().startswith(_PASSING):
-        node = node.next_functions[0][0]
-    return "" if node is None else node.name()
+    return likelihood.seems_applied(outputs)

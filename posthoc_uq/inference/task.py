@@ -83,7 +83,9 @@ class Task:
             samples = of_all(
                 together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
             )
-        kind, labels = resolve_fisher(fisher, n_samples, self.prepared.outputs, samples)
+        kind, labels = resolve_fisher(
+            fisher, n_samples, self.prepared.outputs, samples, self.settings.likelihood
+        )
         self.settings = replace(self.settings, fisher=kind, n_samples=labels)
 
     def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:

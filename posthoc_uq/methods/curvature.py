@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from math import log, pi
 from typing import Any, ClassVar
 
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGradients
@@ -17,7 +16,6 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.labels import FisherChoice
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.methods.base import Method
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
@@ -99,12 +97,10 @@ def _evidence(task: Task) -> Evidence:
     summary, likelihood = task.summary, task.settings.likelihood
     evidence = Evidence(summary.samples, summary.log_likelihood)
     evidence.noise_power = 2 if task.settings.fisher == "empirical" else 1
-    if isinstance(likelihood, Gaussian) and summary.log_likelihood is not None:
-        noise = likelihood.noise_variance.expand(summary.outputs)
-        constant = float((noise.log() + log(2 * pi)).sum()) * summary.samples
-        evidence.targets = summary.samples * summary.outputs
-        # What is left of the log likelihood; rounding can leave a little less than nothing.
-        evidence.squared_residuals = max(0.0, -2 * summary.log_likelihood - constant)
+    if summary.log_likelihood is not None:
+        evidence.squared_residuals, evidence.targets = likelihood.residual_sums(
+            summary.log_likelihood, summary.samples, summary.outputs
+        )
     return evidence
 
 

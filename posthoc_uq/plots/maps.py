@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.heads.prediction import ClassPrediction
-from posthoc_uq.heads.scores import CLASS_SCORES, score_of
 from posthoc_uq.plots.style import COLOURS, MARKERS, new_figure
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.scores import CLASS_SCORES, score_of
 
 _LABELS = {
     "entropy": "entropy in nats",
@@ -76,7 +76,7 @@ def class_uncertainty_map(
             wrapped model is one. It is called on at most 4096 points at a time, without gradients.
         x_train: (points, 2).
         y_train: (points,), integer labels.
-        score: the name of a score of classes in `heads.scores` ("entropy", "mutual_information",
+        score: the name of a score of classes in `predictions.scores` ("entropy", "mutual_information",
             "max_probability", "functional_variance", "variation_ratio"), or a function from a prediction to
             (batch,), higher meaning more uncertain, such as `ClassPrediction.expected_entropy`.
         resolution: points along either axis.

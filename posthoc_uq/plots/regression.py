@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.prediction import RegressionPrediction
 from posthoc_uq.plots.style import COLOURS, clean, new_figure
+from posthoc_uq.predictions.regression import RegressionPrediction
 
 
 def regression_band(

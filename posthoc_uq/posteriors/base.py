@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors import capabilities as can
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.factors import FactorCache
@@ -88,8 +88,9 @@ class Posterior(Adjustable):
         self.fingerprint: str | None = None
         known = [type(block).makes.capabilities() for block in self.blocks.values()]
         self.capabilities = known[0].intersection(*known) if known else frozenset[str]()
-        outputs = "noise_scale" if isinstance(likelihood, Gaussian) else "temperature"
-        self.tunable = frozenset({outputs}).union(*(block.tunable for block in self.blocks.values()))
+        outputs = {"noise_scale"} if likelihood.noise_variance is not None else set[str]()
+        outputs |= {"temperature"} if likelihood.logits else set()
+        self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
         self._begin(settings or Hyperparameters(float(evidence.samples)))
@@ -132,9 +133,8 @@ class Posterior(Adjustable):
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        if isinstance(self.likelihood, Gaussian):
-            return self.likelihood.noise_variance * self.noise_scale
-        return None
+        noise = self.likelihood.noise_variance
+        return None if noise is None else noise * self.noise_scale
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.

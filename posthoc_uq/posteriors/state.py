@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import likelihood_from_attributes
+from posthoc_uq.likelihoods import Likelihood, described, likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import BLOCKS, Block
 from posthoc_uq.posteriors.features import FeatureGrams
@@ -35,7 +35,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
         "attributes": {
             "method": posterior.method,
             **posterior.settings.plain(),
-            "likelihood": posterior.likelihood.attributes(),
+            "likelihood": described(posterior.likelihood),
             "evidence": {
                 "samples": evidence.samples,
                 "squared_residuals": evidence.squared_residuals,
@@ -218,9 +218,11 @@ def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
     return found
 
 
-def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -> Posterior:
+def posterior_from_state(
+    state: Mapping[str, Any], mean: Mapping[str, Tensor], likelihood: Likelihood | None = None
+) -> Posterior:
     """The posterior that a state describes, for a model with the parameters `mean`, by name; centred on them, or on the
-    centre of the state.
+    centre of the state. The likelihood is the one given, or made anew.
 
     Raises:
         CorruptPosteriorError: the state is incomplete or out of range.
@@ -235,7 +237,7 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
             blocks,
             {name: list(block["members"]) for name, block in state["blocks"].items()},
             mean,
-            likelihood_from_attributes(attributes["likelihood"]),
+            likelihood or likelihood_from_attributes(attributes["likelihood"]),
             _evidence(attributes["evidence"]),
             _record(attributes["record"], layers),
             centre=_checked_centre(state, layers),

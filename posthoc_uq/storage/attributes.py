@@ -27,6 +27,7 @@ def attributes_of(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "fingerprint": described["fingerprint"],
         "prior_precision": "per layer" if isinstance(prior, Mapping) else prior,
         "likelihood": likelihood["name"],
+        "likelihood_class": likelihood.get("class"),
         "noise_variance": likelihood.get("noise_variance"),
         "evidence": plain["evidence"],
         "fit": plain["record"]["fit"],

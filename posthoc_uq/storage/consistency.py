@@ -7,6 +7,7 @@ from typing import Any
 
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.layers import KINDS, Layer, matrix_sides
+from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.referral import checked_referral
@@ -75,10 +76,12 @@ def _check_outputs(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Non
     last layer where its outputs are the model's.
     """
     attributes = state["attributes"]
-    likelihood, evidence = attributes["likelihood"], attributes["evidence"]
-    name, noise = likelihood["name"], likelihood.get("noise_variance", [])
-    outputs, classes = _outputs_of_last(state, layers), None
-    if name != "regression" and (evidence["targets"] or evidence["squared_residuals"]):
+    evidence, outputs, classes = attributes["evidence"], _outputs_of_last(state, layers), None
+    if "class" in attributes["likelihood"]:
+        return  # one of the user's, of which the file says too little
+    likelihood = likelihood_from_attributes(attributes["likelihood"])
+    name = likelihood.name
+    if likelihood.noise_variance is None and (evidence["targets"] or evidence["squared_residuals"]):
         raise CorruptPosteriorError(f"its likelihood is {name!r}, and its evidence is a regression's")
     if evidence["targets"]:
         seen, rest = divmod(evidence["targets"], evidence["samples"])
@@ -89,14 +92,9 @@ def _check_outputs(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Non
             )
         outputs = seen
     if outputs is not None:
-        contradicts = {
-            "classification": outputs < 2,
-            "binary": outputs != 1,
-            "regression": len(noise) not in (1, outputs),
-        }
-        if contradicts[name]:
+        if not likelihood.takes(outputs):
             raise CorruptPosteriorError(f"its likelihood {name!r} contradicts its {outputs} outputs")
-        classes = {"classification": outputs, "binary": 2, "regression": 1}[name]
+        classes = likelihood.classes(outputs)
     features = state["features"]
     if features is not None and classes is not None and features["attributes"]["classes"] > classes:
         raise CorruptPosteriorError(f"its features are of more classes than the {classes} that there are")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from posthoc_uq.devices import has_double
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.specs import TensorSpec
 from posthoc_uq.posteriors.state import (
@@ -57,6 +58,7 @@ def load(
     *,
     untrusted: bool = False,
     device: torch.device | str | None = None,
+    likelihood: Likelihood | None = None,
 ) -> Posterior:
     """Read a posterior for the model it was fitted on; it is centred on that model's parameters, or on those that the
     method trained.
@@ -67,9 +69,11 @@ def load(
         untrusted: parse the file in a child process with a time and memory limit. The digest in a file
             catches every damage, but whoever makes a file can make it fit; set this for a stranger's file.
         device: where the posterior shall live; the model's device if None.
+        likelihood: of a posterior that was fitted with a likelihood of your own: an object of the same class with the
+            same attributes. Nothing is imported because a file names it.
 
     Raises:
-        PosthocUQError: the file is missing or cannot be read.
+        PosthocUQError: the file is missing or cannot be read, or the likelihood is missing or another one.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
         PosteriorMismatchError: it belongs to another model, or to other weights of this one.
     """
@@ -85,6 +89,7 @@ def load(
             _check_model(layers, mean, path)
             names = {name for layer in layers.values() for name in layer.parameter_names}
             _check_fingerprint(state, {name: mean[name] for name in names}, path)
+            likelihood = _likelihood(state, likelihood, path)
             tensors: dict[str, Tensor] = {}
             for dataset, stored in structure.datasets.items():
                 tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
@@ -94,7 +99,7 @@ def load(
         check_blocks(state["attributes"], state_blocks(state, layers))
     _place(state, mean, place)
     with _translated(path):
-        posterior = posterior_from_state(state, mean)
+        posterior = posterior_from_state(state, mean, likelihood)
         posterior.model = model
         posterior.fingerprint = state["fingerprint"]
         return posterior
@@ -301,6 +306,18 @@ def _check_fingerprint(
             f"shapes agree, the numbers or their dtype do not. Load those weights into the model first, or "
             f"fit again."
         )
+
+
+def _likelihood(
+    state: Mapping[str, Any], given: Likelihood | None, path: str | os.PathLike[str]
+) -> Likelihood:
+    """The likelihood of a file, or the one given if it is that."""
+    try:
+        return likelihood_from_attributes(state["attributes"]["likelihood"], given)
+    except CorruptPosteriorError:
+        raise
+    except PosthocUQError as error:
+        raise PosthocUQError(f"'{path}' cannot be loaded: {error}") from None
 
 
 def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: Structure) -> None:

@@ -107,7 +107,8 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         "features": features,
     }
     try:
-        likelihood_from_attributes(state["attributes"]["likelihood"])
+        if "class" not in state["attributes"]["likelihood"]:
+            likelihood_from_attributes(state["attributes"]["likelihood"])
         text = plain.written(described)
         kept = plain.read_plain(text)  # as it comes out of a file
         check_posterior(kept)

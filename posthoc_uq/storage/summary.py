@@ -60,7 +60,7 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("file", f"{path}, {found['bytes']:,} bytes, format {found['format_version']}"),
         ("written by", f"posthoc_uq {found['library_version']}"),
         ("method", found["method"]),
-        ("likelihood", likelihood["name"]),
+        ("likelihood", likelihood["name"] + (f", {likelihood['class']}" if "class" in likelihood else "")),
         ("parameters", f"{found['parameters']:,} with a posterior, {numbers:,} numbers stored"),
         ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
         ("scale", f"{found['scale']:.6g}"),

@@ -28,8 +28,8 @@ from posthoc_uq.fields import (
     number_or_named,
     or_empty,
 )
-from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.layers import KINDS
+from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.families import FAMILIES
@@ -37,6 +37,7 @@ from posthoc_uq.posteriors.features import SOURCES
 from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, NOVELTIES
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.posteriors.specs import LARGEST
+from posthoc_uq.predictions.scores import SCORES
 from posthoc_uq.storage import schema
 
 _ANY = 1e300
@@ -97,13 +98,24 @@ _FEATURES = Record(
     }
 )
 
-_LIKELIHOOD = ByName(
-    "name",
-    {
-        "classification": Record({"name": _NAME}),
-        "binary": Record({"name": _NAME}),
-        "regression": Record({"name": _NAME, "noise_variance": Items(_POSITIVE, 1)}),
-    },
+_OF_LIKELIHOODS: dict[str, dict[str, Field]] = {"regression": {"noise_variance": Items(_POSITIVE, 1)}}
+
+_LIKELIHOOD = OneOf(
+    lambda value: isinstance(value, dict) and "class" in value,
+    (
+        ByName(
+            "name",
+            {name: Record({"name": _NAME, **_OF_LIKELIHOODS.get(name, {})}) for name in LIKELIHOODS},
+        ),
+        # one of the user's: texts that are compared with an object in hand, and looked up nowhere
+        Record(
+            {
+                "name": Text(longest=200),
+                "class": Text(pattern=r"[\w.<>]+:[\w.<>]+", longest=1000),
+                "attributes": Named(Plain()),
+            }
+        ),
+    ),
 )
 
 _HYPERPARAMETERS: dict[str, Field] = {

@@ -22,8 +22,7 @@ from data import DEBIAN, Data, Labelled, load
 from network import trained, trained_on
 from table import write_table
 
-from posthoc_uq.evaluation.measures import foreignness, quality
-from posthoc_uq.heads.scores import uncertainty_scores
+from posthoc_uq.evaluation.measures import foreignness
 from posthoc_uq.metrics import joint_tail, ood_auroc, risk_coverage
 
 OUTPUT = Path(__file__).parents[1] / "output" / "fashion_mnist"
@@ -151,11 +150,11 @@ def measured(method: methods.Method, data: Data, held_out: Labelled, plain: meth
     size.
     """
     test, digits = method.predict(data.test.images), method.predict(data.digits)
-    found: dict[str, Any] = quality(test, data.test.labels, bins=15)
+    found: dict[str, Any] = test.quality(data.test.labels, bins=15)
     found["AUROC"] = {score: values["AUROC"] for score, values in foreignness(test, digits).items()}
-    inside, outside = uncertainty_scores(test), uncertainty_scores(digits)
+    inside, outside = test.scores(), digits.scores()
     if inside.keys() >= BOTH:
-        known = uncertainty_scores(method.predict(held_out.images))
+        known = method.predict(held_out.images).scores()
         familiar = {name: known[name] for name in BOTH}
         tails = [joint_tail(familiar, {name: scores[name] for name in BOTH}) for scores in (inside, outside)]
         found["AUROC"]["both"] = ood_auroc(*tails)

@@ -27,7 +27,6 @@ from posthoc_uq.cli.models import Source
 from posthoc_uq.distributed import agree, rank, together, world
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.result import Evaluation
-from posthoc_uq.heads.scores import uncertainty_scores
 from posthoc_uq.metrics import calibration_bins
 from posthoc_uq.storage.atomic import checked_target, write
 
@@ -167,7 +166,7 @@ def summary(
     return {
         "measures": found.to_dict(),
         "bins": calibration_bins(test.probs, targets, bins, "equal_mass")._asdict(),
-        "entropy": {name: uncertainty_scores(one)["entropy"] for name, one in predictions.items()},
+        "entropy": {name: one.scores()["entropy"] for name, one in predictions.items()},
     }
 
 

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.errors import NotAnsweredError, PosthocUQError
+from posthoc_uq.errors import PosthocUQError
 
-
-class Answer:
-    """What all kinds of predictions are. Asked for something that another kind has, it says so.
-
-    Attributes:
-        of: the likelihoods it is for, in words.
-    """
-
-    of: ClassVar[str]
-
-    if not TYPE_CHECKING:  # where it would say that any name is there
-
-        def __getattr__(self, name: str) -> Any:
-            own = type(self)
-            others = [kind for kind in Answer.__subclasses__() if kind is not own and name in dir(kind)]
-            others += [k for k in Answer.__subclasses__() if name in getattr(k, "__dataclass_fields__", {})]
-            if name.startswith("_") or name in dir(own) or not others:
-                object.__getattribute__(self, name)  # raises what it is asked for
-            raise NotAnsweredError(
-                f"A {own.__name__} has no {name!r}; a {others[0].__name__} has, which is what a posterior with "
-                f"{others[0].of} predicts."
-            )
+AT_ONCE = 2**18  # numbers that a likelihood is asked about at once
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -137,3 +115,26 @@ def known_novelty(ratio: Tensor | None) -> Tensor:
             "uq.wrap(..., head='sampling', novelty=True)."
         )
     return ratio
+
+
+def by_draw(function: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
+    """A function of one sample's outputs, taken of outputs ``(draws, batch, ...)``: ``(draws, batch, ...)``."""
+    draws, batch = outputs.shape[:2]
+    step = draws
+    if not torch.compiler.is_compiling():
+        step = max(1, AT_ONCE // max(1, outputs[0].numel()))
+    found: list[Tensor] = []
+    for part in outputs.split(step):
+        values = function(part.flatten(0, 1))
+        if values.shape[:1] != (len(part) * batch,):
+            raise PosthocUQError(
+                f"A likelihood gives a row for each of {len(part) * batch} rows of outputs, not the shape "
+                f"{shape_text(values)}."
+            )
+        found.append(values.reshape(len(part), batch, *values.shape[1:]))
+    return torch.cat(found)
+
+
+def by_input(values: Tensor) -> Tensor:
+    """One number an input, ``(batch,)``: the mean over whatever else there is."""
+    return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)

@@ -10,14 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.heads.classification import ClassPrediction
-from posthoc_uq.heads.draws import from_draws
-from posthoc_uq.heads.prediction import Prediction, no_prediction, noise_of
-from posthoc_uq.heads.regression import RegressionPrediction
-from posthoc_uq.heads.samples import at_least_float32
-from posthoc_uq.heads.spread import Spread, independent, of_covariance
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.draws import from_draws
+from posthoc_uq.predictions.spread import Spread, independent, of_covariance
 from posthoc_uq.values import COUNT, one_of
 
 Link = Literal["probit", "mc", "bridge"]
@@ -34,19 +29,16 @@ def checked_link(link: str, n_draws: int) -> tuple[str, int]:
     return one_of("link", link, LINKS), COUNT("n_draws", n_draws)
 
 
-def from_gaussian(
+def classes_of_gaussian(
     mean: Tensor,
     variance: Tensor,
-    posterior: Posterior,
-    *,
     covariance: Tensor | Spread | None = None,
     link: str = "mc",
     n_draws: int = DRAWS,
-) -> Prediction:
-    """The prediction of Gaussian outputs ``N(mean, variance)``.
-
-    The posterior's temperature divides logits; its noise is added to the outputs of a regression. Links of a
-    classification:
+    *,
+    binary: bool = False,
+) -> ClassPrediction:
+    """The prediction of Gaussian logits ``N(mean, variance)``.
 
     * ``"mc"`` averages the softmax over `n_draws` quasi-random draws of the logits, the same for every input, and alone
       gives expected entropy, votes and the variance of the probabilities; see `from_draws`.
@@ -58,33 +50,18 @@ def from_gaussian(
       Hennig 2022).
 
     Args:
-        mean: outputs ``(batch, outputs)``, or ``(batch,)`` for one.
-        variance: of the same shape, in squared units.
-        posterior: gives likelihood, temperature and noise.
-        covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
-            outputs count as independent. With two classes ``"probit"`` uses the variance of the logits' difference,
-            ``v_0 + v_1 - 2 c_01``. ``"bridge"`` takes no `Spread`.
+        mean: logits ``(batch, classes)``, in float32 at least; with `binary` ``(batch,)`` or ``(batch, 1)``.
+        variance: of the same shape.
+        covariance: ``(batch, classes, classes)`` where it is known, or the `Spread` of many classes. Without it logits
+            count as independent. With two classes ``"probit"`` uses the variance of the logits' difference,
+            ``v_0 + v_1 - 2 c_01``. ``"bridge"`` takes no `Spread`, and one logit has no covariance.
         link: one of `LINKS`.
         n_draws: of the logits, for ``"mc"``.
-
-    Raises:
-        PosthocUQError: the likelihood is one that no prediction is defined for.
+        binary: one Bernoulli logit.
     """
-    mean, variance = at_least_float32(mean), at_least_float32(variance).clamp(min=0)
-    likelihood, temperature = posterior.likelihood, posterior.temperature
-    if isinstance(likelihood, Gaussian):
-        return RegressionPrediction(mean, variance, noise_of(posterior, mean.device))
-    if temperature != 1.0:
-        mean, variance = mean / temperature, variance / temperature**2
-        if isinstance(covariance, Spread):
-            covariance = covariance.over(temperature)
-        elif covariance is not None:
-            covariance = covariance / temperature**2
-    if isinstance(likelihood, Bernoulli):
+    if binary:
         return _binary(mean.reshape(-1, 1), variance.reshape(-1, 1), link, n_draws)
-    if isinstance(likelihood, Categorical):
-        return _classes(mean, variance, covariance, link, n_draws)
-    raise no_prediction(likelihood)
+    return _classes(mean, variance, covariance, link, n_draws)
 
 
 def _binary(mean: Tensor, variance: Tensor, link: str, n_draws: int) -> ClassPrediction:

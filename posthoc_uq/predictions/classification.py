@@ -18,19 +18,20 @@ from torch import Tensor
 
 from posthoc_uq.devices import moved
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.samples import (
-    Answer,
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.measures import class_quality, retained_classes
+from posthoc_uq.predictions.samples import (
     at_least_float32,
     cat_known,
     class_votes,
     entropy_from,
     entropy_of,
-    known_novelty,
     log_probabilities,
     mean_and_variance,
     shape_text,
     smallest_counts,
 )
+from posthoc_uq.predictions.tensors import ClassTensors
 
 
 class TopK(NamedTuple):
@@ -49,7 +50,7 @@ class TopK(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ClassPrediction(Answer):
+class ClassPrediction(Prediction):
     """Class probabilities of a batch and how far the weights disagree about them.
 
     Attributes:
@@ -72,6 +73,7 @@ class ClassPrediction(Answer):
     """
 
     of: ClassVar[str] = "likelihood='classification' or 'binary'"
+    kind: ClassVar[str] = "classes"
 
     probs: Tensor
     logits_mean: Tensor
@@ -151,6 +153,21 @@ class ClassPrediction(Answer):
     def __repr__(self) -> str:
         return f"ClassPrediction(inputs={len(self)}, classes={self.probs.shape[1]})"
 
+    @property
+    def classes(self) -> int:
+        """How many classes there are; 2 of a binary model."""
+        return self.probs.shape[1]
+
+    @property
+    def outputs_mean(self) -> Tensor:
+        """The mean of the logits."""
+        return self.logits_mean
+
+    @property
+    def default_score(self) -> str:
+        """The entropy."""
+        return "entropy"
+
     def entropy(self) -> Tensor:
         """(batch,), in nats: total uncertainty, the entropy of the mean probabilities, -sum_c p_c log p_c."""
         return entropy_of(self.probs)
@@ -201,15 +218,6 @@ class ClassPrediction(Answer):
         """(batch,): what the weights do not know, the mean over classes of the variance of the logits."""
         return self.logits_variance.mean(dim=-1)
 
-    def novelty(self) -> Tensor:
-        """(batch,), in (0, 1]: how much of the prior's uncertainty the data left at an input; larger for inputs unlike
-        those of the training. See `Predictor.novelty`.
-
-        Raises:
-            PosthocUQError: the prediction does not know it.
-        """
-        return known_novelty(self.novelty_ratio)
-
     def max_probability(self) -> Tensor:
         """(batch,): the probability of the predicted class, the usual confidence."""
         return self.probs.amax(dim=-1)
@@ -255,6 +263,56 @@ class ClassPrediction(Answer):
         log_probs = self.probs.log() if self.log_probs is None else self.log_probs
         index = targets.to(device=log_probs.device, dtype=torch.int64).unsqueeze(-1)
         return log_probs.gather(-1, index).squeeze(-1)
+
+    def fitting(self, targets: Tensor) -> Tensor:
+        """Labels (batch,), int64, of labels with more dimensions or in another type.
+
+        Raises:
+            PosthocUQError: they are not one whole number an input.
+        """
+        labels = targets.flatten()
+        whole = not labels.is_floating_point() or bool((labels == labels.round()).all())
+        if len(labels) != len(self) or not whole:
+            raise PosthocUQError(
+                f"Classification needs one label an input; there are {len(self)} inputs and targets of shape "
+                f"{shape_text(targets)}."
+            )
+        return labels.long()
+
+    def scores(self) -> dict[str, Tensor]:
+        """See `Prediction`: of classes."""
+        found = {
+            "entropy": self.entropy(),
+            "mutual_information": None if self.sample_entropy is None else self.mutual_information(),
+            "max_probability": 1 - self.max_probability(),
+            "functional_variance": self.epistemic(),
+            "variation_ratio": None if self.votes is None else self.variation_ratio(),
+            "novelty": self.novelty_ratio,
+        }
+        return {name: score for name, score in found.items() if score is not None}
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """Accuracy, NLL, Brier score, calibration errors and the mean entropy."""
+        return class_quality(self.probs, self.log_prob, self.entropy(), targets, bins)
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """(batch,): 1 where the predicted class is wrong."""
+        return (self.predicted() != targets).double()
+
+    def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
+        """Accuracies, and of two classes areas under the curve."""
+        return retained_classes(scores, self.probs, targets, rates)
+
+    def of_one_network(self) -> ClassPrediction:
+        """The same without expected entropy, votes and the variance of the probabilities."""
+        return replace(self, sample_entropy=None, probs_variance=None, votes=None)
+
+    def tensors(self) -> ClassTensors:
+        """See `Prediction`."""
+        entropy = self.entropy()
+        known = self.sample_entropy is not None
+        information = self.mutual_information() if known else torch.full_like(entropy, float("nan"))
+        return ClassTensors(self.probs, self.logits_mean, self.logits_variance, entropy, information)
 
     def to_dict(self) -> dict[str, Tensor]:
         """The tensors by name, with the scores that follow from them; what is unknown is left out."""

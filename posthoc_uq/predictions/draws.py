@@ -1,4 +1,4 @@
-"""Class probabilities from quasi-random draws of Gaussian logits, the same for every input and call."""
+"""Quasi-random draws of Gaussian outputs, the same for every input and call, and the class probabilities from them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from posthoc_uq.heads.classification import ClassPrediction
-from posthoc_uq.heads.samples import smallest_counts
-from posthoc_uq.heads.spread import Spread
+from posthoc_uq.devices import as_double
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.samples import smallest_counts
+from posthoc_uq.predictions.spread import Spread, independent
 
 _AT_ONCE = 2**18  # numbers of draws that are worked on at once: they stay in the cache
 _UNDERFLOW = -1e4  # a logit this far below the largest counts for nothing
@@ -69,6 +70,45 @@ def placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.d
     """The same, in a precision and on a device."""
     with torch.inference_mode(False):
         return normals(n_draws, width).to(device, dtype)
+
+
+def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | None, n_draws: int) -> Tensor:
+    """Draws ``(n_draws, batch, ...)`` of Gaussian outputs, by the points that `from_draws` takes.
+
+    Args:
+        mean: ``(batch, ...)``.
+        variance: of the same shape.
+        covariance: ``(batch, outputs, outputs)``, or the `Spread` of many; None for independent outputs.
+        n_draws: how many.
+    """
+    flat = mean.reshape(len(mean), -1)
+    if covariance is None:
+        spread = independent(variance.reshape(flat.shape))
+    elif isinstance(covariance, Spread):
+        spread = covariance
+    else:
+        spread = Spread(_symmetric_root(covariance).to(flat), torch.zeros_like(flat))
+    directions = spread.root.shape[2]
+    width = directions + flat.shape[1]
+    if torch.compiler.is_compiling():
+        points = normals(n_draws, width).to(flat)
+    else:
+        points = placed_normals(n_draws, width, flat.dtype, flat.device)
+    found = flat + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
+    if directions:
+        found = found + torch.einsum("bkr,sr->sbk", spread.root, points[:, :directions])
+    return found.reshape(n_draws, *mean.shape)
+
+
+def _symmetric_root(covariance: Tensor) -> Tensor:
+    """The root of each matrix that is symmetric itself, the one of them that moves little when the matrix does; NaN
+    where the matrix is not finite.
+    """
+    wide = as_double(covariance)
+    broken = ~torch.isfinite(wide).flatten(1).all(1)[:, None, None]
+    values, vectors = torch.linalg.eigh(wide.masked_fill(broken, 0.0))
+    root = (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ vectors.transpose(1, 2)
+    return root.masked_fill(broken, float("nan"))
 
 
 def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:

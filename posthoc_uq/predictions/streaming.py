@@ -14,18 +14,15 @@ from torch import Tensor
 
 from posthoc_uq.devices import widest
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.classification import ClassPrediction
-from posthoc_uq.heads.prediction import Prediction, no_prediction, noise_of
-from posthoc_uq.heads.regression import RegressionPrediction
-from posthoc_uq.heads.samples import (
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.regression import RegressionPrediction, fitting_noise
+from posthoc_uq.predictions.samples import (
     at_least_float32,
     class_votes,
     entropy_from,
     log_probabilities,
     smallest_counts,
 )
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
-from posthoc_uq.posteriors.base import Posterior
 
 BLOCK_BYTES = 2**17  # outputs that are summed at once (a single draw may be larger): they stay in the cache
 
@@ -133,27 +130,31 @@ class ClassStatistics:
         )
 
 
-def summarise(blocks: Iterable[Tensor], posterior: Posterior) -> Prediction:
-    """The prediction from blocks ``(draws, batch, ...)`` of outputs, by the posterior's likelihood.
+def classes_of_draws(blocks: Iterable[Tensor], *, binary: bool = False) -> ClassPrediction:
+    """The prediction from blocks ``(draws, batch, ...)`` of logits.
 
     Raises:
-        PosthocUQError: the likelihood is one that no prediction is defined for, or the outputs do not fit it.
+        PosthocUQError: there is no draw, or the logits do not fit.
     """
-    likelihood = posterior.likelihood
-    if isinstance(likelihood, (Categorical, Bernoulli)):
-        classes = ClassStatistics(binary=isinstance(likelihood, Bernoulli))
-        for block in gathered(blocks):
-            classes.add(block)
-        return classes.prediction()
-    if isinstance(likelihood, Gaussian):
-        values, dtype = Moments(), torch.float32
-        for block in gathered(blocks):
-            block = at_least_float32(block)
-            dtype = block.dtype
-            values.add(block)
-        mean, variance = (moment.to(dtype) for moment in values.result())
-        return RegressionPrediction(mean, variance, noise_of(posterior, mean.device))
-    raise no_prediction(likelihood)
+    classes = ClassStatistics(binary)
+    for block in gathered(blocks):
+        classes.add(block)
+    return classes.prediction()
+
+
+def values_of_draws(blocks: Iterable[Tensor], noise_variance: Tensor) -> RegressionPrediction:
+    """The prediction from blocks ``(draws, batch, ...)`` of means.
+
+    Raises:
+        PosthocUQError: there is no draw, or the means or the noise do not fit.
+    """
+    values, dtype = Moments(), torch.float32
+    for block in gathered(blocks):
+        block = at_least_float32(block)
+        dtype = block.dtype
+        values.add(block)
+    mean, variance = (moment.to(dtype) for moment in values.result())
+    return RegressionPrediction(mean, variance, fitting_noise(noise_variance, mean.device))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -17,20 +17,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posthoc_uq.devices import moved
+from posthoc_uq import metrics
+from posthoc_uq.devices import has_double, moved
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.samples import (
-    Answer,
-    at_least_float32,
-    cat_known,
-    known_novelty,
-    mean_and_variance,
-    shape_text,
-)
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.measures import interval_quality, retained_losses, squared_errors
+from posthoc_uq.predictions.samples import at_least_float32, cat_known, mean_and_variance, shape_text
+from posthoc_uq.predictions.tensors import ValueTensors
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class RegressionPrediction(Answer):
+class RegressionPrediction(Prediction):
     """A Gaussian over each output, its variance split into what the weights and what the noise contribute.
 
     Attributes:
@@ -46,6 +43,7 @@ class RegressionPrediction(Answer):
     """
 
     of: ClassVar[str] = "likelihood='regression'"
+    kind: ClassVar[str] = "values"
 
     mean: Tensor
     epistemic_variance: Tensor
@@ -113,6 +111,16 @@ class RegressionPrediction(Answer):
         return f"RegressionPrediction(inputs={len(self)}{outputs})"
 
     @property
+    def outputs_mean(self) -> Tensor:
+        """The mean."""
+        return self.mean
+
+    @property
+    def default_score(self) -> str:
+        """The standard deviation."""
+        return "standard_deviation"
+
+    @property
     def variance(self) -> Tensor:
         """Shape of `mean`: total predictive variance, epistemic plus noise."""
         return self.epistemic_variance + self.noise_variance
@@ -125,15 +133,6 @@ class RegressionPrediction(Answer):
     def epistemic(self) -> Tensor:
         """(batch,): what the weights do not know, the mean over outputs of the epistemic variance."""
         return self.epistemic_variance if self.mean.ndim == 1 else self.epistemic_variance.mean(dim=-1)
-
-    def novelty(self) -> Tensor:
-        """(batch,), in (0, 1]: how much of the prior's uncertainty the data left at an input; larger for inputs unlike
-        those of the training. See `Predictor.novelty`.
-
-        Raises:
-            PosthocUQError: the prediction does not know it.
-        """
-        return known_novelty(self.novelty_ratio)
 
     def quantile(self, q: float) -> Tensor:
         """Shape of `mean`: the value below which an observation falls with probability `q`.
@@ -200,6 +199,49 @@ class RegressionPrediction(Answer):
         density = -0.5 * (residual.square() / variance + variance.log() + math.log(2 * math.pi))
         return density if density.ndim == 1 else density.sum(dim=-1)
 
+    def fitting(self, targets: Tensor) -> Tensor:
+        """Values in the shape of `mean`, float64.
+
+        Raises:
+            PosthocUQError: there is another number of them.
+        """
+        if targets.numel() != self.mean.numel():
+            raise PosthocUQError(
+                f"The targets have shape {shape_text(targets)} and the predictions {shape_text(self.mean)}; "
+                f"take them apart with batch_to_targets."
+            )
+        return targets.reshape(self.mean.shape).double()
+
+    def scores(self) -> dict[str, Tensor]:
+        """See `Prediction`: of values."""
+        deviation = self.standard_deviation
+        novelty = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
+        return {
+            "standard_deviation": deviation if deviation.ndim == 1 else deviation.mean(dim=-1),
+            "epistemic_variance": self.epistemic(),
+        } | novelty
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """RMSE, and where all variances are positive log density, CRPS, coverage and sharpness of intervals."""
+        found = {"RMSE": metrics.rmse(self.mean, targets)}
+        if bool((self.variance > 0).all()):
+            found["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
+            found["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
+            found |= interval_quality(self.interval, targets)
+        return found
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """(batch,): the squared error, mean over outputs."""
+        return squared_errors(self.mean, targets)
+
+    def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
+        """Root mean squared errors."""
+        return retained_losses("RMSE", scores, self.losses(targets), rates, root=True)
+
+    def tensors(self) -> ValueTensors:
+        """See `Prediction`."""
+        return ValueTensors(self.mean, self.variance, self.epistemic_variance)
+
     def to_dict(self) -> dict[str, Tensor]:
         """The tensors by name, with the total variance, each in the shape of `mean`; and the novelty if it is known."""
         known = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
@@ -235,3 +277,9 @@ class RegressionPrediction(Answer):
             torch.cat([p.noise_variance for p in predictions]),
             cat_known([p.novelty_ratio for p in predictions]),
         )
+
+
+def fitting_noise(noise_variance: Tensor, device: torch.device) -> Tensor:
+    """Noise variances ``(outputs,)`` on a device, in a shape that fits its outputs: a scalar where there is one."""
+    noise = noise_variance.to(device, noise_variance.dtype if has_double(device) else torch.float32)
+    return noise.squeeze(0) if noise.numel() == 1 else noise

@@ -1,0 +1,334 @@
+"""What a model's outputs mean: the loss of a sample, the gradients whose squares are the Fisher, the prediction.
+
+The Fisher information is an expectation over labels drawn from the model's own predictive. It is delivered
+here as one or more tensors ``v``, shaped like the outputs, to pull back through the network: the Fisher of a
+sample is the sum over the tensors of the outer products of the pulled-back gradients (losses are summed over
+the batch, never averaged).
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.devices import host_double, widest
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.likelihoods.outputs import plain_value, wide
+from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.drawn import DrawnPrediction
+from posthoc_uq.predictions.draws import output_draws
+from posthoc_uq.predictions.links import DRAWS
+from posthoc_uq.predictions.spread import Spread
+from posthoc_uq.randomness import sample_keys, uniforms
+
+Fisher = Literal["mc", "exact", "empirical"]
+Self = TypeVar("Self", bound="Likelihood")
+
+_CERTAIN = 50.0  # a logarithm of a ratio of densities beyond which they are simply different
+
+
+class Likelihood(ABC):
+    """``p(y | outputs)`` for one sample; subclass it to add one.
+
+    Only `log_prob` must be written. Every other method has a default, or an error in words that names what is missing
+    for what was asked; `docs/methods.md`, "A likelihood of your own", says which method serves what. Outputs are
+    ``(samples, ...)``, the first dimension counts the samples, and a sample's outputs and targets depend on no other's.
+
+    Attributes:
+        name: in reports, messages and files; by default that of the class.
+        logits: outputs are logits, which a posterior's temperature divides.
+        softmax: outputs are logits of several classes. A number that all of them share changes nothing, and heads may
+            look at those of the most probable classes alone.
+        joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
+        noise_variance: of Gaussian noise on the outputs, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
+            targets; None where there is no such noise. Tuning scales it.
+    """
+
+    name: str = ""
+    logits: ClassVar[bool] = False
+    softmax: ClassVar[bool] = False
+    joint: ClassVar[bool] = True
+    noise_variance: Tensor | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.name:
+            cls.name = cls.__name__
+        if "check" in cls.__dict__ and "fault" not in cls.__dict__:
+            cls.fault = Likelihood.fault  # a check of its own is not left out
+
+    def defines(self, *methods: str) -> bool:
+        """Whether these methods are the subclass's own, rather than the defaults here."""
+        return all(getattr(type(self), name) is not getattr(Likelihood, name) for name in methods)
+
+    def _missing(self, method: str, purpose: str) -> PosthocUQError:
+        return PosthocUQError(f"Likelihood {self.name!r} {purpose}; give it a method {method}.")
+
+    # What fits it
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        """Raise `PosthocUQError` where outputs or targets have the wrong shape, type or range. By default there must be
+        a target for every sample, and all of them finite.
+        """
+        if targets is None:
+            return
+        if targets.shape[:1] != outputs.shape[:1]:
+            raise PosthocUQError(
+                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
+            )
+        if not bool(torch.isfinite(targets).all()):
+            raise PosthocUQError("Some targets are not finite.")
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        """`check` for a loop that must not wait for the device at every batch: shapes and types are checked at once,
+        and of the range there is a flag on the device, set where `check` would raise; None where all is checked.
+        """
+        self.check(outputs, targets)
+        return None
+
+    def takes(self, outputs: int) -> bool:
+        """Whether a model may have so many outputs a sample."""
+        return True
+
+    def seems_applied(self, outputs: Tensor) -> bool:
+        """Whether the outputs look as if the model had applied the link already, as a softmax at its end does.
+
+        Args:
+            outputs: ``(samples, ...)``, in [0, 1], with their autograd graph. Asked only where outputs are `logits`.
+        """
+        return False
+
+    # The density and its gradients
+
+    @abstractmethod
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log p(y | outputs)`` of every sample, ``(samples,)``, in nats; differentiable in the outputs."""
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Gradient of ``-log p(y | outputs)`` by the outputs, shaped like them; by default by autograd."""
+        with torch.inference_mode(False), torch.enable_grad():
+            own = wide(outputs.detach()).clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(-self.log_prob(own, targets).sum(), own)
+        return gradient
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        """Targets drawn from ``p(y | outputs)``, ``(samples, ...)``: a function of the outputs, the keys ``(samples,)``
+        and the number of the draw, with random numbers from `uniforms` alone.
+        """
+        raise self._missing("draw(outputs, keys, draw)", "draws no targets")
+
+    @staticmethod
+    def uniforms(outputs: Tensor, keys: Tensor, draw: int, numbers: int = 1) -> Tensor:
+        """Random numbers in (0, 1) for `draw`, ``(samples, numbers)``: in float64, on the outputs' device, in float32
+        where it has nothing wider.
+        """
+        found = uniforms(keys, (draw + 1) * numbers)[:, draw * numbers :]
+        return found.to(device=outputs.device, dtype=widest(outputs.device))
+
+    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs; as few as there
+        are, since each is a backward pass. Without this method the Fisher takes drawn labels.
+        """
+        raise self._missing(
+            "exact_factors(outputs)", "has no exact expectation over labels, take fisher='mc'"
+        )
+
+    def gradients(
+        self, outputs: Tensor, targets: Tensor | None, keys: Tensor, fisher: Fisher, n_samples: int = 1
+    ) -> Iterator[Tensor]:
+        """The tensors to pull back for one batch; see the module's docstring."""
+        outputs = outputs.detach()
+        if fisher == "exact":
+            yield from self.exact_factors(outputs)
+        elif fisher == "mc":
+            for draw in range(n_samples):
+                yield self.score(outputs, self.draw(outputs, keys, draw)) * n_samples**-0.5
+        else:
+            if targets is None:
+                raise PosthocUQError(
+                    "fisher='empirical' needs labels, and the loader yields inputs alone; use fisher='mc'."
+                )
+            yield self.score(outputs, targets)
+
+    def expected_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+    ) -> Tensor:
+        """``E[log p(y | f)]`` of every sample for outputs ``f ~ N(mean, variance)``, ``(samples,)``, in nats; by
+        default over quasi-random draws of independent outputs.
+
+        Args:
+            mean: ``(samples, ...)``.
+            variance: of the same shape.
+            targets: as in `log_prob`.
+            n_draws: of the outputs, where there is no closed form.
+        """
+        draws = output_draws(mean, variance, None, n_draws)
+        return torch.stack([self.log_prob(outputs, targets) for outputs in draws]).mean(0)
+
+    # The target
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """``E[y | outputs]``, ``(samples, ...)``, in units of the targets."""
+        raise self._missing("mean(outputs)", "does not say what mean the target has")
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        """``Var[y | outputs]``, shaped like `mean`, in squared units of the targets."""
+        raise self._missing("variance(outputs)", "does not say what variance the target has")
+
+    def entropy(self, outputs: Tensor) -> Tensor:
+        """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; a temperature that is matched goes by it."""
+        raise self._missing("entropy(outputs)", "does not say how undecided the network is")
+
+    # Predictions
+
+    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> Prediction:
+        """The prediction from outputs of several draws of the weights; by default a `DrawnPrediction`.
+
+        Args:
+            outputs: ``(draws, samples, ...)``.
+            noise: a `noise_variance` in place of the likelihood's own.
+
+        Raises:
+            PosthocUQError: the outputs do not fit.
+        """
+        return DrawnPrediction.from_draws(outputs, self if noise is None else self.with_noise(noise))
+
+    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> Prediction:
+        """`from_draws` for outputs that come block by block, ``(draws, samples, ...)`` each; a likelihood whose
+        prediction needs no draw again sums them up instead of keeping them.
+        """
+        return self.from_draws(torch.cat(list(blocks)), noise)
+
+    def from_gaussian(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        *,
+        covariance: Tensor | Spread | None = None,
+        link: str = "mc",
+        n_draws: int = DRAWS,
+        noise: Tensor | None = None,
+    ) -> Prediction:
+        """The prediction of Gaussian outputs ``N(mean, variance)``; by default from quasi-random draws of them.
+
+        Args:
+            mean: ``(samples, ...)``, in float32 at least.
+            variance: of the same shape.
+            covariance: ``(samples, outputs, outputs)`` where the head knows it, or the `Spread` of many classes;
+                without it outputs count as independent.
+            link: ``"mc"``, or another one that this likelihood has.
+            n_draws: of the outputs, for ``"mc"``.
+            noise: a `noise_variance` in place of the likelihood's own.
+
+        Raises:
+            PosthocUQError: the likelihood has no such link.
+        """
+        if link != "mc":
+            raise PosthocUQError(
+                f"link={link!r} makes probabilities of Gaussian logits; likelihood {self.name!r} predicts by draws of "
+                f"the outputs: link='mc'."
+            )
+        own = self if noise is None else self.with_noise(noise)
+        return DrawnPrediction.from_gaussian(mean, variance, own, covariance, n_draws)
+
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        """``KL(p(y | outputs) || prediction)`` of every sample, ``(samples,)``, in nats; of several outputs of a
+        regression, their mean. Without this method there is no faithful prior, and a fit takes the evidence;
+        `drawn_divergence` estimates it.
+
+        Args:
+            outputs: of the network, divided by the posterior's temperature where they are logits.
+            prediction: what a head returns for the same samples.
+
+        Raises:
+            PosthocUQError: this likelihood has none.
+        """
+        raise PosthocUQError(
+            f"Likelihood {self.name!r} does not say how far a prediction is from the network's own; give it a method "
+            f"divergence(outputs, prediction), or choose prior_precision='evidence' or a number."
+        )
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether `divergence` is defined."""
+        return self.defines("divergence")
+
+    def drawn_divergence(self, outputs: Tensor, prediction: DrawnPrediction, n_draws: int = 64) -> Tensor:
+        """`divergence` by drawn targets, for a `divergence` without a closed form.
+
+        With ``r = prediction(y) / p(y | outputs)`` it is the mean of ``2 (r - 1 - log r) / (1 + r)`` over targets of
+        which half come from the likelihood and half from the prediction: never negative, and of a small variance where
+        the two are close.
+        """
+        keys = sample_keys([outputs], len(outputs), 0)  # the same in every batch
+        half = max(1, n_draws // 2)
+        drawn = [self.draw(outputs, keys, draw) for draw in range(half)]
+        drawn += prediction.sample(half, torch.Generator().manual_seed(0)).unbind()
+        total = outputs.new_zeros(len(outputs))
+        for targets in drawn:
+            ratio = (prediction.log_prob(targets) - self.log_prob(outputs, targets)).clamp(max=_CERTAIN)
+            total = total + 2 * (ratio.exp() - 1 - ratio) / (1 + ratio.exp())
+        return total / len(drawn)
+
+    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
+        """Whether models with drawn weights still decide as the trained one does; a fit by the evidence warns if not.
+
+        Args:
+            outputs: of the trained network, ``(samples, ...)``.
+            draws: of drawn ones, ``(draws, samples, ...)``.
+        """
+        return True
+
+    # Classes, by which the novelty of inputs is told
+
+    def classes(self, outputs: int) -> int:
+        """How many classes a model of so many outputs tells apart; 1 where there are none."""
+        return 1
+
+    def predicted_class(self, outputs: Tensor) -> Tensor:
+        """The class of every sample, ``(samples,)`` int64, below `classes`."""
+        return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
+
+    # Noise
+
+    def with_noise(self: Self, noise_variance: Tensor) -> Self:
+        """The same likelihood with another `noise_variance`, positive; it is kept as it is, gradients included."""
+        found = copy.copy(self)
+        found.noise_variance = noise_variance
+        return found
+
+    def residual_sums(self, log_likelihood: float, samples: int, outputs: int) -> tuple[float, int]:
+        """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`:
+        what the log marginal likelihood needs to follow a change of the noise. Nothing where there is no noise.
+        """
+        return 0.0, 0
+
+    # Files
+
+    def attributes(self) -> dict[str, Any]:
+        """Plain values that tell this object from others of its class, the name among them: all that a file keeps. By
+        default its attributes whose names do not begin with an underscore.
+
+        Raises:
+            PosthocUQError: an attribute is no plain value.
+        """
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {
+            "name": self.name,
+            **{name: plain_value(self.name, name, value) for name, value in own.items()},
+        }
+
+    @classmethod
+    def restore(cls: type[Self], attributes: Mapping[str, Any]) -> Self:
+        """The likelihood that `attributes` described; asked of the likelihoods of this package alone."""
+        noise = attributes.get("noise_variance")
+        return cls() if noise is None else cls().with_noise(host_double(noise))
+
+    def identity(self) -> dict[str, Any]:
+        """What tells two fits apart, of which one goes on where the other stopped."""
+        return {"name": self.name, **vars(self)}

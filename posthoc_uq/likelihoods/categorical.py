@@ -1,0 +1,140 @@
+"""Classification: logits of several classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posthoc_uq.devices import as_double
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.likelihoods.base import Likelihood
+from posthoc_uq.likelihoods.outputs import divergence_of_classes, entropy_of_logits, last_function, wide
+from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.links import DRAWS, classes_of_gaussian
+from posthoc_uq.predictions.spread import Spread
+from posthoc_uq.predictions.streaming import classes_of_draws
+
+AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
+_TOLERANCE = 1e-4  # of a sum of probabilities, and more where half precision rounds it
+
+
+class Categorical(Likelihood):
+    """Softmax classification: outputs ``(samples, classes)`` are logits, targets ``(samples,)`` are class
+    indices.
+    """
+
+    name = "classification"
+    logits: ClassVar[bool] = True
+    softmax: ClassVar[bool] = True
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        fault = Categorical.fault(self, outputs, targets)
+        if targets is not None and fault is not None and bool(fault):
+            raise PosthocUQError(
+                f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {outputs.shape[1]} "
+                f"outputs; labels must lie in 0..{outputs.shape[1] - 1}."
+            )
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            raise PosthocUQError(
+                f"likelihood='classification' needs outputs of shape (samples, classes), and the model gives "
+                f"{tuple(outputs.shape)}; use likelihood='binary' for one logit, 'regression' for means."
+            )
+        if targets is None:
+            return None
+        if targets.shape != outputs.shape[:1] or targets.is_floating_point():
+            raise PosthocUQError(
+                f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape "
+                f"{tuple(targets.shape)}."
+            )
+        return ((targets < 0) | (targets >= outputs.shape[1])).any()
+
+    @staticmethod
+    def _indices(outputs: Tensor, targets: Tensor) -> Tensor:
+        """The labels as indices that are safe where nobody has looked at a `fault` yet: one out of range would end a
+        process that uses CUDA.
+        """
+        return targets.long().clamp(0, outputs.shape[1] - 1)
+
+    def takes(self, outputs: int) -> bool:
+        return outputs >= 2
+
+    def seems_applied(self, outputs: Tensor) -> bool:
+        """Every row is non-negative and sums to 1; of rows that are all one and the same, the outputs must come out of
+        a softmax too.
+        """
+        values = outputs.detach().float()
+        if values.ndim != 2 or values.shape[1] < 2:
+            return False
+        tolerance = max(_TOLERANCE, torch.finfo(outputs.dtype).eps)
+        if not bool(((values.sum(1) - 1).abs() <= tolerance).all()):
+            return False
+        return bool((values != values[0]).any()) or last_function(outputs).startswith("Softmax")
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -F.cross_entropy(wide(outputs), self._indices(outputs, targets), reduction="none")
+
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        return divergence_of_classes(wide(outputs).log_softmax(1), prediction)
+
+    def entropy(self, outputs: Tensor) -> Tensor:
+        return entropy_of_logits(as_double(outputs.reshape(len(outputs), -1)))
+
+    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
+        """At least three quarters of the samples have the same most probable class."""
+        same = draws.softmax(-1).mean(0).argmax(-1) == outputs.argmax(-1)
+        return not bool(same.float().mean() < AGREEMENT)
+
+    def classes(self, outputs: int) -> int:
+        return outputs
+
+    def predicted_class(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(1)
+
+    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> ClassPrediction:
+        return ClassPrediction.from_logits(outputs)
+
+    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> ClassPrediction:
+        return classes_of_draws(blocks)
+
+    def from_gaussian(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        *,
+        covariance: Tensor | Spread | None = None,
+        link: str = "mc",
+        n_draws: int = DRAWS,
+        noise: Tensor | None = None,
+    ) -> ClassPrediction:
+        """By one of three links; see `classes_of_gaussian`."""
+        return classes_of_gaussian(mean, variance, covariance, link, n_draws)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return wide(outputs).softmax(1) - F.one_hot(self._indices(outputs, targets), outputs.shape[1])
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        u = self.uniforms(outputs, keys, draw)
+        cumulative = wide(outputs).softmax(1).to(u.dtype).cumsum(1)
+        return (
+            torch.searchsorted(cumulative, u * cumulative[:, -1:]).squeeze(1).clamp_(max=outputs.shape[1] - 1)
+        )
+
+    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        # diag(p) - p p^T has a rank less than classes. Its Cholesky factor (Tanabe & Sagae 1992) has a column for each
+        # choice between a class and all after it, where none before it was taken.
+        logits = wide(outputs)
+        whole = left = logits.logsumexp(1, keepdim=True)
+        for label in range(outputs.shape[1] - 1):
+            after = logits[:, label + 1 :]
+            rest = after.logsumexp(1, keepdim=True)
+            # The root of P(none before) P(this | none before) P(after | none before).
+            weight = (0.5 * (logits[:, label : label + 1] + rest - left - whole)).exp()
+            earlier = logits.new_zeros(logits.shape[0], label)
+            yield torch.cat([earlier, weight, -weight * (after - rest).exp()], 1)
+            left = rest

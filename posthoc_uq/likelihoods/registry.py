@@ -1,0 +1,118 @@
+"""Likelihoods by name, and as plain values in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.likelihoods.base import Likelihood
+from posthoc_uq.likelihoods.bernoulli import Bernoulli
+from posthoc_uq.likelihoods.categorical import Categorical
+from posthoc_uq.likelihoods.gaussian import Gaussian
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
+"""Those of this package, by the name that `fit` takes."""
+
+
+def resolve_likelihood(
+    likelihood: str | Likelihood, noise_variance: Tensor | float | None = None
+) -> Likelihood:
+    """The `Likelihood` of that name, or the object itself.
+
+    Raises:
+        PosthocUQError: the name is unknown, or a noise is given for something that has none.
+    """
+    if isinstance(likelihood, Likelihood):
+        if noise_variance is not None:
+            raise PosthocUQError("A Likelihood object brings its own noise; leave noise_variance out.")
+        return likelihood
+    if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
+        raise PosthocUQError(
+            f"likelihood must be one of {sorted(LIKELIHOODS)} or a Likelihood object, not {likelihood!r}."
+        )
+    if likelihood == Gaussian.name:
+        return Gaussian(1.0 if noise_variance is None else noise_variance)
+    if noise_variance is not None:
+        raise PosthocUQError(f"noise_variance belongs to likelihood='regression', not to {likelihood!r}.")
+    return LIKELIHOODS[likelihood]()
+
+
+def described(likelihood: Likelihood) -> dict[str, Any]:
+    """A likelihood as a file keeps it: its attributes; of a class of the user's also the name of the class.
+
+    Raises:
+        PosthocUQError: an attribute is no plain value.
+    """
+    attributes = likelihood.attributes()
+    if LIKELIHOODS.get(likelihood.name) is type(likelihood):
+        return attributes
+    kind = type(likelihood)
+    return {
+        "name": likelihood.name,
+        "class": f"{kind.__module__}:{kind.__qualname__}",
+        "attributes": attributes,
+    }
+
+
+def likelihood_from_attributes(description: Mapping[str, Any], given: Likelihood | None = None) -> Likelihood:
+    """The likelihood that `described` described: made anew if it is one of this package's, else the one given. No code
+    is looked up by a name that stands in a file.
+
+    Args:
+        description: plain values.
+        given: an object of the class and with the attributes that are described.
+
+    Raises:
+        PosthocUQError: the class is the user's and no object is given, or the one given is another.
+    """
+    if given is not None:
+        _check_same(description, given)
+        return given
+    if "class" in description:
+        raise PosthocUQError(
+            f"it was fitted with the likelihood {_named(description)}, which is not this package's, and nothing is "
+            f"imported because a file names it; pass an object of that class: "
+            f"uq.load(path, model, likelihood={_short(description['class'])}(...))."
+        )
+    return LIKELIHOODS[str(description["name"])].restore(description)
+
+
+def _check_same(description: Mapping[str, Any], given: Likelihood) -> None:
+    """Refuse a likelihood that is not the one described. A class that was, or is, defined in a script has no module to
+    compare.
+    """
+    own = described(given)
+    file_class, own_class = description.get("class"), own.get("class")
+    if file_class is None or own_class is None:
+        same = file_class == own_class
+    else:
+        (module, name), (own_module, own_name) = file_class.split(":"), own_class.split(":")
+        same = name == own_name and (module == own_module or "__main__" in (module, own_module))
+    if not same:
+        raise PosthocUQError(
+            f"it was fitted with the likelihood {_named(description)}, and likelihood= is {_named(own)}; pass an "
+            f"object of the same class."
+        )
+    kept = description if file_class is None else description["attributes"]
+    found = given.attributes()
+    other = sorted(name for name in {*kept, *found} if kept.get(name) != found.get(name))
+    if other:
+        raise PosthocUQError(
+            f"it was fitted with the likelihood {_named(description)}, whose "
+            + ", ".join(f"{name} was {kept.get(name)!r}" for name in other)
+            + "; of likelihood= "
+            + ", ".join(f"{name} is {found.get(name)!r}" for name in other)
+            + "."
+        )
+
+
+def _named(description: Mapping[str, Any]) -> str:
+    own = description.get("class")
+    return repr(description["name"]) + ("" if own is None else f" of the class '{own}'")
+
+
+def _short(qualified: str) -> str:
+    return qualified.rpartition(":")[2].rpartition(".")[2]

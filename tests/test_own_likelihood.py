@@ -1,0 +1,467 @@
+"""A likelihood of the user's: a Poisson regression, all of it written here, through all that the library does."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hostile_files import Image
+from scipy.stats import poisson
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.cli.inspect import described as text_of
+from posthoc_uq.inference.labels import resolve_fisher
+from posthoc_uq.inference.plain import plain
+from posthoc_uq.predictions.base import cat
+
+SAMPLES = 60
+
+
+class Poisson(uq.Likelihood):
+    """Counts with the mean ``exposure * exp(outputs)``; outputs and targets are (samples, outputs)."""
+
+    def __init__(self, exposure: float = 1.0) -> None:
+        self.exposure = exposure
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        if targets is not None and (targets.shape != outputs.shape or bool((targets < 0).any())):
+            raise uq.PosthocUQError("Counts must be shaped like the outputs, and none of them negative.")
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return self.exposure * outputs.exp()
+
+    variance = mean
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        counts = targets.to(outputs)
+        logs = counts * (outputs + math.log(self.exposure)) - self.mean(outputs) - torch.lgamma(counts + 1)
+        return logs.sum(1)
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        u = self.uniforms(outputs, keys, draw, outputs.shape[1])
+        return torch.from_numpy(np.asarray(poisson.ppf(u.cpu(), self.mean(outputs).cpu()))).to(outputs)
+
+    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        for place in torch.eye(outputs.shape[1]).to(outputs):
+            yield self.mean(outputs).sqrt() * place
+
+    def divergence(self, outputs: Tensor, prediction: uq.Prediction) -> Tensor:
+        return self.drawn_divergence(outputs, prediction)
+
+
+class Bare(uq.Likelihood):
+    """As little as there can be: a Laplace distribution of the residuals."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -(outputs - targets.reshape(outputs.shape)).abs().sum(1) - math.log(2)
+
+
+def data(samples: int = SAMPLES, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 3, generator=generator)
+    return x, torch.poisson((x[:, :1] - 0.5 * x[:, 1:2]).exp(), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    net, (x, y) = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)), data()
+    optimiser = torch.optim.Adam(net.parameters(), lr=0.05)
+    for _ in range(150):
+        optimiser.zero_grad()
+        (-Poisson().log_prob(net(x), y).mean()).backward()
+        optimiser.step()
+    net.zero_grad()
+    return net
+
+
+def fit(
+    network: nn.Module, method: str = "full", likelihood: uq.Likelihood | None = None, **options
+) -> uq.Posterior:
+    options = {"prior_precision": 5.0, "progress": False} | options
+    return uq.fit(network, [data()], method=method, likelihood=likelihood or Poisson(), **options)
+
+
+@pytest.fixture(scope="module")
+def posterior(network: nn.Module) -> uq.Posterior:
+    return fit(network)
+
+
+def jacobians(network: nn.Module, x: Tensor) -> Tensor:
+    """Derivatives of the one output by the weights, (samples, weights), each layer's bias as its last column."""
+    rows = []
+    for sample in x.double():
+        twin = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        twin.load_state_dict(network.state_dict())
+        twin(sample).sum().backward()
+        layers = (twin[0], twin[2])
+        parts = [torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).flatten() for layer in layers]
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def dense_fisher(network: nn.Module, x: Tensor) -> Tensor:
+    """``1/N sum_n rate_n J_n^T J_n``, by the definition."""
+    own, rates = jacobians(network, x), network(x).double().exp().detach()
+    return (own * rates).T @ own / len(x)
+
+
+class TestFit:
+    def test_the_fisher_is_that_of_the_definition(self, network, posterior):
+        truth = dense_fisher(network, data()[0])
+        torch.testing.assert_close(posterior.blocks["joint"].fisher.double(), truth, rtol=1e-4, atol=1e-5)
+        diagonal = fit(network, "diag").blocks
+        found = torch.cat([diagonal[name].diagonal.flatten() for name in ("0", "2")]).double()
+        torch.testing.assert_close(found, truth.diagonal(), rtol=1e-4, atol=1e-5)
+
+    def test_drawn_labels_estimate_it(self, network):
+        truth = dense_fisher(network, data()[0])
+        drawn = fit(network, fisher="mc", n_samples=300).blocks["joint"].fisher.double()
+        assert float((drawn - truth).norm() / truth.norm()) < 0.1
+
+    @pytest.mark.parametrize("method", ["inf", "efb", "kfac"])
+    def test_every_method_predicts(self, network, method):
+        found = uq.wrap(network, fit(network, method))(data()[0])
+        assert isinstance(found, uq.DrawnPrediction) and bool((found.variance > found.noise_variance).all())
+
+    def test_function_space(self, network):
+        found = fit(
+            network,
+            "function_space",
+            epochs=3,
+            context="batch",
+            lr=1e-3,
+            log_variance_lr=0.1,
+            prior_precision=1.0,
+            n_context=6,
+        )
+        losses = found.record.fit["loss"]
+        assert found.record.head["criterion"] == "faithful" and losses[-1] < losses[0]
+        assert torch.isfinite(uq.wrap(network, found)(data()[0]).mean).all()
+
+    def test_score_by_autograd(self):
+        outputs, counts = torch.randn(5, 2), torch.tensor([[0.0, 1.0]]).expand(5, 2)
+        found = Poisson(2.0).score(outputs, counts)
+        torch.testing.assert_close(found, 2 * outputs.exp() - counts)
+        assert not found.requires_grad
+
+    def test_labels_by_what_the_likelihood_gives(self, network):
+        class Drawn(Poisson):
+            exact_factors = uq.Likelihood.exact_factors
+
+        class Exact(Poisson):
+            draw = uq.Likelihood.draw
+
+        assert resolve_fisher("auto", 1, 1, 60, Poisson()) == ("exact", 1)
+        assert resolve_fisher("auto", 1, 1, 60, Drawn()) == ("mc", 3)
+        assert resolve_fisher("auto", 1, 100, 10**6, Exact()) == ("exact", 1)
+        assert fit(network, "diag", Drawn()).record.fit["fisher"] == "mc"
+        with pytest.raises(uq.PosthocUQError, match="no exact expectation over labels; take fisher='mc'"):
+            fit(network, "diag", Drawn(), fisher="exact")
+        with pytest.raises(uq.PosthocUQError, match="draws no labels"):
+            fit(network, "diag", Exact(), fisher="mc")
+        with pytest.raises(uq.PosthocUQError, match="gives no labels"):
+            fit(network, "diag", Bare())
+        assert fit(network, "diag", Bare(), fisher="empirical").likelihood.name == "Bare"
+
+    def test_targets_that_its_check_refuses(self, network):
+        x, y = data()
+        with pytest.raises(uq.PosthocUQError, match=r"^Batch 0: Counts must be"):
+            uq.fit(network, [(x, -1 - y)], likelihood=Poisson(), prior_precision=1.0, progress=False)
+        with pytest.raises(uq.PosthocUQError, match="do not fit outputs"):
+            fit(network, "diag", Bare(), fisher="empirical").likelihood.check(x, y[1:])
+
+    def test_another_exposure_is_another_fit(self):
+        assert plain(Poisson(2.0)) == plain(Poisson(2.0)) != plain(Poisson(1.0))
+
+
+class TestTune:
+    def test_evidence_is_that_of_the_definition(self, network, posterior):
+        (x, y), tau = data(), 0.7
+        precision = SAMPLES * dense_fisher(network, x) + tau * torch.eye(31, dtype=torch.float64)
+        weights = torch.cat([p.detach().double().flatten() for p in network.parameters()])
+        truth = float(Poisson().log_prob(network(x).detach(), y).sum()) - 0.5 * float(
+            precision.logdet() - 31 * math.log(tau) + tau * weights.square().sum()
+        )
+        assert float(posterior.log_marginal_likelihood(tau)) == pytest.approx(truth, abs=1e-2)
+        found = fit(network, prior_precision="evidence")
+        own = float(found.log_marginal_likelihood())
+        assert own >= max(float(found.log_marginal_likelihood(found.prior_precision * f)) for f in (0.5, 2))
+
+    def test_the_default_is_faithful(self, network):
+        found = fit(network, prior_precision=None, divergence=0.01)
+        assert found.record.head["criterion"] == "faithful"
+        x, prediction = data()[0], uq.wrap(network, found)(data()[0])
+        assert found.record.faithful["divergence"] <= 0.01
+        # KL(Poisson || mixture) in full: sum over counts
+        outputs = network(x).detach()
+        logs = [Poisson().log_prob(outputs, torch.full_like(outputs, k)) for k in range(60)]
+        other = [prediction.log_prob(torch.full_like(outputs, k)) for k in range(60)]
+        terms = [a.exp() * (a - b) for a, b in zip(logs, other, strict=True)]
+        truth = float(torch.stack(terms).sum(0).mean())
+        assert found.record.faithful["divergence"] == pytest.approx(truth, rel=0.2)
+
+    def test_held_out_data(self, network):
+        found = fit(network)
+        trials = uq.tune(found, [data(40, seed=3)], progress=False)
+        assert found.record.head["criterion"] == "likelihood" and found.temperature == 1.0
+        x, y = data(40, seed=3)
+        own = -float(uq.wrap(network, found)(x).log_prob(y).mean())
+        best = min(trial["validation NLL"] for trial in trials.trials)
+        assert own <= best + 0.01 + 1e-5
+        alone = -float(Poisson().log_prob(network(x).detach(), y).mean())
+        assert trials.model_alone == pytest.approx(alone, abs=1e-5)
+        with pytest.raises(uq.PosthocUQError, match="A temperature divides logits"):
+            uq.tune(found, [(x, y)], temperature=True, progress=False)
+        with pytest.raises(uq.PosthocUQError, match="noise can be tuned"):
+            uq.tune(found, noise=True)
+
+    def test_without_a_divergence_there_is_the_evidence(self, network):
+        class Plain(Poisson):
+            divergence = uq.Likelihood.divergence
+
+        assert fit(network, "kfac", Plain(), prior_precision=None).record.head["criterion"] == "evidence"
+
+
+def gaussian_truth(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and total variance of a count, and log probability of `y`, by a million pseudo-random draws an input."""
+    draws = mean + variance.sqrt() * torch.randn(
+        10**6, *mean.shape, generator=torch.Generator().manual_seed(5)
+    )
+    rates = draws.exp()
+    logs = y * draws - rates - torch.lgamma(y + 1)
+    return rates.mean(0), rates.mean(0) + rates.var(0), torch.logsumexp(logs, 0) - math.log(10**6)
+
+
+class TestPredict:
+    @pytest.mark.parametrize("head", ["linearized", "moments"])
+    def test_gaussian_outputs_agree_with_brute_force(self, network, posterior, head):
+        predictor, (x, y) = uq.wrap(network, posterior, head, n_draws=4096), data(8, seed=2)
+        found = predictor(x)
+        mean, variance = predictor.functional_mean(x), predictor.functional_variance(x)
+        torch.testing.assert_close(found.functional_variance, variance)
+        logs = found.log_prob(y)
+        for i in range(len(x)):
+            truth = gaussian_truth(mean[i], variance[i], y[i])
+            torch.testing.assert_close(found.mean[i], truth[0], rtol=5e-3, atol=0)
+            torch.testing.assert_close(found.variance[i], truth[1], rtol=3e-2, atol=0)
+            torch.testing.assert_close(logs[i : i + 1], truth[2], rtol=0, atol=5e-3)
+        torch.testing.assert_close(found.mean, (mean + variance / 2).exp(), rtol=5e-3, atol=0)
+
+    def test_drawn_weights_agree_with_brute_force(self, network, posterior):
+        predictor, (x, y) = uq.wrap(network, posterior, "sampling", n_samples=40), data(8, seed=2)
+        found, weights = predictor(x), posterior.sample(40, torch.Generator().manual_seed(0))
+        outputs = [
+            torch.func.functional_call(network, {name: draws[i] for name, draws in weights.items()}, (x,))
+            for i in range(40)
+        ]
+        rates = torch.stack(outputs).double().exp()
+        torch.testing.assert_close(found.mean.double(), rates.mean(0), rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.variance.double(), rates.mean(0) + rates.var(0), rtol=1e-4, atol=0)
+        logs = torch.stack([Poisson().log_prob(own, y) for own in outputs]).exp().mean(0).log()
+        torch.testing.assert_close(found.log_prob(y), logs)
+
+    def test_interval_holds_its_share_of_the_mixture(self, network, posterior):
+        predictor, x = uq.wrap(network, posterior), data(6, seed=2)[0]
+        lower, upper = predictor(x).interval(0.9)
+        assert lower.shape == upper.shape == (6, 1)
+        mean, deviation = predictor.functional_mean(x), predictor.functional_variance(x).sqrt()
+        normals = torch.randn(20000, 1, 1, generator=torch.Generator().manual_seed(1))
+        rates = (mean + deviation * normals).exp().detach().numpy()
+        inside = (poisson.cdf(upper.numpy(), rates) - poisson.cdf(lower.numpy() - 1, rates)).mean(0)
+        narrower = (poisson.cdf(upper.numpy() - 1, rates) - poisson.cdf(lower.numpy(), rates)).mean(0)
+        assert (inside > 0.88).all() and (narrower < 0.92).all()
+
+    def test_drawn_targets_have_the_moments(self, network, posterior):
+        prediction = uq.wrap(network, posterior)(data(4, seed=2)[0])
+        drawn = prediction.sample(20000, torch.Generator().manual_seed(3))
+        assert drawn.shape == (20000, 4, 1)
+        torch.testing.assert_close(drawn.mean(0), prediction.mean, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(drawn.var(0), prediction.variance, rtol=0.1, atol=0.02)
+        assert torch.equal(drawn[:5], prediction.sample(20000, torch.Generator().manual_seed(3))[:5])
+
+    def test_correlated_outputs_are_drawn_together(self):
+        class Product(Bare):
+            def mean(self, outputs: Tensor) -> Tensor:
+                return outputs[:, 0] * outputs[:, 1]
+
+        torch.manual_seed(1)
+        net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(5, 2)
+        y = torch.randn(5, 2)
+        own = uq.fit(
+            net, [(x, y)], likelihood=Product(), fisher="empirical", prior_precision=3.0, progress=False
+        )
+        predictor = uq.wrap(net, own)
+        covariance = predictor.functional_covariance(x)
+        assert float(covariance[:, 0, 1].abs().min()) > 0.01
+        found, f = predictor(x), predictor.functional_mean(x)
+        truth = f[:, 0] * f[:, 1] + covariance[:, 0, 1]
+        torch.testing.assert_close(found.mean, truth, rtol=0.02, atol=0.02)
+        assert found.scores().keys() == {"epistemic_variance", "functional_variance", "novelty"}
+        with pytest.raises(uq.PosthocUQError, match=r"give it the methods mean\(outputs\) and variance"):
+            _ = found.variance
+
+    def test_batches_and_places(self, network, posterior):
+        predictor, (x, y) = uq.wrap(network, posterior), data(9, seed=2)
+        whole = predictor.predict([x[:4], x[4:]], progress=False)
+        assert isinstance(whole, uq.DrawnPrediction) and len(whole) == 9 and "draws=256" in repr(whole)
+        torch.testing.assert_close(whole.log_prob(y), predictor(x).log_prob(y))
+        torch.testing.assert_close(whole.interval(0.5), predictor(x).interval(0.5))
+        assert {"mean", "variance", "functional_variance", "novelty"} <= whole.to_dict().keys()
+        with pytest.raises(uq.PosthocUQError, match=r"different \(draws, outputs\)"):
+            cat([whole, uq.wrap(network, posterior, "sampling", n_samples=3)(x)])
+        with pytest.raises(uq.PosthocUQError, match="Counts must be"):
+            whole.log_prob(y[:3])
+        with pytest.raises(uq.PosthocUQError, match="has no entropy"):
+            whole.entropy()
+
+    def test_links_of_classes_are_refused(self, network, posterior):
+        with pytest.raises(uq.PosthocUQError, match="link='mc'"):
+            uq.wrap(network, posterior, link="probit")(data()[0])
+
+    def test_expected_log_probability(self):
+        mean, variance, counts = torch.randn(6, 1), torch.rand(6, 1), torch.arange(6.0).unsqueeze(1)
+        found = Poisson().expected_log_prob(mean, variance, counts, n_draws=4096)
+        truth = counts * mean - (mean + variance / 2).exp() - torch.lgamma(counts + 1)
+        torch.testing.assert_close(found, truth.squeeze(1), rtol=1e-2, atol=1e-2)
+        values, own = torch.randn(6, 2), uq.Gaussian(torch.tensor([0.3, 2.0]))
+        mean, variance = torch.randn(6, 2), torch.rand(6, 2)
+        draws = mean + variance.sqrt() * torch.randn(200000, 6, 2, generator=torch.Generator().manual_seed(0))
+        truth = -0.5 * (
+            (draws - values).square() / own.noise_variance + (2 * math.pi * own.noise_variance).log()
+        )
+        found = own.expected_log_prob(mean, variance, values)
+        torch.testing.assert_close(found.double(), truth.sum(2).mean(0).double(), rtol=1e-2, atol=2e-2)
+
+
+class TestEvaluate:
+    def test_tables(self, network, posterior):
+        x, y = data(50, seed=4)
+        predictor = uq.wrap(network, posterior)
+        found = uq.evaluate(
+            {"network": network, "posterior": predictor},
+            [(x[:20], y[:20]), (x[20:], y[20:])],
+            ood_loaders=[5 * data(50, seed=6)[0]],
+            progress=False,
+        )
+        rates = predictor(x).mean
+        own, alone = found.metrics["posterior"], found.metrics["network"]
+        assert own["RMSE"] == pytest.approx(float((rates - y).square().mean().sqrt()), rel=1e-5)
+        assert own["NLL"] == pytest.approx(-float(predictor(x).log_prob(y).mean()), rel=1e-5)
+        assert alone["NLL"] == pytest.approx(
+            -float(Poisson().log_prob(network(x).detach(), y).mean()), rel=1e-5
+        )
+        assert own["coverage of 95 %"] > 0.85 and own["sharpness of 95 %"] > 0
+        assert found.foreign["posterior"]["foreign"]["functional_variance"]["AUROC"] > 0.7
+        assert found.default_score == "standard_deviation"
+        selective = found.selective["posterior"]["standard_deviation"]
+        assert selective["RMSE at 0.5"] < own["RMSE"]
+        assert "coverage of 95 %" in str(found) and "RMSE" in str(found)
+        threshold = found.set_referral(0.1)
+        referred = uq.refer(predictor, predictor(x))
+        assert threshold > 0 and int(referred.sum()) == 5
+
+
+class TestFile:
+    @pytest.fixture
+    def saved(self, network, tmp_path):
+        path = tmp_path / "p.h5"
+        own = fit(network, likelihood=Poisson(2.0))
+        uq.save(own, path)
+        return path, own
+
+    def test_the_file_says_what_it_was(self, saved):
+        described = uq.inspect(saved[0])
+        assert described["likelihood"] == {
+            "name": "Poisson",
+            "class": f"{__name__}:Poisson",
+            "attributes": {"name": "Poisson", "exposure": 2.0},
+        }
+        assert f"Poisson, {__name__}:Poisson" in text_of(str(saved[0]), described)
+
+    def test_loaded_with_the_object(self, network, saved):
+        path, own = saved
+        loaded, (x, y) = uq.load(path, network, likelihood=Poisson(2.0)), data(8, seed=2)
+        found, before = uq.wrap(network, loaded)(x), uq.wrap(network, own)(x)
+        assert torch.equal(found.mean, before.mean) and torch.equal(found.log_prob(y), before.log_prob(y))
+
+    def test_refused(self, network, saved):
+        path, _ = saved
+        with pytest.raises(
+            uq.PosthocUQError, match=r"'Poisson' of the class '.*:Poisson'.*likelihood=Poisson"
+        ):
+            uq.load(path, network)
+        with pytest.raises(uq.PosthocUQError, match=r"exposure was 2\.0; of likelihood= exposure is 1\.0"):
+            uq.load(path, network, likelihood=Poisson())
+        for other in (Bare(), uq.Gaussian()):
+            with pytest.raises(uq.PosthocUQError, match="pass an object of the same class"):
+                uq.load(path, network, likelihood=other)
+
+    def test_a_likelihood_of_the_package_may_be_given_too(self, network, tmp_path):
+        x, y = data()
+        own = uq.fit(
+            network, [(x, y)], likelihood="regression", method="diag", noise_variance=0.5, progress=False
+        )
+        uq.save(own, tmp_path / "r.h5")
+        assert uq.load(tmp_path / "r.h5", network, likelihood=uq.Gaussian(0.5)).noise_variance == 0.5
+        with pytest.raises(uq.PosthocUQError, match="noise_variance was"):
+            uq.load(tmp_path / "r.h5", network, likelihood=uq.Gaussian(2.0))
+        with pytest.raises(uq.PosthocUQError, match="same class"):
+            uq.load(tmp_path / "r.h5", network, likelihood=Poisson())
+
+    def test_attributes_that_no_file_keeps(self, network, tmp_path):
+        odd = Poisson()
+        odd.function = math.exp
+        own = fit(network, "diag", odd)
+        with pytest.raises(uq.PosthocUQError, match="attribute 'function' of the type builtin"):
+            uq.save(own, tmp_path / "p.h5")
+        assert not (tmp_path / "p.h5").exists()
+
+    def test_a_process_without_the_class(self, network, saved, tmp_path):
+        """Neither imported nor guessed; a class of the same name there, given as an object, predicts the same."""
+        path, own = saved
+        x = data(4, seed=2)[0]
+        torch.save((network.state_dict(), x, uq.wrap(network, own)(x).mean), tmp_path / "known.pt")
+        script = tmp_path / "elsewhere.py"
+        script.write_text(
+            "import math, sys\nfrom collections.abc import Iterator\nimport numpy as np\nimport torch\n"
+            "from scipy.stats import poisson\nfrom torch import Tensor, nn\nimport posthoc_uq as uq\n"
+            f"weights, x, mean = torch.load({str(tmp_path / 'known.pt')!r})\n"
+            "net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))\nnet.load_state_dict(weights)\n"
+            f"try:\n    uq.load({str(path)!r}, net)\nexcept uq.PosthocUQError as error:\n    print(error)\n"
+            f"assert {__name__!r} not in sys.modules\n" + inspect.getsource(Poisson) + "\n"
+            f"posterior = uq.load({str(path)!r}, net, likelihood=Poisson(2.0))\n"
+            "torch.testing.assert_close(uq.wrap(net, posterior)(x).mean, mean)\nprint('same')\n"
+        )
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        first, last = done.stdout.strip().splitlines()
+        assert "which is not this package's, and nothing is imported because a file names it" in first
+        assert last == "same"
+
+    @pytest.mark.parametrize(
+        ("change", "sentence"),
+        [
+            ({"class": "os:system"}, "class 'os:system'"),
+            ({"class": "import os; os"}, "must be a text of the form"),
+            ({"class": 5}, "must be a text"),
+            ({"class": "a:" + "b" * 2000}, "must be a text of at most"),
+            ({"code": "print(1)"}, "does not belong there"),
+            ({"attributes": {"exposure": {"a": {"b": {"c": {"d": {"e": {"f": 1}}}}}}}}, "nested at most"),
+        ],
+    )
+    def test_descriptions_of_strangers(self, network, saved, tmp_path, change, sentence):
+        image = Image(saved[0])
+        image.state["attributes"]["likelihood"] |= change
+        image.write(tmp_path / "other.h5")
+        with pytest.raises(uq.PosthocUQError, match=sentence):
+            uq.load(tmp_path / "other.h5", network)
