@@ -81,7 +81,7 @@ def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | N
         covariance: ``(batch, outputs, outputs)``, or the `Spread` of many; None for independent outputs.
         n_draws: how many.
     """
-    flat = mean.reshape(len(mean), -1)
+    flat = mean.reshape(mean.shape[0], -1)  # not `len`, which a program could not take for any number
     if covariance is None:
         spread = independent(variance.reshape(flat.shape))
     elif isinstance(covariance, Spread):

@@ -126,12 +126,12 @@ def by_draw(function: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
     found: list[Tensor] = []
     for part in outputs.split(step):
         values = function(part.flatten(0, 1))
-        if values.shape[:1] != (len(part) * batch,):
+        if values.ndim == 0 or values.shape[0] != part.shape[0] * batch:
             raise PosthocUQError(
-                f"A likelihood gives a row for each of {len(part) * batch} rows of outputs, not the shape "
+                f"A likelihood gives a row for each of {part.shape[0] * batch} rows of outputs, not the shape "
                 f"{shape_text(values)}."
             )
-        found.append(values.reshape(len(part), batch, *values.shape[1:]))
+        found.append(values.reshape(part.shape[0], batch, *values.shape[1:]))
     return torch.cat(found)
 
 
