@@ -33,6 +33,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.replica import replicate
+from posthoc_uq.values import POSITIVE
 
 DIVERGENCE = 0.002  # nats: the default budget, which leaves choosing networks a fifth of the rule
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
@@ -57,9 +58,9 @@ class Faithful:
     divergence: float | None = DIVERGENCE
 
     def __post_init__(self) -> None:
-        budget: Any = self.divergence
-        if budget is not None and (isinstance(budget, bool) or not 0 < budget < float("inf")):
-            raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {budget!r}.")
+        if self.divergence is not None:
+            budget = POSITIVE("divergence, a budget in nats,", self.divergence)
+            object.__setattr__(self, "divergence", budget)
 
 
 @dataclass
@@ -124,10 +125,9 @@ class FaithfulSearch:
 
     def run(self, budget: float) -> Reached:
         """Set the widest posterior within the budget; warns where there is none, and then sets the narrowest tried."""
-        found = self._widest(budget)
-        divergence, temperature = self._evaluated[found]
-        self._set(found)
-        self.posterior.temperature = temperature
+        found = self.set_widest(budget)
+        divergence, _ = self._evaluated[found]
+        self.trials.chosen = self.trials.trials[list(self._evaluated).index(found)]
         if not divergence <= budget:
             warnings.warn(
                 f"No {self._label} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
@@ -140,6 +140,13 @@ class FaithfulSearch:
         if at_edge:
             self.trials.at_edge.append(f"{self._label} = 10^{found:g}")
         return Reached(divergence, budget, self._samples, len(self._evaluated), at_edge)
+
+    def set_widest(self, budget: float) -> float:
+        """Set the widest posterior within the budget, or the narrowest tried; its decade."""
+        found = self._widest(budget)
+        self._set(found)
+        self.posterior.temperature = self._evaluated[found][1]
+        return found
 
     @property
     def _label(self) -> str:

@@ -18,10 +18,11 @@ from posthoc_uq.inference.labels import FisherChoice
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.methods.base import Method, among, whole
+from posthoc_uq.methods.base import Method
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.values import COUNT, one_of, put_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Curvature(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        among(self, "fisher", get_args(FisherChoice))
-        whole(self, "n_samples", 1, "labels")
+        one_of("fisher", self.fisher, get_args(FisherChoice))
+        put_numbers(self, {"n_samples": COUNT})
         if self.n_samples > 1 and self.fisher not in ("auto", "mc"):
             raise PosthocUQError(
                 f"n_samples is the number of labels drawn with fisher='mc', and with fisher={self.fisher!r} none are; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import log
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.posteriors import capabilities as can
+from posthoc_uq.posteriors.adjustable import Adjustable
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
@@ -22,10 +23,9 @@ from posthoc_uq.posteriors.layout import Layout
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.rows import Rows
-from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
+from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import mixed_seed
-
-_TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
+from posthoc_uq.values import COUNT, shown
 
 
 class Posterior(Adjustable):
@@ -113,6 +113,7 @@ class Posterior(Adjustable):
             settings: others in place of the present ones.
         """
         found = copy.copy(self)
+        found._searching = True  # its settings are nobody's choice
         if settings is not None:
             found.settings = settings
         return found
@@ -158,11 +159,12 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: `n` is not positive.
         """
-        if n < 1:
-            raise PosthocUQError(f"The number of draws must be at least 1, not {n}.")
+        n = COUNT("The number of draws", n)
         if generator is None:
             generator = torch.Generator()
             generator.seed()
+        if not isinstance(cast(Any, generator), torch.Generator):
+            raise PosthocUQError(f"generator must be a torch.Generator, not {shown(generator)}.")
         return torch.randint(0, 2**63 - 1, (n,), generator=generator, device=generator.device).tolist()
 
     def sample_from(
@@ -334,7 +336,8 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
-        self.require([can.LOG_DETERMINANT], "The log marginal likelihood", _TUNE)
+        what, way_out = "The log marginal likelihood", "tune on held-out data: uq.tune(posterior, val_loader)"
+        self.require([can.LOG_DETERMINANT], what, way_out)
         if "prior_precision" not in self.blocks[block].tunable:
             raise PosthocUQError(
                 f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
