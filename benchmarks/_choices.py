@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,8 @@ from _foreign import far_rows, foreign_pictures
 from _harm import markdown
 from _novelty import BOTH, aurocs, own_scores
 from _scored import outputs, plain_scores, predicted, prediction_scores, timed
-from _sets import Split
 from _zoo import CLASSIFIERS, Pair, loader, trained
-from torch import Tensor
+from torch import Tensor, nn
 
 import posthoc_uq as uq
 
@@ -106,17 +105,23 @@ class Fits:
         self._found: tuple[float, uq.Posterior, dict[str, Any]] | None = None
 
     def posterior(
-        self, pair: Pair, seed: int, split: Split, options: dict[str, Any]
+        self, name: str, seed: int, network: Callable[[], nn.Module], data: Any, options: dict[str, Any]
     ) -> tuple[float, uq.Posterior]:
-        """Seconds of the fit and the posterior with the settings that the fit found."""
-        key = (pair.name, seed, repr(sorted(options.items())))
+        """Seconds of the fit and the posterior with the settings that the fit found.
+
+        Args:
+            name: of the network, which with the seed and the options tells one fit from another.
+            seed: see above.
+            network: gives it.
+            data: a loader of what it is fitted on.
+            options: of `uq.fit`.
+        """
+        key = (name, seed, repr(sorted(options.items())))
         if self._found is None or self._key != key:
-            model = trained(pair, seed)
+            model = network()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                seconds, posterior = timed(
-                    lambda: uq.fit(model, loader(split.train), progress=False, **options, **pair.options)
-                )
+                seconds, posterior = timed(lambda: uq.fit(model, data, progress=False, **options))
             kept = {
                 name: getattr(posterior, name)
                 for name in ("prior_precision", "temperature", "scale", "residual_weight")
@@ -134,52 +139,68 @@ class Fits:
 FITS = Fits()
 
 
-def measured(pair: Pair, seed: int, setting: Setting) -> dict[str, Any]:
-    """A row: quality, its losses against the network alone, AUROCs, bytes and times."""
-    split = pair.split(seed)
-    test = split.test.first(TEST)
-    fitting, posterior = FITS.posterior(pair, seed, split, setting.fit)
+def set_up(posterior: uq.Posterior, setting: Setting, data: Any) -> uq.Predictor:
+    """The predictor of a posterior whose residual weight and prior precision are those of a setting.
+
+    Args:
+        posterior: as its fit left it.
+        setting: see above.
+        data: a loader of training inputs.
+    """
     assert posterior.model is not None
-    model = posterior.model
     if setting.residual is not None:
         posterior.residual_weight = setting.residual
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if setting.tune is not None:
             posterior.temperature = 1.0
-            uq.tune(
-                posterior,
-                loader(split.train),
-                criterion="faithful",
-                progress=False,
-                **{"head": "linearized", **setting.tune},
-            )
-        predictor = uq.wrap(model, posterior)
-        predicting, prediction = timed(lambda: predicted(predictor, test.inputs))
-    plain, _ = timed(lambda: outputs(model, test.inputs))
-    row = prediction_scores(prediction, test)
-    alone = plain_scores(model, split.train, test)
+            options = {"head": "linearized", **setting.tune}
+            uq.tune(posterior, data, criterion="faithful", progress=False, **options)
+        return uq.wrap(posterior.model, posterior)
+
+
+def setting_aurocs(
+    predictor: uq.Predictor, setting: Setting, test: Tensor, foreign: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """AUROC by score, the mean over the kinds of foreign inputs."""
 
     def scores(inputs: Tensor) -> dict[str, Tensor]:
-        found = own_scores(model, predictor, inputs, ())
+        found = own_scores(predictor.model, predictor, inputs, ())
         parts = [predictor.novelty(batch, smoothing=setting.smoothing) for batch in inputs.split(100)]
         return found | {"novelty": torch.cat(parts)}
 
+    found = aurocs(scores, test, foreign, [("entropy", "novelty")])
+    return {name: mean(kinds.values()) for name, kinds in found.items()}
+
+
+def measured(pair: Pair, seed: int, setting: Setting) -> dict[str, Any]:
+    """A row: quality, its losses against the network alone, AUROCs, bytes and times."""
+    split = pair.split(seed)
+    test = split.test.first(TEST)
+    options = {**setting.fit, **pair.options}
+    fitting, posterior = FITS.posterior(
+        pair.name, seed, lambda: trained(pair, seed), loader(split.train), options
+    )
+    predictor = set_up(posterior, setting, loader(split.train))
+    predicting, prediction = timed(lambda: predicted(predictor, test.inputs))
+    plain, _ = timed(lambda: outputs(predictor.model, test.inputs))
+    row = prediction_scores(prediction, test)
+    alone = plain_scores(predictor.model, split.train, test)
     pictures = split.train.inputs.ndim == 4
     foreign = foreign_pictures(pair.data, FOREIGN) if pictures else far_rows(split.train.inputs, FOREIGN)
-    found = aurocs(scores, test.inputs, foreign, [("entropy", "novelty")])
     return {
         "NLL": row["NLL"] - alone["NLL"],
         "accuracy": row["accuracy"] - alone["accuracy"],
         "ECE": row["ECE"] - alone["ECE"],
-        "AUROC": {name: mean(kinds.values()) for name, kinds in found.items()},
-        "bytes": _bytes(posterior),
+        "AUROC": setting_aurocs(predictor, setting, test.inputs, foreign),
+        "bytes": file_bytes(posterior),
         "fit, s": fitting,
         "passes": predicting / plain,
     }
 
 
-def _bytes(posterior: uq.Posterior) -> int:
+def file_bytes(posterior: uq.Posterior) -> int:
+    """Size of its file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.h5"
         uq.save(posterior, path)
@@ -233,14 +254,21 @@ def _table(found: Sequence[Mapping[str, Any]]) -> str:
         for measure, worst in (("NLL", max), ("ECE", max), ("accuracy", min)):
             values = _by_pair(rows, measure)
             line += [f"{median(values):+.3f}", f"{worst(values):+.3f}"]
-        for score in AUROCS:
-            values = [row["AUROC"][score] for row in rows if score in row["AUROC"]]
-            line.append(f"{median(values):.3f}" if values else "-")
+        line += auroc_cells(rows)
         line.append(f"{median(row['bytes'] for row in rows) / 1000:.0f}")
         line.append(f"{median(row['fit, s'] for row in rows):.1f}")
         line.append(f"{median(row['passes'] for row in rows):.0f}")
         lines.append(line)
     return markdown(header, lines)
+
+
+def auroc_cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The median AUROC of every score over some rows."""
+    cells: list[str] = []
+    for score in AUROCS:
+        values = [row["AUROC"][score] for row in rows if score in row["AUROC"]]
+        cells.append(f"{median(values):.3f}" if values else "-")
+    return cells
 
 
 def _by_pair(rows: Sequence[Mapping[str, Any]], measure: str) -> list[float]:

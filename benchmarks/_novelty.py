@@ -38,7 +38,10 @@ FOUND_WITH = NAMED[:3]
 PICTURES = [pair for name in NAMED for pair in CLASSIFIERS if pair.name == name]
 FAMILIAR, FOREIGN = 500, 200
 """Test inputs by which scores become tail probabilities; as many others are told from foreign ones of every kind."""
+CROPS, CROPS_A_KIND = 64, 40
+"""For the network with ImageNet weights: crops that it is fitted on, and foreign ones of every kind."""
 FORMS = ("class", "top", "all")
+IMAGENET = "EfficientNet-Lite0"
 BOTH = "entropy and novelty"
 NETWORK = "network's entropy"
 
@@ -143,22 +146,37 @@ def of_ensemble(pair: Pair) -> dict[str, Any]:
     return {"AUROC": aurocs(scores, test, foreign_pictures(pair.data, FOREIGN))}
 
 
-def efficientnet(layers: str, crops: int = 64, number: int = 40) -> dict[str, Any]:
-    """EfficientNet-Lite0 with its ImageNet weights, fitted on crops of photographs: AUROC of textures, noise and
-    drawings against other crops of the same photographs.
+def photograph_crops(crops: int, number: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Pictures for the network with ImageNet weights, each (pictures, 3, 224, 224).
+
+    Args:
+        crops: of photographs, for the fit.
+        number: of foreign crops of every kind; there are twice as many familiar ones.
+
+    Returns:
+        Crops for the fit, other crops of the same photographs, and crops of textures, noise and drawings.
     """
-    model = imagenet.efficientnet_lite0()
     photographs = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
-    posterior = uq.fit(
-        model, pictures.random_crops(photographs, crops, 0).split(16), layers=layers, progress=False
-    )
     shown = pictures.pictures(0)
     foreign = {
         kind: pictures.random_crops([p.image for p in shown if p.kind == kind], number, 2)
         for kind in ("texture", "noise", "drawing")
     }
+    return (
+        pictures.random_crops(photographs, crops, 0),
+        pictures.random_crops(photographs, 2 * number, 1),
+        foreign,
+    )
+
+
+def efficientnet(layers: str, crops: int = CROPS, number: int = CROPS_A_KIND) -> dict[str, Any]:
+    """EfficientNet-Lite0 with its ImageNet weights, fitted on crops of photographs: AUROC of textures, noise and
+    drawings against other crops of the same photographs.
+    """
+    model = imagenet.efficientnet_lite0()
+    training, familiar, foreign = photograph_crops(crops, number)
+    posterior = uq.fit(model, training.split(16), layers=layers, progress=False)
     predictor = uq.wrap(model, posterior)
-    familiar = pictures.random_crops(photographs, 2 * number, 1)
     found = aurocs(
         lambda inputs: own_scores(model, predictor, inputs, ("class", "top")),
         familiar,
@@ -188,9 +206,6 @@ def rows_of(
             row = rows.row(key, partial(of_ensemble, pair), library=False)
             if row is not None:
                 yield key | row
-
-
-IMAGENET = "EfficientNet-Lite0"
 
 
 def imagenet_rows(rows: Rows, only: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no prior on the temperature": {"spread": 1e6},
     "spread 0.5": {"spread": 0.5},
     "no temperature": {"temperature": False},
+    "no share of the best NLL": {"share": float("inf")},
     "from 0.003 nats": {"divergence": 0.003},
     "from 0.03 nats": {"divergence": 0.03},
 }
@@ -65,15 +66,22 @@ def _part(data: Labelled, rows: torch.Tensor) -> Labelled:
     return Labelled(data.inputs[rows], data.targets[rows])
 
 
-def _tune(posterior: uq.Posterior, data: Labelled, spread: float | None = None, **options: Any) -> None:
-    before = held_out.SPREAD
-    held_out.SPREAD = before if spread is None else spread
+def _tune(
+    posterior: uq.Posterior,
+    data: Labelled,
+    spread: float | None = None,
+    share: float | None = None,
+    **options: Any,
+) -> None:
+    before = held_out.SPREAD, held_out.SHARE
+    held_out.SPREAD = before[0] if spread is None else spread
+    held_out.SHARE = before[1] if share is None else share
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             uq.tune(posterior, loader(data), progress=False, **options)
     finally:
-        held_out.SPREAD = before
+        held_out.SPREAD, held_out.SHARE = before
 
 
 def rows_of(rows: Rows, seeds: Sequence[int], names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

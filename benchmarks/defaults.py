@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import _choices
+import _choices_imagenet
 import _harm
 import _novelty
 import _tuning
@@ -32,7 +33,7 @@ from _cache import Rows
 from _common import machine, write_json
 from _zoo import CLASSIFIERS, OUTPUT, REGRESSORS, SEEDS, Shelf, pairs_named
 
-SMOKE = ("iris, mlp relu", "diabetes, mlp relu")
+SMOKE = ("iris, mlp relu", "diabetes, mlp relu", "EfficientNet")
 SMOKE_SETTINGS = ("default", "budget 0.1", "rescale, residual weight 1", "KFAC")
 
 
@@ -72,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(options.output, "novelty", _novelty.tables(found), {"rows": found})
     if options.choose:
         found = collected(_choices.rows_of(rows, options.seeds, settings, options.pairs), options.show)
-        report(options.output, "choose", _choices.tables(found), {"rows": found})
+        photographs = _choices_imagenet.rows_of(rows, settings, options.pairs, options.smoke)
+        real = collected(photographs, options.show)
+        text = f"{_choices.tables(found)}\n{_choices_imagenet.table(real)}"
+        report(options.output, "choose", text, {"rows": found + real})
     if options.tuning:
         found = collected(_tuning.rows_of(rows, options.seeds, options.pairs), options.show)
         report(options.output, "tuning", _tuning.tables(found), {"rows": found})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.loaders import Batch, is_array
@@ -17,6 +20,11 @@ CALL = "Pass what model(...) itself takes, with the samples along the first dime
 LOADER = (
     "A batch is a tensor of inputs, (inputs, targets) or a mapping of the model's named arguments; batch_to_inputs= "
     "takes any other apart."
+)
+
+NAMED = (
+    "The entries of a mapping are named arguments here: predictor(**mapping), or the mapping itself from the loader or "
+    "from batch_to_inputs. A model that takes a whole mapping needs a module around it, with forward(self, **inputs)."
 )
 
 
@@ -50,15 +58,16 @@ def explained(
 
 
 def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> None:
+    ids = _Ids(network)
     try:
-        with torch.inference_mode(False), torch.no_grad(), isolated_random_state():
+        with torch.inference_mode(False), torch.no_grad(), isolated_random_state(), ids:
             outputs = batch.copied().call_any(network)
     except (MemoryError, torch.cuda.OutOfMemoryError):
         return
     except Exception as error:  # a model may raise anything
         own = next(iter(str(error).splitlines()), "").rstrip(".")
         raise PosthocUQError(
-            f"The model cannot be run on {what}, {described(batch)}. {_advice(network, batch) or way_out} "
+            f"The model cannot be run on {what}, {described(batch)}. {ids.fault or _advice(network, batch) or way_out} "
             f"The model's own error is {type(error).__name__}: {own}."
         ) from error
     samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), None)
@@ -67,6 +76,36 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
             f"The model gives outputs of shape {tuple(outputs.shape)} for {what}, {described(batch)}; the first "
             f"dimension of both must count the samples. Of one sample, pass x.unsqueeze(0)."
         )
+
+
+class _Ids(TorchFunctionMode):
+    """Looks whether embeddings are given ids that they have.
+
+    Attributes:
+        fault: the first that was not, in words.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(p): name.removesuffix(".weight") for name, p in network.named_parameters()}
+        self.fault = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.embedding, F.embedding_bag) and not self.fault:
+            self._look(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, input: Any, weight: Any, *_: Any, **__: Any) -> None:
+        if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
+            return
+        name = f"Embedding '{self._names[id(weight)]}'" if id(weight) in self._names else "An embedding"
+        if input.is_floating_point():
+            self.fault = f"{name} takes whole numbers, and was given {_short(input.dtype)}: pass x.long()."
+        elif input.numel() and not 0 <= int(input.min()) <= int(input.max()) < len(weight):
+            self.fault = (
+                f"{name} has rows 0 to {len(weight) - 1}, and was given ids from {int(input.min())} to "
+                f"{int(input.max())}; is the tokenizer another one's?"
+            )
 
 
 def described(batch: Batch) -> str:
@@ -91,6 +130,10 @@ def _short(dtype: torch.dtype) -> str:
 
 def _advice(network: nn.Module, batch: Batch) -> str:
     """What to do where the kind of the arguments, or their type, is not that of the model's weights."""
+    if whole_mapping(batch):
+        return NAMED
+    if names := _other_names(network, batch):
+        return names
     own = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
     given = [value.dtype for value in batch.tensors()]
     if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):
@@ -100,3 +143,31 @@ def _advice(network: nn.Module, batch: Batch) -> str:
     if given and not any(dtype.is_floating_point for dtype in given):
         return f"Its weights are {_short(own)}: pass x.to({own}), unless the model takes integers."
     return ""
+
+
+def whole_mapping(batch: Batch) -> bool:
+    """Whether an argument is a mapping that holds the tensors."""
+    return not batch.tensors() and any(isinstance(value, Mapping) for value in batch.args)
+
+
+def _other_names(network: nn.Module, batch: Batch) -> str:
+    """What to do where the batch names arguments that the model does not have."""
+    if not batch.kwargs:
+        return ""
+    try:
+        takes = signature(network.forward).parameters
+    except (TypeError, ValueError):
+        return ""
+    stray = [name for name in batch.kwargs if name not in takes]
+    if not stray or any(one.kind is Parameter.VAR_KEYWORD for one in takes.values()):
+        return ""
+    if len(takes) == 1:
+        (only,) = takes
+        return (
+            f"The model takes one argument, '{only}': pass batch_to_inputs=lambda batch: batch[{stray[0]!r}]; if it "
+            f"takes the whole mapping, put it into a module with forward(self, **inputs) that calls it."
+        )
+    return (
+        f"The model takes {list(takes)}, and the batch names {list(batch.kwargs)}: give it those names with "
+        f"batch_to_inputs=lambda batch: dict(...)."
+    )

@@ -34,3 +34,7 @@ class CorruptPosteriorError(PosthocUQError):
 
 class NonFiniteError(PosthocUQError):
     """A NaN or an infinity appeared where only finite numbers make sense."""
+
+
+class NotAnsweredError(PosthocUQError, AttributeError):
+    """An attribute that another head or another kind of prediction has."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
@@ -32,6 +32,7 @@ from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
+from posthoc_uq.values import POSITIVE
 
 DIVERGENCE = 0.002  # nats: the default budget, which leaves choosing networks a fifth of the rule
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
@@ -56,9 +57,9 @@ class Faithful:
     divergence: float | None = DIVERGENCE
 
     def __post_init__(self) -> None:
-        budget: Any = self.divergence
-        if budget is not None and (isinstance(budget, bool) or not 0 < budget < float("inf")):
-            raise PosthocUQError(f"divergence is a budget in nats, positive and finite; not {budget!r}.")
+        if self.divergence is not None:
+            budget = POSITIVE("divergence, a budget in nats,", self.divergence)
+            object.__setattr__(self, "divergence", budget)
 
 
 @dataclass
@@ -122,10 +123,9 @@ class FaithfulSearch:
 
     def run(self, budget: float) -> Reached:
         """Set the widest posterior within the budget; warns where there is none, and then sets the narrowest tried."""
-        found = self._widest(budget)
-        divergence, temperature = self._evaluated[found]
-        self._set(found)
-        self.posterior.temperature = temperature
+        found = self.set_widest(budget)
+        divergence, _ = self._evaluated[found]
+        self.trials.chosen = self.trials.trials[list(self._evaluated).index(found)]
         if not divergence <= budget:
             warnings.warn(
                 f"No {self._name} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
@@ -138,6 +138,13 @@ class FaithfulSearch:
         if at_edge:
             self.trials.at_edge.append(f"{self._name} = 10^{found:g}")
         return Reached(divergence, budget, self._samples, len(self._evaluated), at_edge)
+
+    def set_widest(self, budget: float) -> float:
+        """Set the widest posterior within the budget, or the narrowest tried; its decade."""
+        found = self._widest(budget)
+        self._set(found)
+        self.posterior.temperature = self._evaluated[found][1]
+        return found
 
     @property
     def _name(self) -> str:

@@ -34,7 +34,7 @@ from posthoc_uq.memory import default_budget, return_freed_memory
 from posthoc_uq.methods import Method
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.replica import replicate, statistics_dtype, unwrap
 from posthoc_uq.request import Request, requested
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import settle_faithful, tune
@@ -87,7 +87,7 @@ def fit(
         progress: show a bar per sweep, on rank 0.
         **options: the method's fields, where it is given by name (``rank=50``); ``divergence``, the budget of a
             `Faithful`, in nats; ``noise_variance`` of a regression, in squared units of the targets, one number or one
-            an output, by default the mean squared residual of the training data.
+            an output, by default the mean squared residual of the training data (1 without targets, with a warning).
 
     Returns:
         The posterior; see its `report`.
@@ -100,8 +100,7 @@ def fit(
     arguments = dict(locals())
     request = together(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
-    reader = BatchReader(model_device(model), batch_to_inputs, batch_to_targets)
-    task, features = _begin(model, loader, layers, reader, request, seed, progress)
+    task, features = _begin(model, loader, layers, request, progress)
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
     kept = KeptInputs(task.memory_budget, wanted_for(task.layers.values()))
@@ -116,7 +115,7 @@ def fit(
     _settle_prior(posterior, request, task, kept)
     if val_loader is not None and not request.method.trains:
         readers: dict[str, Any] = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
-        tune(posterior, val_loader, seed=seed, progress=progress, **readers)
+        tune(posterior, val_loader, seed=request.seed, progress=progress, **readers)
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return_freed_memory()
@@ -128,13 +127,12 @@ def _begin(
     model: nn.Module,
     loader: Iterable[Any],
     layers: Selection,
-    reader: BatchReader,
     request: Request,
-    seed: int,
     progress: bool,
 ) -> tuple[Task, FeatureSource | None]:
     """The task of a method, after the dry run on the first batch; and what enters the last layer, if that is known."""
-    method, likelihood, device = request.method, request.likelihood, reader.device
+    method, likelihood, reader, seed = request.method, request.likelihood, request.reader, request.seed
+    device = reader.device
     statistics = together(lambda: statistics_dtype(model, method.dtype), "checking dtype")
     budget = default_budget(device) if method.memory_budget is None else method.memory_budget
 

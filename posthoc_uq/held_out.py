@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite, log, log10
 from typing import Any, cast
@@ -25,7 +25,8 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 
-SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost
+SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most
+SHARE = 0.1  # of the best NLL, for what is wider than a fit's own: so networks below a tenth of a nat are held tighter
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: a smaller change over a decade says that a wider search finds nothing more
 _DECADES = 8  # that the prior precision is searched upwards
@@ -179,17 +180,22 @@ class HeldOutSearch:
             if name != "prior_precision" or self.posterior.takes_prior:
                 setattr(self.posterior, name, value)
 
-    def widest(self, given: Sequence[float] | None = None) -> None:
-        """Set the smallest prior precision, not below the present one, whose held-out NLL is at most `SLACK` above the
-        best; the `scale` of a posterior that takes no prior.
+    def widest(self, given: Sequence[float] | None, harmless: Callable[[], None]) -> None:
+        """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best:
+        at most `SLACK`, and of classes, for what is wider than the posterior of `harmless`, at most `SHARE` of the best
+        NLL too; the `scale` of a posterior that takes no prior.
 
         The present one is the faithful prior: what it lets through is harmless on familiar data, which held-out data of
-        the training distribution cannot improve on where foreign inputs matter.
+        the training distribution cannot improve on where foreign inputs matter. A few labels that are all predicted
+        correctly have an NLL near zero, a share of which asks for certainty; so the share counts only for what is wider
+        than a fit makes by itself.
 
         Args:
-            given: the prior precisions to try, in place of decades and bisection.
+            given: the prior precisions to try, in place of decades and bisection; None for these.
+            harmless: sets the posterior that a fit makes by itself; called where the share decides.
         """
         base, tried = self._values(), dict[float, tuple[float, dict[str, Any]]]()
+        own = float("inf")  # the decade from which upwards `SLACK` alone counts
 
         def at(decade: float) -> float:
             if decade not in tried:
@@ -197,6 +203,17 @@ class HeldOutSearch:
                 self._widen(base, 10.0**decade)
                 tried[decade] = self._evaluate(), self._values()
             return tried[decade][0]
+
+        def settled(accepted: Callable[[float, float], bool]) -> tuple[float, float]:
+            """The smallest decade that is accepted, given the best loss; and that loss."""
+            while True:
+                best = min(loss for loss, _ in tried.values())
+                good = [decade for decade in tried if accepted(decade, best)]
+                inside = min(good) if isfinite(best) else max(good)
+                below = [decade for decade in tried if decade < inside]
+                if not below or given is not None or inside - max(below) <= _TOLERANCE:
+                    return inside, best
+                at((inside + max(below)) / 2)
 
         if given is not None:
             for value in given:
@@ -206,24 +223,44 @@ class HeldOutSearch:
                 at(float(decade))
                 if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
                     break
-        while True:
-            best = min(loss for loss, _ in tried.values())
-            good = [decade for decade in tried if tried[decade][0] <= best + SLACK]
-            inside = min(good) if isfinite(best) else max(good)
-            below = [decade for decade in tried if decade < inside]
-            if not below or given is not None or inside - max(below) <= _TOLERANCE:
-                break
-            at((inside + max(below)) / 2)
+        inside, best = settled(lambda decade, best: at(decade) <= best + SLACK)
+        if isfinite(best) and at(inside) > best + self._share_of(best):
+            self._apply(base)
+            harmless()
+            own = self._decade_from(base)
+            if inside < own:
+                if given is None and isfinite(own):
+                    at(own)
+                inside, best = settled(
+                    lambda decade, best: (
+                        at(decade) <= best + (SLACK if decade >= own else self._share_of(best))
+                    )
+                )
         loss, values = tried[inside]
         self._apply(values)
         self._best_loss, self._best = loss, values
         self._note(loss, best)
 
+    def _share_of(self, best: float) -> float:
+        """Nats above the best NLL that a posterior wider than a fit's own may have. The NLL of a density has no such
+        measure, for it depends on the unit of the targets.
+        """
+        return SLACK if isinstance(self.posterior.likelihood, Gaussian) else min(SLACK, SHARE * best)
+
+    def _decade_from(self, base: dict[str, Any]) -> float:
+        """How far the present prior precision, or scale, is above that of `base`, in decades."""
+        if not self.posterior.takes_prior:
+            return log10(self.posterior.scale / base["scale"])
+        return log10(
+            _geometric_mean(self.posterior.prior_precision) / _geometric_mean(base["prior_precision"])
+        )
+
     def _note(self, loss: float, best: float) -> None:
         name = "prior precision" if self.posterior.takes_prior else "scale"
         self.trials.given_up = max(0.0, loss - best)
+        allowed = self._share_of(best) if loss <= best + self._share_of(best) else SLACK
         self.posterior.record.tuning[name] = (
-            f"the widest with a validation NLL of at most {SLACK:g} above the best; {loss - best:.2g} given up"
+            f"the widest with a validation NLL of at most {allowed:.2g} above the best; {loss - best:.2g} given up"
         )
         if self._tempered:
             self._note_temperature()
@@ -289,6 +326,7 @@ class HeldOutSearch:
     def finish(self) -> Trials:
         """Say what ended at an edge, and where even the best predicts held-out data worse than the model alone."""
         self._bar.close()
+        self.trials.chosen = self._trial_in_place()
         warn_edges(self.trials)
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
         with torch.no_grad():
@@ -314,6 +352,15 @@ class HeldOutSearch:
                 stacklevel=4,
             )
         return self.trials
+
+    def _trial_in_place(self) -> dict[str, Any]:
+        """The trial with the values that were set."""
+        kept = self.posterior.settings.plain()
+        return next(
+            trial
+            for trial in reversed(self.trials.trials)
+            if all(trial[name.replace("_", " ")] == value for name, value in kept.items())
+        )
 
     def _plain_likelihood(self) -> Likelihood:
         """The posterior's likelihood at its present noise."""

@@ -233,6 +233,8 @@ class Gaussian(Likelihood):
 
     def __init__(self, noise_variance: Tensor | float = 1.0) -> None:
         try:
+            if isinstance(noise_variance, bool):
+                raise TypeError
             noise = host_double(noise_variance).detach().flatten()
         except (TypeError, ValueError, RuntimeError):
             raise PosthocUQError(
@@ -334,7 +336,7 @@ def _wide(outputs: Tensor) -> Tensor:
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 
-_BY_NAME: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
+LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
 
 
 def resolve_likelihood(
@@ -349,15 +351,15 @@ def resolve_likelihood(
         if noise_variance is not None:
             raise PosthocUQError("A Likelihood object brings its own noise; leave noise_variance out.")
         return likelihood
-    if likelihood not in _BY_NAME:
+    if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
         raise PosthocUQError(
-            f"likelihood must be one of {sorted(_BY_NAME)} or a Likelihood object, not {likelihood!r}."
+            f"likelihood must be one of {sorted(LIKELIHOODS)} or a Likelihood object, not {likelihood!r}."
         )
     if likelihood == Gaussian.name:
         return Gaussian(1.0 if noise_variance is None else noise_variance)
     if noise_variance is not None:
         raise PosthocUQError(f"noise_variance belongs to likelihood='regression', not to {likelihood!r}.")
-    return _BY_NAME[likelihood]()
+    return LIKELIHOODS[likelihood]()
 
 
 def likelihood_from_attributes(attributes: dict[str, Any]) -> Likelihood:

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from posthoc_uq.devices import sent
 from posthoc_uq.distributed import rank, sampler_of
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.values import check_function
 
 BatchFunction = Callable[[Any], Any]
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -140,6 +141,10 @@ class BatchReader:
     device: torch.device
     batch_to_inputs: BatchFunction | None = None
     batch_to_targets: BatchFunction | None = None
+
+    def __post_init__(self) -> None:
+        check_function("batch_to_inputs", self.batch_to_inputs, "from a batch to the model's inputs")
+        check_function("batch_to_targets", self.batch_to_targets, "from a batch to its targets")
 
     def read(self, batch: Any) -> Batch:
         """A `Batch` on the device.

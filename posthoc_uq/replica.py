@@ -7,7 +7,8 @@ memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,14 +69,50 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
         if name not in given or not isinstance(replacement, nn.Parameter):
             replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
         memo[id(parameter)] = replacement
+    for _, _, value in _attributes(model):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            # Kept from the last pass, as a weight that a hook computes in each or a feature map; it has no deep copy.
+            memo[id(value)] = value.detach().clone()
     try:
         twin = copy.deepcopy(model, memo)
-    except Exception as error:  # whatever a module may hold: locks, open files, non-leaf tensors
+    except Exception as error:  # whatever a module may hold: locks, open files
         raise PosthocUQError(
             f"The model cannot be copied ({type(error).__name__}: {error}); drop what has no copy from its "
-            f"attributes."
+            f"attributes{_culprit(model, memo)}."
         ) from error
     return twin.eval()
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """What modules hold beside parameters, buffers and modules: name of the module, of the attribute, value."""
+    for module_name, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield module_name, name, value
+
+
+def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
+    """The first attribute that has no copy, in words; nothing where it is hidden more deeply."""
+    for module_name, name, value in _attributes(model):
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:  # as above
+            return f": '{name}' of {f'module {module_name!r}' if module_name else 'the model itself'} is one"
+    return ""
+
+
+def check_differentiable(model: nn.Module) -> None:
+    """Refuse a model that was made under ``torch.inference_mode()``.
+
+    Raises:
+        PosthocUQError: it has parameters or buffers that nothing can be differentiated through.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not nn.parameter.is_lazy(tensor) and tensor.is_inference():
+            raise PosthocUQError(
+                f"'{name}' was made under torch.inference_mode(), and nothing can be differentiated through it; build "
+                f"the model outside of that, and give it these numbers with fresh.load_state_dict(model.state_dict())."
+            )
 
 
 def untied(model: nn.Module, layer: str) -> nn.Module:

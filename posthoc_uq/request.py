@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from posthoc_uq.curvature.selection import Selection, check_selection
 from posthoc_uq.distributed import is_divided
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import Faithful
 from posthoc_uq.heads.prediction import can_be_faithful
 from posthoc_uq.inference.plain import plain
 from posthoc_uq.likelihoods import Gaussian, Likelihood, resolve_likelihood
-from posthoc_uq.loaders import check_loader, check_reusable
+from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import Method, method_of
-from posthoc_uq.numbers import positive_number
+from posthoc_uq.replica import check_differentiable, model_device, unwrap
+from posthoc_uq.values import POSITIVE, SEED
 from posthoc_uq.wrapping import head_class
 
 EVIDENCE = "evidence"
@@ -32,6 +35,8 @@ class Request:
         finds_noise: whether the noise of a regression is to be found from the data.
         prior: a prior precision, ``"evidence"``, or how the faithful one is found; of a training the last.
         head: through which a faithful prior is found and predictions are made.
+        seed: of all that is drawn.
+        reader: of the batches.
     """
 
     method: Method
@@ -39,6 +44,8 @@ class Request:
     finds_noise: bool
     prior: float | str | Faithful
     head: str
+    seed: int
+    reader: BatchReader
 
     @property
     def faithful(self) -> float | None:
@@ -52,14 +59,20 @@ class Request:
         said = {"likelihood": plain(self.likelihood), "noise": noise, "head": self.head}
         faithful = self.prior.divergence if isinstance(self.prior, Faithful) else None
         prior = "faithful" if isinstance(self.prior, Faithful) else self.prior
-        return said | {"prior of the weights": prior, "divergence": faithful} | self.method.identity()
+        return (
+            said
+            | {"seed": self.seed, "prior of the weights": prior, "divergence": faithful}
+            | self.method.identity()
+        )
 
 
 def requested(
+    model: nn.Module,
     loader: Iterable[Any],
     method: str | Method,
     val_loader: Iterable[Any] | None,
     likelihood: str | Likelihood,
+    layers: Selection,
     prior_precision: Any,
     head: str | None,
     options: Mapping[str, Any],
@@ -74,14 +87,17 @@ def requested(
         raise PosthocUQError(
             "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
         )
+    network = unwrap(model)
+    check_selection(layers)
+    seed = SEED("seed", others["seed"])
     own = dict(options)
-    budget, noise = own.pop("divergence", Faithful.divergence), own.pop("noise_variance", None)
+    faithful, noise = Faithful(own.pop("divergence", Faithful.divergence)), own.pop("noise_variance", None)
     resolved = resolve_likelihood(likelihood, noise)
     chosen = method_of(method, own)
     if chosen.trains:
-        chosen, prior = _of_training(chosen, prior_precision, budget)
+        chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:
-        prior = _checked_prior(prior_precision, budget)
+        prior = _checked_prior(prior_precision, faithful)
     if prior_precision == "faithful" and not can_be_faithful(resolved):
         raise PosthocUQError(
             f"Likelihood {resolved.name!r} has no prediction that could be faithful to the network's; give "
@@ -98,10 +114,13 @@ def requested(
             raise PosthocUQError(
                 "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
             )
-    return Request(chosen, resolved, finds_noise, prior, head or chosen.head)
+    device = model_device(network)
+    check_differentiable(network)
+    reader = BatchReader(device, others["batch_to_inputs"], others["batch_to_targets"])
+    return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader)
 
 
-def _of_training(method: Method, prior_precision: Any, budget: float | None) -> tuple[Method, Faithful]:
+def _of_training(method: Method, prior_precision: Any, faithful: Faithful) -> tuple[Method, Faithful]:
     """A method that trains, with the prior precision that the fit was given, and how its variances are narrowed."""
     if prior_precision == EVIDENCE:
         raise PosthocUQError(
@@ -112,14 +131,14 @@ def _of_training(method: Method, prior_precision: Any, budget: float | None) -> 
     if prior_precision is not None and prior_precision != "faithful":
         given: dict[str, Any] = {"prior_precision": _checked_number(prior_precision)}
         method = replace(method, **given)
-    return method, Faithful(budget)
+    return method, faithful
 
 
-def _checked_prior(prior_precision: Any, budget: float | None) -> float | str | Faithful:
+def _checked_prior(prior_precision: Any, faithful: Faithful) -> float | str | Faithful:
     if isinstance(prior_precision, Faithful):
         found = prior_precision
     elif prior_precision is None or prior_precision == "faithful":
-        found = Faithful(budget)
+        found = faithful
     elif prior_precision == EVIDENCE:
         found = EVIDENCE
     else:
@@ -142,4 +161,4 @@ def _checked_number(prior_precision: Any) -> float:
             "prior_precision of a fit is one number for all layers, not a mapping. For one a layer, fit with "
             "prior_precision=1.0 and then set posterior.prior_precision = {layer: number, ...}, which takes no new fit."
         )
-    return positive_number("prior_precision", prior_precision)
+    return POSITIVE("prior_precision", prior_precision)

@@ -7,7 +7,7 @@ Changing them re-factors small systems and never needs the training data again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
@@ -22,6 +22,7 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.values import COUNT, POSITIVE, SEED, flag, one_of, shown
 from posthoc_uq.wrapping import head_class, recorded_head, wrap
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
@@ -53,11 +54,12 @@ def tune(
     * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, mean
       over a few hundred inputs like those it was trained on, whose labels are not needed. It is the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one, whose
-      negative log-likelihood of held-out data is at most 0.01 nats above the best. Held-out data of the training
-      distribution cannot judge uncertainty about foreign inputs, so what they hardly mind is kept. Where outputs are
-      logits every prior precision has the temperature that predicts best, under a log-normal prior around 1 that keeps
-      a few samples from moving it far. `scale`, `residual_weight` and noise are
-      searched where they are asked for, one after the other.
+      negative log-likelihood of held-out data is at most 0.01 nats above the best; of classes, what is wider than the
+      faithful posterior of a fit may also cost at most a tenth of the best. Held-out data of the training distribution
+      cannot judge uncertainty about foreign inputs, so what they hardly mind is kept. Where outputs are logits every
+      prior precision has the temperature that predicts best, under a log-normal prior around 1 that keeps a few samples
+      from moving it far. `scale`, `residual_weight` and noise are searched where they are asked for, one after the
+      other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -91,9 +93,12 @@ def tune(
         progress: show a bar.
         **options: of the head, as in `wrap`.
 
+    Referral thresholds belong to the hyperparameters that they were set for: where a search changes these, it warns
+    that the thresholds no longer apply.
+
     Returns:
-        What was tried, what was given up for a wider posterior, and what ended at the edge of its interval (which is
-        also a warning).
+        What was tried; printed, it tells first what was chosen and what was given up against the best for a wider
+        posterior, and also what ended at the edge of its interval (which is a warning, too).
 
     Raises:
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
@@ -103,6 +108,13 @@ def tune(
             f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     criterion = _criterion(criterion, loader)
+    n_samples, max_evaluations = COUNT("n_samples", n_samples), COUNT("max_evaluations", max_evaluations)
+    seed = SEED("seed", seed)
+    if divergence is not None:
+        divergence = POSITIVE("divergence, a budget in nats,", divergence)
+    per_layer, noise = flag("per_layer", per_layer), flag("noise", noise)
+    temperature = None if temperature is None else flag("temperature", temperature)
+    reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
     if criterion == "evidence":
         if loader is not None or temperature or parameters is not None or prior_precisions is not None:
             raise PosthocUQError(
@@ -113,7 +125,8 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
+        with posterior.searching():
+            trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
         posterior.record.head |= {"criterion": criterion} if posterior.record.head else {}
         return trials
     if per_layer:
@@ -128,11 +141,11 @@ def tune(
     check_loader(loader)
     if divergence is None:
         divergence = DIVERGENCE if criterion == "faithful" else GUARDED
-    reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
-    with restored_on_error(posterior):
+    with posterior.searching(), restored_on_error(posterior):
         name, own = _head(posterior, head, n_samples, seed, options)
         _forget_calibration(posterior, name)
         posterior.warned_heads.add(name)
+        fitted = _fitted_prior(posterior, name)
         predictor = wrap(model_of(posterior), posterior, name, **own)
         kept = plain_options(options or _recorded(posterior, name))
         posterior.record.head = {"name": name, "options": kept, "criterion": criterion}
@@ -156,6 +169,7 @@ def tune(
             temperature=_tempered(posterior, temperature),
             grid=prior_precisions,
             divergence=divergence,
+            fitted=fitted,
             max_evaluations=max_evaluations,
             seed=seed,
             progress=progress,
@@ -231,20 +245,29 @@ def _by_likelihood(
     temperature: bool,
     grid: Sequence[float] | None,
     divergence: float,
+    fitted: Any,
     max_evaluations: int,
     seed: int,
     progress: bool,
 ) -> Trials:
     main = "prior_precision" if posterior.takes_prior else "scale"
     if grid is not None:
-        _check_grid(names, grid)
+        grid = _checked_grid(names, grid)
     search = HeldOutSearch(
         posterior, loader, predictor, seed=seed, reader=reader, temperature=temperature, progress=progress
     )
     if main in names:
         if grid is None:
             _return_to_faithful(posterior, loader, predictor, reader, divergence, seed)
-        search.widest(grid)
+
+        def harmless() -> None:
+            if fitted is not None:
+                _set_prior(posterior, fitted)
+                return
+            inputs = kept_inputs(posterior, loader, reader, seed, False)
+            FaithfulSearch(posterior, inputs, predictor, seed=seed).set_widest(DIVERGENCE)
+
+        search.widest(grid, harmless)
     for name in names:
         if name != main:
             search.coordinate(name, max_evaluations)
@@ -271,29 +294,43 @@ def _return_to_faithful(
         other_settings(posterior),
     )
     if same:
-        if posterior.takes_prior:
-            posterior.prior_precision = kept["value"]
-        else:
-            posterior.scale = kept["value"]
+        _set_prior(posterior, kept["value"])
         return
     settle_faithful(
         posterior, kept_inputs(posterior, loader, reader, seed, False), predictor, divergence, seed=seed
     )
 
 
+def _fitted_prior(posterior: Posterior, head: str) -> Any:
+    """The faithful prior precision (or scale) of a fit, or of a search by that criterion, through this head and with
+    the present settings; None where the posterior has another one by now.
+    """
+    kept = posterior.record.faithful
+    if not kept or posterior.record.head.get("criterion") != "faithful":
+        return None
+    same = (kept["head"], kept["settings"]) == (head, other_settings(posterior))
+    return kept["value"] if same else None
+
+
+def _set_prior(posterior: Posterior, value: Any) -> None:
+    """Set the prior precision, or the scale where that is settled."""
+    if posterior.takes_prior:
+        posterior.prior_precision = value
+    else:
+        posterior.scale = value
+
+
 def _criterion(criterion: str | None, loader: Iterable[Any] | None) -> str:
     if criterion is None:
         return "evidence" if loader is None else "likelihood"
-    if criterion not in CRITERIA:
-        raise PosthocUQError(f"criterion must be one of {CRITERIA}, not {criterion!r}.")
-    return criterion
+    return one_of("criterion", criterion, CRITERIA)
 
 
 def _head(
     posterior: Posterior, head: str | None, n_samples: int, seed: int, options: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     """The head to tune through, and its options."""
-    name = head or recorded_head(posterior)[0]
+    name = recorded_head(posterior)[0] if head is None else head
     head_class(name)
     own = options or _recorded(posterior, name)
     return name, ({**own, "n_samples": n_samples, "seed": seed} if name == "sampling" else own)
@@ -324,11 +361,17 @@ def _tempered(posterior: Posterior, temperature: bool | None) -> bool:
     return logits if temperature is None else temperature
 
 
-def _check_grid(names: list[str], grid: Sequence[float]) -> None:
+def _checked_grid(names: list[str], grid: Sequence[float]) -> list[float]:
     if "prior_precision" not in names:
         raise PosthocUQError(f"prior_precisions are given, and parameters={names} leave them alone.")
-    if len(grid) == 0 or any(not 0 < value < float("inf") for value in grid):
-        raise PosthocUQError(f"prior_precisions must be positive and finite, not {list(grid)}.")
+    if (
+        isinstance(cast(Any, grid), (str, Mapping))
+        or not isinstance(cast(Any, grid), Iterable)
+        or getattr(grid, "ndim", 1) != 1
+        or len(grid) == 0
+    ):
+        raise PosthocUQError(f"prior_precisions must be a list of numbers, not {shown(grid)}.")
+    return [POSITIVE("Each of prior_precisions", value) for value in grid]
 
 
 def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
@@ -343,6 +386,8 @@ def _chosen(posterior: Posterior, parameters: tuple[str, ...] | None, noise: boo
     if parameters is None:
         main = "prior_precision" if posterior.takes_prior else "scale"
         return [main, "noise"] if noise and regression else [main]
+    if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
+        raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")
     unknown = [p for p in parameters if p not in available]
     if unknown or (not parameters and regression):
         raise PosthocUQError(

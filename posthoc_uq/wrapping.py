@@ -21,6 +21,7 @@ from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import other_name, unwrap
 from posthoc_uq.storage.schema import check_unchanged
+from posthoc_uq.values import one_of
 
 # A head's options are the arguments of its class.
 _CLASSES: dict[str, type[Predictor]] = {
@@ -180,9 +181,7 @@ def head_class(head: str) -> type[Predictor]:
     Raises:
         PosthocUQError: there is none of this name.
     """
-    if head not in _CLASSES:
-        raise PosthocUQError(f"head must be one of {HEADS}, not {head!r}.")
-    return _CLASSES[head]
+    return _CLASSES[one_of("head", head, HEADS)]
 
 
 def check_match(model: nn.Module, posterior: Posterior) -> None:

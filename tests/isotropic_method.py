@@ -13,6 +13,7 @@ from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import squares_of
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.values import POSITIVE, put_numbers
 
 
 @uq.register_method
@@ -34,8 +35,7 @@ class Isotropic(uq.Curvature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.share <= 0:
-            raise uq.PosthocUQError(f"share must be positive, not {self.share}.")
+        put_numbers(self, {"share": POSITIVE})
 
     def passes(self) -> int:
         return 1

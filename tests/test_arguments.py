@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq import forward
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
 
@@ -417,3 +422,319 @@ def test_what_a_report_says_of_hyperparameters() -> None:
     text = str(fitted.report())
     assert "residual weight" not in text
     assert "prior precision: per layer, by the log marginal likelihood\n" in text
+
+
+class Counted:
+    """A loader that counts the batches it gave."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Any:
+        for start in (0, 4, 8):
+            self.given += 1
+            yield _x()[start : start + 4], _y()[start : start + 4]
+
+
+# what no number may be, and what no whole one may be
+_NO_NUMBER: list[Any] = ["x", "1", True, [1.0, 2.0], object(), torch.ones(2), float("nan")]
+_NO_COUNT: list[Any] = [*_NO_NUMBER, 1.5, -1, 2**70]
+_FIT: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "residual_weight": ({"method": "inf"}, [*_NO_NUMBER, 7.0, -1]),
+    "seed": ({}, ["x", True, None, [1], 1.5, 2**70, torch.ones(2)]),
+    "n_samples": ({}, [*_NO_COUNT, 0]),
+    "memory_budget": ({}, [*_NO_NUMBER, 5]),
+    "divergence": ({}, [*_NO_NUMBER, 0.0]),
+    "checkpoint_every": ({}, [*_NO_COUNT, 0]),
+    "prior_precision": ({}, ["x", True, [1.0, 2.0], object(), -1.0]),
+    "rank": ({"method": "inf"}, [*_NO_NUMBER, 1.5, -1, float("inf")]),
+    "basis": ({"method": "inf"}, ["x", 5, ["auto"], np.array(["auto"] * 2)]),
+    "basis_fraction": ({"method": "inf"}, [*_NO_NUMBER, 0.0, 2.0]),
+    "correction": ({"method": "inf"}, ["x", 5, ["clamp"]]),
+    "layers": ({}, [5, None, True, [1], torch.ones(())]),
+    "likelihood": ({}, ["x", 5, ["classification"], {}]),
+    "head": ({}, ["x", 5, ["sampling"]]),
+    "fisher": ({}, ["x", 5, ["mc"]]),
+    "method": ({}, ["x", 5, None, ["inf"]]),
+    "unsupported": ({}, ["x", 5]),
+    "dtype": ({}, ["x", 5, torch.int64]),
+    "batch_to_inputs": ({}, ["x", 5]),
+    "batch_to_targets": ({}, ["x", 5]),
+    "noise_variance": ({"likelihood": "regression"}, ["x", [], -1.0, True]),
+}
+_FIT_TRAINING: dict[str, list[Any]] = {
+    "epochs": _NO_COUNT,
+    "lr": [*_NO_NUMBER, 0.0],
+    "log_variance_lr": [*_NO_NUMBER, 0.0],
+    "clip": [*_NO_NUMBER, 0.0],
+    "patience": _NO_COUNT,
+    "val_draws": _NO_COUNT,
+    "n_context": _NO_COUNT,
+    "n_sets": _NO_COUNT,
+    "n_draws": _NO_COUNT,
+    "optimizer": ["x", 5],
+    "schedule": ["x", 5],
+    "train_mean": ["x", 1.5, [True]],
+    "learn_noise": ["x", 1.5, [True]],
+    "initial": ["x", 5, ["inf"]],
+    "initial_log_variance": [*_NO_NUMBER, 100.0],
+    "initial_body_log_variance": [*_NO_NUMBER, 100.0],
+    "prior_mean": ["x", 5, ["zero"]],
+    "prior_body_variance": [*_NO_NUMBER, -1.0],
+    "function_noise": [*_NO_NUMBER, 0.0],
+    "body": ["x", 5, ["sample"]],
+}
+
+
+@pytest.mark.parametrize("option", [*_FIT, *_FIT_TRAINING])
+def test_an_option_of_a_wrong_kind_is_refused_before_the_first_sweep(option: str) -> None:
+    own, values = _FIT[option] if option in _FIT else ({"method": "function_space"}, _FIT_TRAINING[option])
+    for value in values:
+        loader = Counted()
+        _refused(option, lambda value=value, loader=loader: _fit(_net(), loader, **own, **{option: value}))
+        assert loader.given <= 1, value
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    loader = [(_x(), _y())]
+    expected = _fit(_net(), loader, method="inf", seed=3, rank=4, fisher="mc")
+    for three, four in ((np.int64(3), np.int32(4)), (torch.tensor(3), torch.tensor([4])), (3.0, 4.0)):
+        found = _fit(
+            _net(), loader, method="inf", seed=three, rank=four, fisher="mc", residual_weight=three / 3
+        )
+        assert all(torch.equal(value, found.variance()[name]) for name, value in expected.variance().items())
+        assert found.record.fit["rank"] == 4 and type(found.record.fit["rank"]) is int
+
+
+@pytest.mark.parametrize(
+    "setting", ["scale", "prior_precision", "residual_weight", "noise_scale", "temperature"]
+)
+def test_a_setting_of_a_wrong_kind(setting: str) -> None:
+    fitted = _fit(_net(), [(_x(), _y())], method="inf")
+    before = fitted.settings
+    for value in (*_NO_NUMBER, None, -1.0, float("inf")):
+        _refused(setting, lambda value=value: setattr(fitted, setting, value))
+    assert fitted.settings == before
+
+
+_TUNE: dict[str, list[Any]] = {
+    "criterion": ["x", 5, ["faithful"]],
+    "divergence": [*_NO_NUMBER, 0.0],
+    "temperature": ["x", 1.5],
+    "per_layer": ["x", 1.5, True],
+    "noise": ["x", 1.5],
+    "parameters": ["x", 5, [5], torch.ones(())],
+    "prior_precisions": ["x", 5, [], ["x"], [True], torch.ones(()), {"a": 1}],
+    "head": ["x", 5, ["sampling"]],
+    "n_samples": [*_NO_COUNT, None],
+    "max_evaluations": [*_NO_COUNT, None],
+    "seed": ["x", True, None, 1.5, 2**70],
+    "batch_to_inputs": ["x", 5],
+    "batch_to_targets": ["x", 5],
+}
+
+
+@pytest.mark.parametrize("option", _TUNE)
+def test_an_option_of_tune_of_a_wrong_kind(posterior: uq.Posterior, option: str) -> None:
+    for value in _TUNE[option]:
+        loader = Counted()
+        _refused(
+            option,
+            lambda value=value, loader=loader: uq.tune(
+                posterior.snapshot(), loader, progress=False, **{option: value}
+            ),
+        )
+        assert loader.given == 0, value
+
+
+_WRAP: dict[str, dict[str, list[Any]]] = {
+    "sampling": {
+        "n_samples": [*_NO_COUNT, None],
+        "seed": ["x", True, 1.5, 2**70, [1]],
+        "generator": ["x", 5],
+        "keep": ["x", 5, ["seeds"]],
+        "antithetic": ["x", 1.5],
+        "dtype": ["x", 5, torch.int64, np.ones(2)],
+        "batched": ["x", 5, [True]],
+        "novelty": ["x", 1.5],
+    },
+    "moments": {
+        "weights": ["x", 5, ["row"]],
+        "pool_rho": [*_NO_NUMBER, None, 2.0],
+        "link": ["x", 5, ["mc"]],
+        "n_draws": [*_NO_COUNT, None],
+        "output_map": ["x", 5],
+        "novelty": ["x", 1.5],
+    },
+    "linearized": {
+        "link": ["x", 5, ["mc"]],
+        "n_draws": [*_NO_COUNT, None],
+        "outputs": ["x", 1.5, None, [1]],
+        "engine": ["x", 5, ["jvp"]],
+        "n_probes": [*_NO_COUNT, None],
+        "memory_budget": [*_NO_NUMBER, 0],
+        "novelty": ["x", 1.5],
+    },
+}
+
+
+@pytest.mark.parametrize("head", _WRAP)
+def test_an_option_of_wrap_of_a_wrong_kind(net: nn.Sequential, posterior: uq.Posterior, head: str) -> None:
+    for option, values in _WRAP[head].items():
+        for value in values:
+            _refused(
+                option,
+                lambda option=option, value=value: uq.wrap(net, posterior, head, **{option: value}),
+            )
+
+
+_EVALUATE: dict[str, list[Any]] = {
+    "likelihood": ["x", 5, ["binary"]],
+    "score": ["x", 5, ["entropy"]],
+    "joint": ["x", 5, None, [1], [["x"]], torch.ones(())],
+    "referral_rates": ["x", 5, None, ["x"], [1.0], [True], {"a": 1}],
+    "bins": [*_NO_COUNT, None, 0],
+    "n_examples": [*_NO_COUNT, None],
+    "class_names": ["x", 5, {0: "a"}, torch.ones(())],
+    "display": ["x", 5],
+    "batch_to_inputs": ["x", 5],
+    "batch_to_targets": ["x", 5],
+}
+
+
+@pytest.mark.parametrize("option", _EVALUATE)
+def test_an_option_of_evaluate_of_a_wrong_kind(net: nn.Sequential, option: str) -> None:
+    for value in _EVALUATE[option]:
+        loader = Counted()
+        _refused(
+            option,
+            lambda value=value, loader=loader: uq.evaluate(net, loader, progress=False, **{option: value}),
+        )
+        assert loader.given == 0, value
+
+
+def test_a_model_made_in_inference_mode(net: nn.Sequential, posterior: uq.Posterior, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        made = _net()
+    message = r"'0\.weight' was made under torch\.inference_mode\(\).*fresh\.load_state_dict"
+    _refused(message, lambda: _fit(made, [(_x(), _y())]))
+    _refused(message, lambda: uq.wrap(made, posterior, "linearized"))
+    with torch.inference_mode():
+        running = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        numbers = running.get_submodule("1").running_mean
+    part = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    part.get_submodule("1").running_mean = numbers
+    _refused(r"'1\.running_mean' was made", lambda: _fit(part, [(_x(), _y())]))
+    fresh = _net()
+    fresh.load_state_dict(made.state_dict())
+    expected = cast(Any, uq.wrap(net, posterior)(_x())).probs
+    assert torch.equal(cast(Any, uq.wrap(fresh, posterior)(_x())).probs, expected)
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "other"),
+    [
+        ("sampling", "functional_variance", "linearized"),
+        ("moments", "functional_covariance", "linearized"),
+        ("linearized", "outputs", "sampling"),
+        ("sampling", "calibrate", "moments"),
+    ],
+)
+def test_what_another_head_has(
+    net: nn.Sequential, posterior: uq.Posterior, head: str, name: str, other: str
+) -> None:
+    predictor = uq.wrap(net, posterior, head)
+    assert not hasattr(predictor, name)
+    _refused(rf"head='{head}' has no '{name}'.*head='{other}'", lambda: getattr(predictor, name))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'") as caught:
+        predictor.nonsense  # type: ignore[attr-defined]  # noqa: B018
+    assert not isinstance(caught.value, PosthocUQError)
+
+
+def test_what_another_prediction_has(net: nn.Sequential, posterior: uq.Posterior) -> None:
+    classes = cast(Any, uq.wrap(net, posterior)(_x()))
+    values = uq.RegressionPrediction(torch.zeros(2), torch.ones(2), 1.0)
+    for name in ("interval", "quantile", "mean", "variance"):
+        assert not hasattr(classes, name)
+        _refused(
+            rf"ClassPrediction has no '{name}'; a RegressionPrediction has.*likelihood='regression'",
+            lambda name=name: getattr(classes, name),
+        )
+    _refused("RegressionPrediction has no 'probs'; a ClassPrediction has", lambda: values.probs)
+    for one in (classes, values):
+        with pytest.raises(AttributeError, match="has no attribute 'nonsense'") as caught:
+            one.nonsense  # noqa: B018
+        assert not isinstance(caught.value, PosthocUQError)
+        assert len(copy.deepcopy(one)) == len(pickle.loads(pickle.dumps(one))) == len(one)
+
+
+class _Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.readout = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.readout(self.words(tokens).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:Weights without a posterior")
+def test_token_ids_that_an_embedding_does_not_have() -> None:
+    tokens = torch.arange(12).reshape(6, 2) % 5
+    model = _Tokens()
+    fitted = _fit(model, [tokens], layers="last", fisher="exact")
+    for wrong, given in ((tokens + 95, "95 to 99"), (tokens - 1, "-1 to 3")):
+        message = rf"Embedding 'words' has rows 0 to 4, and was given ids from {given}.*index out of range"
+        _refused(message, lambda wrong=wrong: _fit(model, [wrong]), IndexError)
+        _refused(message, lambda wrong=wrong: _fit(model, [tokens, wrong], layers="last"), IndexError)
+        for head in HEADS:
+            _refused(message, lambda wrong=wrong, head=head: uq.wrap(model, fitted, head)(wrong), IndexError)
+    _refused(r"'words' takes whole numbers.*x\.long\(\)", lambda: _fit(model, [tokens.float()]))
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.readout = nn.Linear(4, 3)
+
+    def forward(self, pixels: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.readout(pixels)
+
+
+class _Whole(_Named):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return self.readout(batch["pixels"])
+
+
+def test_mappings_as_arguments_and_in_their_place() -> None:
+    loader = [({"pixels": _x()}, _y())]
+    model, whole = _Named(), _Whole()
+    fitted = _fit(model, loader)
+    message = r"entries of a mapping are named arguments here: predictor\(\*\*mapping\)"
+    positional: dict[str, Any] = {"batch_to_inputs": lambda batch: (batch[0],)}
+    for one in (model, whole):
+        _refused(message, lambda one=one: _fit(one, loader, **positional))
+    for head in HEADS:
+        predictor = cast(Any, uq.wrap(model, fitted, head))
+        _refused(message, lambda predictor=predictor: predictor({"pixels": _x()}))
+        _refused(message, lambda predictor=predictor: predictor.predict(loader, progress=False, **positional))
+        assert len(predictor(pixels=_x())) == 12
+    _refused(
+        r"takes one argument, 'batch'.*forward\(self, \*\*inputs\)", lambda: _fit(whole, loader), TypeError
+    )
+    _refused(
+        r"takes \['pixels', 'mask'\], and the batch names \['x'\]",
+        lambda: _fit(model, [({"x": _x()}, _y())]),
+        TypeError,
+    )
+
+
+def test_forward_derivatives_leave_no_warning_of_torchs_own() -> None:
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        f"import runpy; jvp = runpy.run_path({forward.__file__!r})['jvp']; import torch\n"
+        "outputs, derivative = jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))\n"
+        "assert derivative.tolist() == [1.0, 1.0]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -271,9 +271,16 @@ def test_defaults_are_held_against_the_network(tmp_path: Path, capsys: pytest.Ca
     assert all("error" not in row for rows in found["pairs"].values() for row in rows.values())
     if find_spec("laplace") is None:
         assert "laplace is not installed" in printed
-    settings = {row["row"]: row for row in json.loads((tmp_path / "choose.json").read_text())["rows"]}
+    chosen = json.loads((tmp_path / "choose.json").read_text())["rows"]
+    settings = {row["row"]: row for row in chosen if row["pair"] == "iris, mlp relu 32 32"}
     assert settings["budget 0.1"]["NLL"] > settings["default"]["NLL"]
     assert settings["KFAC"]["bytes"] > 0 and all(0 < v < 1 for v in settings["default"]["AUROC"].values())
+    # ImageNet weights: textures, noise and drawings against photographs; no labels, so no other measure
+    real = {row["row"]: row for row in chosen if row["pair"] == "EfficientNet-Lite0"}
+    assert list(real) == ["default", "KFAC"] and all("NLL" not in row for row in real.values())
+    assert real["default"]["AUROC"]["novelty"] > 0.95 and real["default"]["AUROC"]["entropy"] > 0.6
+    assert real["KFAC"]["bytes"] != real["default"]["bytes"] > 4000
+    assert "### EfficientNet-Lite0, last layer" in (tmp_path / "choose.md").read_text()
     script.main(["--smoke", "--show", "--output", str(tmp_path)])  # from the files alone
     assert json.loads((tmp_path / "harm.json").read_text())["pairs"] == found["pairs"]
 

@@ -312,7 +312,10 @@ class TestTune:
         data = ["--data", place / "val", "--head", "sampling", "--n-samples", 4]
         run("tune", copy, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
         said = run("tune", copy, *model_options(place)).stderr
-        assert "no longer holds for what was tuned; set it again with --referral-rate" in said
+        assert said.count("no longer applies; set it again with --referral-rate") == 1
+        assert said.count("threshold") == 1 and "set_referral" not in said, (
+            "the command line's own way out alone"
+        )
         again = run("tune", copy, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
         assert again.stderr == ""
         out = copy.with_suffix(".csv")
@@ -324,7 +327,7 @@ class TestTune:
     def test_a_new_calibration_makes_a_threshold_void_too(self, place: Path, copy: Path) -> None:
         moments = [*model_options(place), "--data", place / "val", "--no-search", "--head", "moments"]
         run("tune", copy, *moments, "--referral-rate", 0.2)
-        assert "no longer holds" in run("tune", copy, *moments, "--calibrate").stderr
+        assert "no longer applies" in run("tune", copy, *moments, "--calibrate").stderr
         assert run("tune", copy, *moments, "--referral-rate", 0.2).stderr == ""
         assert run("tune", copy, *moments, "--calibrate").stderr == "", "the same calibration again"
 

@@ -18,8 +18,8 @@ from torch import nn
 from torchvision.models import ResNet18_Weights
 
 import posthoc_uq as uq
+from posthoc_uq.cli.importing import call_imported, import_object, is_import_path
 from posthoc_uq.cli.models import count_outputs, source_of
-from posthoc_uq.cli.places import found_at, is_place, made_at
 from posthoc_uq.cli.transforms import Preprocessing, input_channels
 from posthoc_uq.cli.weights import load_weights, read_state
 
@@ -61,25 +61,25 @@ def photo() -> Image.Image:
 
 class TestPlaces:
     def test_by_module_and_by_file(self, nets: Path) -> None:
-        assert made_at(f"{nets}:number") == 3
-        assert made_at("own_nets.py:number") == 3 == made_at("own_nets:number")
-        assert found_at("torch.nn:Linear") is nn.Linear
-        assert found_at("torch:nn.Linear") is nn.Linear
+        assert call_imported(f"{nets}:number") == 3
+        assert call_imported("own_nets.py:number") == 3 == call_imported("own_nets:number")
+        assert import_object("torch.nn:Linear") is nn.Linear
+        assert import_object("torch:nn.Linear") is nn.Linear
 
     def test_what_is_a_place(self) -> None:
-        assert is_place("a.b:c") and is_place("/x/y.py:c.d")
-        assert not any(map(is_place, ("a.b", "a:", ":b", "a:b/c", "a:1")))
+        assert is_import_path("a.b:c") and is_import_path("/x/y.py:c.d")
+        assert not any(map(is_import_path, ("a.b", "a:", ":b", "a:b/c", "a:1")))
 
     def test_what_is_wrong_is_said(self, nets: Path) -> None:
-        assert "There is no file 'gone.py'" in complaint(lambda: found_at("gone.py:net"))
-        assert "no Python module 'gone.away'" in complaint(lambda: found_at("gone.away:net"))
-        assert "has no 'nett'. Close names: net" in complaint(lambda: found_at(f"{nets}:nett"))
-        assert "is a int; it must be a function" in complaint(lambda: made_at(f"{nets}:pi"))
-        assert "needs arguments" in complaint(lambda: made_at(f"{nets}:needy"))
+        assert "There is no file 'gone.py'" in complaint(lambda: import_object("gone.py:net"))
+        assert "no Python module 'gone.away'" in complaint(lambda: import_object("gone.away:net"))
+        assert "has no 'nett'. Close names: net" in complaint(lambda: import_object(f"{nets}:nett"))
+        assert "is a int; it must be a function" in complaint(lambda: call_imported(f"{nets}:pi"))
+        assert "needs arguments" in complaint(lambda: call_imported(f"{nets}:needy"))
         (nets.parent / "broken.py").write_text("import os\n1 / 0\n")
-        assert "could not be imported: ZeroDivisionError" in complaint(lambda: found_at("broken.py:x"))
+        assert "could not be imported: ZeroDivisionError" in complaint(lambda: import_object("broken.py:x"))
         (nets.parent / "needing.py").write_text("import not_there_at_all\n")
-        assert "could not be imported: ModuleNotFoundError" in complaint(lambda: found_at("needing:x"))
+        assert "could not be imported: ModuleNotFoundError" in complaint(lambda: import_object("needing:x"))
 
 
 class TestWeights:

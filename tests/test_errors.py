@@ -72,7 +72,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no prior": ({"prior_precision": 0.0}, "prior_precision must be positive"),
     "infinite prior": ({"prior_precision": float("inf")}, "prior_precision must be positive and finite"),
     "prior in words": ({"prior_precision": "best"}, r"prior_precision must be .*'evidence'.*'best'"),
-    "residual weight": ({"method": "inf", "residual_weight": 2.0}, r"residual_weight must lie in \[0, 1\]"),
+    "residual weight": ({"method": "inf", "residual_weight": 2.0}, r"residual_weight must be in \[0, 1\]"),
     "unsupported": ({"unsupported": "ignore"}, r"unsupported must be one of \('raise', 'skip'\)"),
     "dtype": ({"dtype": torch.float16}, r"dtype must be torch.float32 or torch.float64"),
     "budget": ({"memory_budget": 10}, r"memory_budget must be .*at least"),

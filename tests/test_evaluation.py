@@ -6,9 +6,12 @@ import base64
 import csv
 import json
 import re
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -359,7 +362,8 @@ class TestReferral:
         linearised = uq.wrap(model, posterior, "linearized")
         own = uq.evaluate(linearised, loader_of(x, y), progress=False)
         before = posterior.prior_precision
-        posterior.prior_precision = 2 * before
+        with pytest.warns(UserWarning, match="no longer applies"):
+            posterior.prior_precision = 2 * before
         try:
             uq.refer(predictor, predictor(x))  # the draws are the ones that the threshold was set for
             anew = uq.wrap(model, posterior, n_samples=12)
@@ -370,6 +374,52 @@ class TestReferral:
         finally:
             posterior.prior_precision = before
 
+    def test_thresholds_that_are_dropped_are_said_once(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(60, 3, generator=generator)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+        posterior = uq.fit(model, [(x, x.argmax(1))], prior_precision=2.0, progress=False)
+
+        def said(change: Callable[[], object]) -> list[str]:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                change()
+            lines = [w for w in found if "referral" in str(w.message)]
+            assert all(w.category is UserWarning and w.filename == __file__ for w in lines)
+            return [str(w.message) for w in lines]
+
+        def set_to(**values: float) -> None:
+            for name, value in values.items():
+                setattr(posterior, name, value)
+
+        def anew() -> None:
+            predictor = uq.wrap(model, posterior)
+            uq.set_referral(predictor, predictor.predict([x], progress=False), 0.1, ("entropy", "novelty"))
+
+        def tune(**options: Any) -> None:
+            uq.tune(posterior, progress=False, **options)
+
+        held_out = {"loader": [(x, x.argmax(1))], "prior_precisions": [1.0, 4.0]}
+        assert said(lambda: set_to(prior_precision=1.0)) == [], "there are none yet"
+        assert said(anew) == []
+        (line,) = said(lambda: set_to(prior_precision=3.0, temperature=2.0))
+        assert "(entropy above " in line and " or novelty above " in line and "set it again" in line
+        assert said(lambda: set_to(prior_precision=4.0)) == [], "said before"
+        assert said(lambda: set_to(prior_precision=1.0, temperature=1.0)) == [], "they apply again"
+        assert said(lambda: set_to(prior_precision=1.0)) == []
+        for options in ({}, held_out, {"loader": [x], "criterion": "faithful"}):
+            posterior.prior_precision = 11.0
+            anew()
+            assert len(said(lambda options=options: tune(**options))) == 1, (options, posterior.settings)
+            assert said(lambda options=options: tune(**options)) == []
+        anew()
+        with warnings.catch_warnings(), pytest.raises(uq.PosthocUQError):
+            warnings.simplefilter("error")
+            tune(loader=[x])
+        assert said(lambda: posterior.snapshot(replace(posterior.settings, scale=2.0))) == []
+        assert said(lambda: set_to(scale=7.0)) != [], "an error leaves them as they were"
+
     def test_after_calibrating(self):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(60, 3, generator=generator)
@@ -378,7 +428,8 @@ class TestReferral:
         posterior = uq.fit(model, [(x, x.argmax(1))], prior_precision=2.0, progress=False)
         predictor = uq.wrap(model, posterior, "moments")
         uq.set_referral(predictor, predictor.predict([x], progress=False), 0.1)
-        predictor.calibrate([x], progress=False)
+        with pytest.warns(UserWarning, match=r"referral threshold \(entropy above .*no longer applies"):
+            predictor.calibrate([x], progress=False)
         with pytest.raises(uq.PosthocUQError, match="set it again"):
             uq.refer(predictor, predictor(x))
 
@@ -530,7 +581,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"referral_rates": (1.5,)}, "shares in"),
+            ({"referral_rates": (1.5,)}, "a share in"),
             ({"score": "surprise"}, "score must be one of"),
             ({"ood_loaders": {"test": []}}, "may not be named"),
         ],

@@ -457,7 +457,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "function noise": ({"function_noise": 0.0}, "function_noise must be positive"),
     "evidence": ({"prior_precision": "evidence"}, "give prior_precision a number"),
     "noise": ({"learn_noise": True}, "learn_noise=True is for"),
-    "patience": ({"patience": 0}, "patience must be at least 1"),
+    "patience": ({"patience": 0}, "patience must be a whole number, at least 1"),
     "one argument": (
         {"context": lambda n: torch.zeros(n, 1, 6, 6)},
         r"takes two arguments, \(n, generator\)",

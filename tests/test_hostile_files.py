@@ -28,7 +28,6 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.cli.console import sentence
-from posthoc_uq.cli.inspect import described
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError, printable
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.posteriors.specs import TensorSpec
@@ -432,7 +431,7 @@ def test_names_cannot_act_on_a_terminal(files: Path, tmp_path: Path) -> None:
     record["fit"][EVIL] = [EVIL]
     image.write(tmp_path / "p.h5")
     posterior = uq.load(tmp_path / "p.h5", model())
-    shown = [str(posterior.report()), described("p.h5", uq.inspect(tmp_path / "p.h5"))]
+    shown = [str(posterior.report()), str(uq.inspect(tmp_path / "p.h5"))]
     image.state["layers"] = {EVIL: image.state["layers"]["0"]}
     image.write(tmp_path / "p.h5")
     with pytest.raises(PosthocUQError) as caught:
@@ -449,7 +448,7 @@ def test_a_layer_s_name_is_escaped_in_the_report(tmp_path: Path) -> None:
     x = torch.randn(8, 3)
     posterior = uq.fit(net, [(x, torch.arange(8) % 2)], method="diag", prior_precision=1.0, progress=False)
     uq.save(posterior, tmp_path / "p.h5")
-    for text in (str(posterior.report()), described("p.h5", uq.inspect(tmp_path / "p.h5"))):
+    for text in (str(posterior.report()), str(uq.inspect(tmp_path / "p.h5"))):
         assert "\\x1b]0;pwned" in text and "\x1b" not in text
     with h5py.File(tmp_path / "p.h5") as file:
         assert len(file["layers"]) == 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.heads.draws import log_logistic_normal, normals
-from posthoc_uq.heads.links import LINKS, check_link, from_gaussian
+from posthoc_uq.heads.links import LINKS, checked_link, from_gaussian
 from posthoc_uq.heads.prediction import cat
 from posthoc_uq.heads.spread import of_covariance, of_product
 
@@ -127,9 +127,9 @@ def test_a_regression_adds_the_noise() -> None:
 
 def test_unknown_links_are_refused() -> None:
     with pytest.raises(uq.PosthocUQError, match="link must be one of"):
-        check_link("logit", 10)
-    with pytest.raises(uq.PosthocUQError, match="at least one draw"):
-        check_link("mc", 0)
+        checked_link("logit", 10)
+    with pytest.raises(uq.PosthocUQError, match=r"n_draws must be .*at least 1"):
+        checked_link("mc", 0)
 
 
 # The battery: covariances of C classes, for confident and undecided means.

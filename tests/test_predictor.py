@@ -86,6 +86,48 @@ def test_named_inputs_and_regression():
         torch.testing.assert_close(found.variance, whole.variance)
 
 
+def test_a_predictor_prints_what_it_is(setting):
+    model, _, x = setting
+    posterior = uq.fit(model, [x], progress=False, prior_precision=5.0)
+    covered = 4 * 9 + 4 + 64 * 3 + 3
+    heads = {
+        "linearized": ("LinearizedPredictor", "link='mc', n_draws=256, outputs='auto', engine='auto'"),
+        "sampling": ("SamplingPredictor", "n_samples=30, keep='weights', antithetic=False, batched='auto'"),
+        "moments": ("MomentsPredictor", "not calibrated"),
+    }
+    for head, (name, own) in heads.items():
+        predictor = uq.wrap(model, posterior, head)
+        first, second, third = repr(predictor).splitlines()
+        assert first == f"{name}: Sequential, method 'inf', head '{head}', likelihood 'classification'", (
+            "the model's class, not what the head is built of"
+        )
+        assert second == (
+            f"  posterior over {covered} of {covered + 8} weights, 2 layers; prior precision 5, temperature 1"
+        )
+        assert own in third
+    posterior.prior_precision = {"0": 2.0, "5": 3.0}
+    posterior.temperature = 1.25
+    assert (
+        repr(uq.wrap(model, posterior))
+        .splitlines()[1]
+        .endswith("prior precision per layer, temperature 1.25")
+    )
+    narrow = nn.Linear(3, 5)
+    values = uq.fit(
+        narrow,
+        [torch.randn(9, 3)],
+        likelihood="regression",
+        noise_variance=torch.arange(1, 6) / 8,
+        prior_precision=2.0,
+        progress=False,
+    )
+    shown = str(uq.wrap(narrow, values)).splitlines()
+    assert "Linear, method 'inf'" in shown[0] and "likelihood 'regression'" in shown[0]
+    assert shown[1] == (
+        "  posterior over 20 of 20 weights, 1 layer; prior precision 2, noise variance 0.125, 0.25, 0.375, ..."
+    )
+
+
 def test_wrong_loaders(setting):
     model, posterior, x = setting
     predictor = uq.wrap(model, posterior, n_samples=2)

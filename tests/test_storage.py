@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from io import BytesIO
@@ -38,7 +39,6 @@ from torch import nn
 import posthoc_uq.storage.sandbox as sandbox
 import posthoc_uq.storage.sizes as sizes
 from posthoc_uq import wrapping
-from posthoc_uq.cli.inspect import described
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.likelihoods import Bernoulli, Gaussian, Likelihood
@@ -481,7 +481,7 @@ def test_the_head_and_the_faithful_prior_come_back_and_are_shown(tmp_path: Path)
         found = inspect(path)
         json.dumps(found, allow_nan=False)
         assert found["head"] == posterior.record.head and found["faithful"]["value"] == value
-        text = described(str(path), found)
+        text = str(found)
         assert (
             "moments (link mc, n_draws 50)" in text and "evidence" in text and "of at most 0.01 nats" in text
         )
@@ -1023,3 +1023,16 @@ def test_a_posterior_is_not_larger_than_its_numbers(tmp_path: Path) -> None:
     save(posterior, tmp_path / "p.h5")
     numbers = sum(prod(tensor.shape) * 4 for tensor in tensors_of(posterior).values())
     assert (tmp_path / "p.h5").stat().st_size < numbers + 20_000
+
+
+def test_a_large_file_is_in_memory_once(tmp_path: Path) -> None:
+    body, path = b"\x89HDF\r\n\x1a\n" + bytes(2**24), tmp_path / "large.h5"
+    path.write_bytes(userblock.header(body, "diag") + body)
+    tracemalloc.start()
+    try:
+        data, header = userblock.read(path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert header.length == len(body) and data[userblock.SIZE :] == body
+    assert most < 1.1 * len(body)

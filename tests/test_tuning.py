@@ -1,5 +1,6 @@
 """Hyperparameters by evidence and by held-out data, against grids computed independently."""
 
+import copy
 import warnings
 
 import numpy as np
@@ -115,6 +116,18 @@ def test_log_likelihood_under_another_noise(regression):
         assert posterior.evidence.at_noise(factor) == pytest.approx(expected.item(), rel=1e-9)
 
 
+def test_a_regression_without_targets_says_that_its_noise_is_one(regression):
+    model, x, y = regression
+    with pytest.warns(UserWarning, match=r"noise variance .* taken as 1.*noise_variance=\.\.\.") as said:
+        posterior = uq.fit(model, [x], likelihood="regression", progress=False)
+    assert [w.filename for w in said if "taken as 1" in str(w.message)] == [__file__]
+    assert posterior.noise_variance.tolist() == [1.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.fit(model, [x], likelihood="regression", noise_variance=0.02, progress=False)
+        uq.fit(model, [(x, y)], likelihood="regression", progress=False)
+
+
 def _loss(model, posterior, held_out, **options) -> float:
     x, y = (torch.cat([batch[i] for batch in held_out]) for i in (0, 1))
     with torch.no_grad():
@@ -175,18 +188,103 @@ def test_what_is_asked_for_is_searched(classifier):
     assert len({trial["prior precision"] for trial in trials.trials}) == 1
 
 
-def test_trials_name_the_best_of_them(classifier):
+def test_trials_name_what_was_chosen_and_then_the_best(classifier):
     model, loader, val_loader = classifier
     posterior = uq.fit(model, loader, method="diag", progress=False)
     trials = uq.tune(posterior, val_loader, parameters=("prior_precision",), progress=False)
     losses = [trial["validation NLL"] for trial in trials.trials]
     assert trials.best is trials.trials[losses.index(min(losses))] and len(losses) >= 3
-    assert f"best: prior precision={trials.best['prior precision']:.5g}" in str(trials)
-    assert repr(trials).startswith(f"Trials({len(losses)} evaluations; best: prior precision=")
+    assert trials.chosen is not trials.best and trials.chosen["temperature"] == posterior.temperature
+    lines = str(trials).splitlines()
+    assert lines[0].startswith(f"chosen: prior precision={posterior.prior_precision:.5g}  ")
+    given_up = _loss(model, posterior, val_loader) - min(losses)
+    assert lines[1] == f"given up against the best, for a wider posterior: {given_up:.2g} nats"
+    assert lines[2].startswith(f"best: prior precision={trials.best['prior precision']:.5g}  ")
+    assert len(lines) == 5 + len(losses), "the network alone, a heading, and every evaluation"
+    chosen = f"chosen: prior precision={posterior.prior_precision:.5g}  "
+    assert repr(trials).startswith(f"Trials({len(losses)} evaluations; {chosen}")
+    assert repr(trials).endswith(f"{given_up:.2g} nats given up against the best)")
     trials = uq.tune(posterior)
     values = [trial["log marginal likelihood less log likelihood"] for trial in trials.trials]
-    assert trials.best is trials.trials[values.index(max(values))]
-    assert uq.tune(posterior, per_layer=True).best is None  # one a layer
+    assert trials.chosen is trials.best is trials.trials[values.index(max(values))]
+    assert "best" not in str(trials) and "given up" not in repr(trials)
+    trials = uq.tune(posterior, loader, criterion="faithful", progress=False)
+    assert trials.chosen["prior precision"] == posterior.prior_precision and trials.best is None
+    assert str(trials).startswith(f"chosen: prior precision={posterior.prior_precision:.5g}  ")
+    trials = uq.tune(posterior, per_layer=True)
+    assert trials.best is None and trials.chosen is None  # one a layer
+    assert repr(trials).endswith("chosen: one a search)")
+
+
+@pytest.fixture(scope="module")
+def good_network():
+    """A network with an NLL of a few hundredths, and what it was trained on and was not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator)
+    y = (x[:, 0] + 0.03 * torch.randn(400, generator=generator) > 0).long()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
+        for _ in range(300):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
+            optimiser.step()
+    return model, (x[:200], y[:200]), (x[200:], y[200:])
+
+
+def test_a_good_network_gives_up_a_tenth_for_what_is_wider_than_its_fit(good_network):
+    """With an NLL of .03, a hundredth of a nat would be a third of it."""
+    model, train, held_out = good_network
+    posterior = uq.fit(model, [train], progress=False)
+    own = posterior.prior_precision
+    trials = uq.tune(posterior, [held_out], temperature=False, progress=False)
+    best = trials.best["validation NLL"]
+    assert 0.0 < best < 0.08 and trials.chosen["validation NLL"] <= 1.1 * best + 1e-9
+    for trial in trials.trials:  # none that is wider was within reach
+        if trial["prior precision"] < posterior.prior_precision * (1 - 1e-9):
+            assert trial["validation NLL"] > 1.1 * best and trial["prior precision"] < own
+    slack = min(t["prior precision"] for t in trials.trials if t["validation NLL"] <= best + 0.01)
+    assert slack < posterior.prior_precision, "a hundredth of a nat alone would have allowed more"
+    assert f"at most {0.1 * best:.2g} above the best" in posterior.record.tuning["prior precision"]
+
+
+@pytest.mark.parametrize("found", ["by the fit", "by held-out inputs", "in a grid"])
+def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(good_network, found):
+    """Their NLL goes to zero with the width, and a tenth of nothing would leave no posterior at all."""
+    model, train, (x, _) = good_network
+    far = x[model(x).detach().diff(dim=1).abs().squeeze() > 4][:30]
+    few = (far, model(far).argmax(1))
+    posterior = uq.fit(model, [train], progress=False)
+    own, grid = posterior.prior_precision, None
+    if found == "by held-out inputs":  # of the fit's budget: its own prior is no longer on record
+        uq.tune(posterior, [few], criterion="faithful", progress=False)
+        assert abs(posterior.prior_precision / own - 1) > 0.1
+        own = posterior.prior_precision
+        uq.tune(posterior, [few], temperature=False, prior_precisions=[1.0], progress=False)
+    elif found == "in a grid":
+        grid = [0.1, 1.0, 10.0, 100.0, 1e3, 1e5]
+    trials = uq.tune(posterior, [few], temperature=False, prior_precisions=grid, progress=False)
+    best, chosen = trials.best["validation NLL"], trials.chosen["validation NLL"]
+    assert 1.1 * best < chosen <= best + 0.01
+    wanted = own if grid is None else min(value for value in grid if value > own)
+    assert posterior.prior_precision == pytest.approx(wanted, rel=1e-6)
+    assert "at most 0.01 above the best" in posterior.record.tuning["prior precision"]
+
+
+def test_a_density_gives_up_a_hundredth_whatever_the_unit_of_its_targets(regression):
+    """Its NLL falls by a constant with the unit, so a share of it says nothing."""
+    model, x, y = regression
+    trials, units = {}, {"small": 0.05, "large": 20.0}
+    for name, unit in units.items():
+        scaled = copy.deepcopy(model)
+        with torch.no_grad():
+            scaled[2].weight *= unit
+            scaled[2].bias *= unit
+        posterior = uq.fit(scaled, [(x[::2], unit * y[::2])], likelihood="regression", progress=False)
+        trials[name] = uq.tune(posterior, [(x[1::2], unit * y[1::2])], progress=False)
+        assert "at most 0.01 above the best" in posterior.record.tuning["prior precision"]
+    assert trials["small"].best["validation NLL"] < 0 < trials["large"].best["validation NLL"]
 
 
 def test_fit_tunes_at_once(classifier):

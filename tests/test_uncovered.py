@@ -158,3 +158,107 @@ def test_untying_what_is_not_tied_is_one_clear_error() -> None:
         uq.untied(Tied(), "body")
     with pytest.raises(PosthocUQError, match="no module 'haed'"):
         uq.untied(Tied(), "haed")
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("function", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("layers", ["all", "last", ["2"]])
+def test_a_weight_by_hooks_after_a_pass_with_gradients_is_refused_with_the_way_out(
+    function: str, layers: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), _old(function)(nn.Linear(4, 3)))
+    model(INPUTS).sum().backward()  # leaves a weight that belongs to a graph
+    with pytest.raises(
+        UnsupportedLayerError, match=rf"'2': its weight is computed .*torch\.nn\.utils\.remove_{function}\("
+    ):
+        _fit(model, layers=layers)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("function", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+def test_a_weight_by_hooks_in_a_layer_without_a_posterior(function: str, head: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_old(function)(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 3))
+    model(INPUTS).sum().backward()
+    kept, state = model.get_submodule("0").weight, copy.deepcopy(model.state_dict())
+    posterior = _fit(model, layers="last")
+    prediction = uq.wrap(model, posterior, head)(INPUTS)
+    assert model.get_submodule("0").weight is kept and kept.grad_fn is not None
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    getattr(nn.utils, f"remove_{function}")(model.eval().get_submodule("0"))
+    expected = _fit(model, layers="last")
+    torch.testing.assert_close(posterior.variance()["2.weight"], expected.variance()["2.weight"])
+    torch.testing.assert_close(prediction.probs, uq.wrap(model, expected, head)(INPUTS).probs)
+
+
+class Keeping(nn.Module):
+    """Keeps its features of the last pass, with their graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.readout = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = torch.tanh(self.body(x))
+        return self.readout(self.features)
+
+
+def test_features_that_a_model_keeps_with_their_graph() -> None:
+    model, fresh = Keeping(), Keeping()
+    model(INPUTS)
+    kept = model.features
+    found, expected = _fit(model).variance(), _fit(fresh).variance()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert model.features is kept
+
+
+class Turned(nn.Module):
+    """An autoencoder whose decoder is its encoder transposed."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(4, 3, bias=False) if linear else None
+        self.weight = None if linear else nn.Parameter(torch.randn(4, 3))
+        self.readout = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.encoder is not None:
+            h = torch.nn.functional.linear(torch.tanh(self.encoder(x)), self.encoder.weight.T)
+        else:
+            h = torch.tanh(x @ self.weight) @ self.weight.T
+        return self.readout(torch.tanh(h))
+
+
+@pytest.mark.parametrize(("linear", "layer"), [(True, "encoder"), (False, "weight")])
+def test_a_weight_used_plain_and_transposed_is_refused_with_both_uses(linear: bool, layer: str) -> None:
+    with pytest.raises(UnsupportedLayerError, match=r"both as it is and transposed.*a parameter of its own"):
+        _fit(Turned(linear), layers=[layer])
+    assert list(_fit(Turned(linear), layers=["readout"]).layers) == ["readout"]
+
+
+class Siblings(nn.Module):
+    """Two layers of one weight, each with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.readout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("layers", ["all", ["first"], ["second"]])
+def test_one_weight_with_two_biases_is_refused_with_the_way_out(layers: Any) -> None:
+    model = Siblings()
+    with pytest.raises(
+        UnsupportedLayerError, match=r"'first' \(Linear\) and 'second' .*posthoc_uq\.untied\(model, 'first'\)"
+    ):
+        _fit(model, layers=layers)
+    found = _fit(uq.untied(model, "first"), layers=layers)
+    assert set(found.layers) == ({"first", "second", "readout"} if layers == "all" else set(layers))

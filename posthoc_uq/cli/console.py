@@ -60,7 +60,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""
-        with _told(ctx):
+        with _errors_as_lines(ctx):
             return super().invoke(ctx)
 
 
@@ -104,7 +104,7 @@ def progress() -> bool:
 
 
 @contextmanager
-def _told(ctx: click.Context) -> Generator[None]:
+def _errors_as_lines(ctx: click.Context) -> Generator[None]:
     """Turn what goes wrong into one line and an exit code."""
     debug = ctx.meta.get(_DEBUG, False)
     with warnings.catch_warnings():

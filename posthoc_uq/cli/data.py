@@ -1,4 +1,4 @@
-"""Data by path, by name or by place, as loaders."""
+"""Data by path, by name or by import path, as loaders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from posthoc_uq.cli.console import close_names
 from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, WrappedImages, image_files
+from posthoc_uq.cli.importing import import_object, is_import_path
 from posthoc_uq.cli.labels import folder_labels
 from posthoc_uq.cli.models import Source, count_outputs
-from posthoc_uq.cli.places import found_at, is_place
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
 
@@ -69,7 +69,8 @@ def data_of(
     """The data that the options name.
 
     Args:
-        spec: a folder of images, ``torchvision:NAME``, or the place of a function that returns a data set or loader.
+        spec: a folder of images, ``torchvision:NAME``, or the import path of a function that returns a data set
+            or loader.
         source: the model, whose transform images go through.
         given: the options.
         labels: whether labels are wanted where the folder has class folders.
@@ -92,7 +93,7 @@ def data_of(
             )
         images, labelled, names = _folder(spec, source, labels, given, name or split)
         files = images.files
-    elif is_place(spec):
+    elif is_import_path(spec):
         return _foreign(spec, name, cut, given, divided)
     else:
         raise PosthocUQError(
@@ -208,7 +209,7 @@ def _torchvision(
 
 def _foreign(spec: str, split: str | None, cut: slice, given: Mapping[str, Any], divided: bool) -> Data:
     """What the user's function returns; its items are inputs already, so that no transform is applied."""
-    function = found_at(spec)
+    function = import_object(spec)
     if not callable(function):
         raise PosthocUQError(
             f"'{spec}' is a {type(function).__name__}; it must be a function that returns data."

@@ -6,18 +6,24 @@ from typing import Any
 
 import click
 
-from posthoc_uq.cli.console import Command, print_json, progress, say
+from posthoc_uq.cli.console import print_json, progress, say
+from posthoc_uq.cli.head_options import prediction_heads, prediction_options
 from posthoc_uq.cli.options import (
     Setting,
     data_options,
-    head_options,
     model_options,
     names_option,
     referral_score_option,
 )
+from posthoc_uq.cli.registry import RegistryCommand
 
 
-@click.command("evaluate", cls=Command, short_help="Measure a posterior beside the model alone.")
+@click.command(
+    "evaluate",
+    cls=RegistryCommand,
+    choices=prediction_heads,
+    short_help="Measure a posterior beside the model alone.",
+)
 @click.argument("file")
 @click.argument("data")
 @model_options
@@ -39,7 +45,7 @@ from posthoc_uq.cli.options import (
 )
 @referral_score_option
 @names_option
-@head_options("the one in the file")
+@prediction_options
 @data_options
 def command(file: str, data: str, as_json: bool, **given: Any) -> None:
     """Measure on labelled DATA how good predictions are, and their uncertainties, with the posterior in FILE and by the
@@ -58,7 +64,7 @@ def command(file: str, data: str, as_json: bool, **given: Any) -> None:
         raise click.UsageError("--ood: every set of foreign data needs a name of its own.")
     from posthoc_uq.cli import evaluating
 
-    summary = evaluating.run(file, data, given, progress())
+    summary = evaluating.evaluate_file(file, data, given, progress())
     if as_json:
         print_json({key: value for key, value in summary.items() if key != "text"})
         return

@@ -7,20 +7,20 @@ from typing import Any
 
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.models import source_of
-from posthoc_uq.cli.session import (
+from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
     output_names,
     posterior_of,
-    predictor_of,
     rewrite,
 )
+from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.evaluation import evaluate
 from posthoc_uq.posteriors.referral import rule_of
 
 
-def run(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+def evaluate_file(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Evaluate, write what was asked for, set the threshold; all numbers as plain values."""
     check_posterior_file(path)
     outputs = [given[name] for name in ("report", "csv_path", "json_file") if given[name] is not None]
@@ -32,13 +32,13 @@ def run(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[
     if not data.labelled:
         raise PosthocUQError(f"An evaluation needs labels, and '{spec}' has no class folders.")
     foreign = {
-        name: data_of(str(place), source, {**given, "split": None}, labels=False, split="test").loader
-        for name, place in given["ood"]
+        name: data_of(str(data_spec), source, {**given, "split": None}, labels=False, split="test").loader
+        for name, data_spec in given["ood"]
     }
     predictor = predictor_of(source, posterior, given)
     score = given["referral_score"]
     several = isinstance(score, tuple)
-    found = evaluate(
+    evaluation = evaluate(
         {"model alone": source.model, f"{posterior.method}, {predictor.head}": predictor},
         data.loader,
         ood_loaders=foreign,
@@ -50,21 +50,21 @@ def run(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[
     )
     threshold = None
     if given["referral_rate"] is not None:
-        threshold = found.set_referral(given["referral_rate"], score)
+        threshold = evaluation.set_referral(given["referral_rate"], score)
     if given["csv_path"] is not None:
-        found.to_csv(given["csv_path"])
+        evaluation.to_csv(given["csv_path"])
     if given["json_file"] is not None:
-        found.to_json(given["json_file"])
+        evaluation.to_json(given["json_file"])
     if given["report"] is not None:
-        found.report(given["report"], title=f"How far to trust {source.spec}")
+        evaluation.report(given["report"], title=f"How far to trust {source.spec}")
     if threshold is not None:
         rewrite(posterior, path, None)
     return {
-        **found.to_dict(),
+        **evaluation.to_dict(),
         "threshold": threshold,
-        "score": (score or found.default_score) if threshold is not None else None,
+        "score": (score or evaluation.default_score) if threshold is not None else None,
         "rule": rule_of(posterior.record.referral) if threshold is not None else None,
         "head": predictor.identity(),
         "written": outputs,
-        "text": str(found),
+        "text": str(evaluation),
     }

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from posthoc_uq.cli.data import data_of
-from posthoc_uq.cli.models import device_named, source_of
-from posthoc_uq.cli.session import check_output
+from posthoc_uq.cli.models import Source, device_named, source_of
+from posthoc_uq.cli.posterior_files import check_output
 from posthoc_uq.distributed import agree, rank, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fitting import fit
+from posthoc_uq.methods import Method, method_of
 from posthoc_uq.storage import save
-
-_PASSED = (
-    "method",
-    "likelihood",
-    "rank",
-    "fisher",
-    "basis",
-    "basis_fraction",
-    "correction",
-    "prior_precision",
-    "head",
-    "residual_weight",
-    "noise_variance",
-    "unsupported",
-    "seed",
-    "checkpoint",
-    "checkpoint_every",
-)
 
 
 @contextmanager
-def processes(given: dict[str, Any]) -> Generator[None]:
+def process_group(given: dict[str, Any]) -> Generator[None]:
     """Join the group of processes that torchrun started, if it did; on GPUs, each takes its own."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
@@ -54,38 +38,22 @@ def processes(given: dict[str, Any]) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def run(spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+def fit_and_save(spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Fit and save; what there is to say about it, as plain values."""
+    arguments: dict[str, Any] = dict(given["arguments"])
+    arguments["method"] = _method(arguments["method"], given["method_options"])
+    arguments["layers"] = _layers(arguments["layers"])
+    others = {n: given[n] for n in ("divergence", "noise_variance") if given[n] is not None}
     check_output(output)
-    if given["likelihood"] == "regression" and os.path.isdir(spec):
+    if arguments["likelihood"] == "regression" and os.path.isdir(spec):
         raise PosthocUQError(
             f"A regression needs targets that are numbers, and the folder '{spec}' has images alone; give the data as "
             f"package.module:function."
         )
     source = source_of(given)
     data = data_of(spec, source, given, labels=not given["unlabelled"], split="train", divided=True)
-    validation = None
-    if given["val_data"] is not None:
-        own = {**given, "split": given["val_split"], "limit": None}
-        validation = data_of(given["val_data"], source, own, labels=True, split="val")
-        if not validation.labelled:
-            raise PosthocUQError(
-                f"Held-out data need labels, and '{given['val_data']}' has no class folders."
-            )
-    elif given["val_split"] is not None:
-        raise PosthocUQError("--val-split is a part of --val-data; give that too.")
-    posterior = fit(
-        source.model,
-        data.loader,
-        val_loader=None if validation is None else validation.loader,
-        layers=_layers(given["layers"]),
-        n_samples=given["mc_labels"],
-        dtype=None if given["dtype"] is None else getattr(torch, given["dtype"]),
-        memory_budget=None if given["memory_budget"] is None else given["memory_budget"] * 2**20,
-        progress=progress,
-        **({} if given["divergence"] is None else {"divergence": given["divergence"]}),
-        **{name: given[name] for name in _PASSED},
-    )
+    held_out = _held_out(source, given)
+    posterior = fit(source.model, data.loader, val_loader=held_out, progress=progress, **arguments, **others)
     posterior.record.fit |= {"model": source.spec, "data": data.spec}
     if data.files is not None or spec.startswith("torchvision:"):
         posterior.record.fit["images"] = source.transform.text
@@ -100,6 +68,30 @@ def run(spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dic
         "processes": world(),
         "text": str(report),
     }
+
+
+def _method(name: str, options: Mapping[str, Any]) -> Method:
+    """A method with its options, of which one that is None was given as ``none``."""
+    method = method_of(name, options)
+    return replace(method, **{option: None for option, value in options.items() if value is None})
+
+
+def _held_out(source: Source, given: Mapping[str, Any]) -> Iterable[Any] | None:
+    """The loader of the held-out data, if there are any."""
+    if given["val_data"] is None:
+        if given["val_split"] is not None:
+            raise PosthocUQError("--val-split is a part of --val-data; give that too.")
+        return None
+    data = data_of(
+        given["val_data"],
+        source,
+        {**given, "split": given["val_split"], "limit": None},
+        labels=True,
+        split="val",
+    )
+    if not data.labelled:
+        raise PosthocUQError(f"Held-out data need labels, and '{given['val_data']}' has no class folders.")
+    return data.loader
 
 
 def _saved(work: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models by name or by place."""
+"""Models by name or by import path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from posthoc_uq.cli.console import close_names
-from posthoc_uq.cli.places import is_place, made_at
+from posthoc_uq.cli.importing import call_imported, is_import_path
 from posthoc_uq.cli.transforms import ImageTransform, resolve_transform
 from posthoc_uq.cli.weights import load_weights
 from posthoc_uq.errors import PosthocUQError
@@ -52,12 +52,12 @@ def source_of(given: Mapping[str, Any]) -> Source:
         if given["weights"] is None and not given["pretrained"]:
             raise PosthocUQError(f"'{spec}' alone has random weights; give --weights FILE, or --pretrained.")
         model, categories = (_timm if kind == "timm" else _torchvision)(spec, name, given)
-    elif is_place(spec):
+    elif is_import_path(spec):
         if given["num_classes"] is not None or given["pretrained"]:
             raise PosthocUQError(
                 "--num-classes and --pretrained are for timm: and torchvision: models; a function makes its own model."
             )
-        found = made_at(spec)
+        found = call_imported(spec)
         if not isinstance(found, nn.Module):
             raise PosthocUQError(
                 f"'{spec}' returned a {type(found).__name__}; it must return a torch.nn.Module."

@@ -11,11 +11,8 @@ import click
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Option = Callable[[Any], Any]
 
-HEADS = ("sampling", "linearized", "moments")
-LINKS = ("probit", "mc", "bridge")
 
-
-def together(options: Iterable[Option]) -> Callable[[Decorated], Decorated]:
+def several_options(options: Iterable[Option]) -> Callable[[Decorated], Decorated]:
     """Several decorators as one, first option first in the help."""
 
     def decorate(function: Decorated) -> Decorated:
@@ -38,26 +35,6 @@ class Numbers(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
             return [float(part) for part in value.split(",")]
         except ValueError:
             self.fail(f"{value!r} is not numbers with commas between them, such as 0.5,0.5,0.5.", param, ctx)
-
-
-class NumberOr(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """A number, whole where it is written so, or one of a few words."""
-
-    def __init__(self, *words: str) -> None:
-        self._words = words
-        self.name = "|".join(("number", *words))
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str) or value in self._words:
-            return value
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-        self.fail(
-            f"{value!r} is not a number{''.join(f', nor {word!r}' for word in self._words)}.", param, ctx
-        )
 
 
 class Setting(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
@@ -92,14 +69,16 @@ class Scores(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
         return tuple(names) if len(names) > 1 else names[0]
 
 
+NATS = click.FloatRange(0, min_open=True)
+
 divergence_option = click.option(
     "--divergence",
-    type=click.FloatRange(0, min_open=True),
+    type=NATS,
     metavar="NATS",
     help="How far the predictions of a faithful posterior may be from the model's own [0.002].",
 )
 
-model_options = together(
+model_options = several_options(
     [
         click.option(
             "--model",
@@ -121,7 +100,7 @@ model_options = together(
     ]
 )
 
-data_options = together(
+data_options = several_options(
     [
         click.option("--split", metavar="NAME", help="Part of the data, such as train, or train[:50000]."),
         click.option(
@@ -134,7 +113,7 @@ data_options = together(
         click.option("--download", is_flag=True, help="Let torchvision fetch a data set that is not there."),
         click.option(
             "--transform",
-            metavar="PLACE:NAME",
+            metavar="MODULE:NAME",
             help="Image to tensor: a callable, or a function without arguments that returns one.",
         ),
         click.option(
@@ -175,31 +154,3 @@ names_option = click.option(
     metavar="PATH",
     help="Names of the outputs: one per line, or JSON; or a folder with a folder for each class.",
 )
-
-
-def head_options(default: str) -> Callable[[Decorated], Decorated]:
-    """How to predict; `default` says in words which head that is if none is named."""
-    return together(
-        [
-            click.option("--head", type=click.Choice(HEADS), help=f"How to predict; by default {default}."),
-            click.option(
-                "--n-samples",
-                type=click.IntRange(1),
-                metavar="N",
-                help="Draws of the weights, with sampling [30].",
-            ),
-            click.option("--seed", type=int, default=0, show_default=True, help="Of the draws."),
-            click.option(
-                "--link",
-                type=click.Choice(LINKS),
-                help="Logits to probabilities, with linearized and moments.",
-            ),
-            click.option(
-                "--head-option",
-                "head_settings",
-                type=Setting(),
-                multiple=True,
-                help="Any other option of the head: keep=seeds, dtype=bfloat16, outputs=topk ...",
-            ),
-        ]
-    )

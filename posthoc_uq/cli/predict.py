@@ -6,12 +6,19 @@ from typing import Any
 
 import click
 
-from posthoc_uq.cli.console import INCOMPLETE, Command, print_json, progress, say
-from posthoc_uq.cli.options import data_options, head_options, model_options, names_option
+from posthoc_uq.cli.console import INCOMPLETE, print_json, progress, say
+from posthoc_uq.cli.head_options import prediction_heads, prediction_options
+from posthoc_uq.cli.options import data_options, model_options, names_option
+from posthoc_uq.cli.registry import RegistryCommand
 from posthoc_uq.errors import printable
 
 
-@click.command("predict", cls=Command, short_help="Predict a folder of images into a CSV.")
+@click.command(
+    "predict",
+    cls=RegistryCommand,
+    choices=prediction_heads,
+    short_help="Predict a folder of images into a CSV.",
+)
 @click.argument("file")
 @click.argument("data")
 @model_options
@@ -32,7 +39,7 @@ from posthoc_uq.errors import printable
     help="Leave unreadable images out, name them, and end with exit code 3.",
 )
 @names_option
-@head_options("the one in the file")
+@prediction_options
 @data_options
 @click.pass_context
 def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool, **given: Any) -> None:
@@ -52,7 +59,7 @@ def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool
     """
     from posthoc_uq.cli import predicting
 
-    summary = predicting.run(file, data, output, given, progress())
+    summary = predicting.predict_to_csv(file, data, output, given, progress())
     if as_json:
         print_json(summary)
     else:

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from posthoc_uq.cli.atomic_text import atomic_text_file
 from posthoc_uq.cli.data import Data, data_of
-from posthoc_uq.cli.growing import growing_file
 from posthoc_uq.cli.models import source_of
-from posthoc_uq.cli.session import (
+from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
     output_names,
     posterior_of,
-    predictor_of,
 )
+from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.prediction import ClassPrediction, Prediction, RegressionPrediction
 from posthoc_uq.heads.predictor import Predictor
@@ -33,7 +33,9 @@ from posthoc_uq.randomness import isolated_random_state
 _SHOWN = ("entropy", "mutual_information")
 
 
-def run(path: str, spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+def predict_to_csv(
+    path: str, spec: str, output: str, given: Mapping[str, Any], progress: bool
+) -> dict[str, Any]:
     """Predict everything and write the file; what there is to say about it, as plain values."""
     check_posterior_file(path)
     check_output(output)
@@ -48,7 +50,7 @@ def run(path: str, spec: str, output: str, given: Mapping[str, Any], progress: b
     rows = flagged = 0
     applies = False
     table: _Table | None = None
-    with growing_file(output) as file:
+    with atomic_text_file(output) as file:
         writer = csv.writer(file)
         with torch.no_grad(), isolated_random_state(), Bar(data.loader, "predict", progress) as bar:
             for batch in batches(data.loader, BatchReader(source.device)):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from posthoc_uq.cli.places import found_at, needs_arguments
+from posthoc_uq.cli.importing import import_object, needs_arguments
 from posthoc_uq.errors import PosthocUQError
 
 _MODES = {1: "L", 3: "RGB"}
@@ -106,7 +106,7 @@ def resolve_transform(
     Args:
         model: with its weights.
         spec: how the model was named.
-        given: the place of a transform, or of a function that makes one.
+        given: the import path of a transform, or of a function that makes one.
         image_size: height and width.
         mean: by channel.
         std: by channel.
@@ -144,7 +144,7 @@ def resolve_transform(
 
 
 def _own_transform(given: str | None, own: Any, channels: int, spec: str) -> ImageTransform:
-    work = own if given is None else found_at(given)
+    work = own if given is None else import_object(given)
     if isinstance(work, type) or (callable(work) and not needs_arguments(work)):
         work = work()
     if not callable(work):

@@ -7,56 +7,54 @@ from typing import Any
 
 import click
 
-from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import (
-    data_options,
-    divergence_option,
-    head_options,
-    model_options,
-    referral_score_option,
+from posthoc_uq.cli.console import print_json, progress, say
+from posthoc_uq.cli.fields import Spelling, argument_options
+from posthoc_uq.cli.head_options import head_choices, head_spelling, settings_option
+from posthoc_uq.cli.options import NATS, data_options, model_options, referral_score_option
+from posthoc_uq.cli.registry import Choices, RegistryCommand
+
+
+def _heads() -> Choices:
+    """Every head with its arguments, and the arguments of `posthoc_uq.tune`."""
+    from posthoc_uq.tuning import CRITERIA, PARAMETERS, tune
+
+    spellings = {
+        "criterion": Spelling(
+            type=click.Choice(CRITERIA),
+            text="What decides: closeness to the model's own predictions (needs --data, without labels), the "
+            "likelihood of held-out data, or the log marginal likelihood; by default likelihood with --data, else "
+            "evidence.",
+        ),
+        "divergence": Spelling(type=NATS, metavar="NATS"),
+        "head": head_spelling(),
+        "n_samples": Spelling(
+            ("--search-draws",),
+            "search_draws",
+            click.IntRange(1),
+            "Weight draws of an evaluation, with the sampling head.",
+        ),
+        "max_evaluations": Spelling(type=click.IntRange(1)),
+    }
+    parameters = click.Option(
+        ["--parameter", "parameters"],
+        multiple=True,
+        type=click.Choice([*PARAMETERS, "none"]),
+        help="Search these alone on held-out data; none for the temperature alone.",
+    )
+    arguments = argument_options(tune, spellings, ("progress",))
+    return head_choices("Options of the search", [*arguments, parameters])
+
+
+@click.command(
+    "tune",
+    cls=RegistryCommand,
+    choices=_heads,
+    short_help="Choose hyperparameters and the threshold for referral.",
 )
-
-
-@click.command("tune", cls=Command, short_help="Choose hyperparameters and the threshold for referral.")
 @click.argument("file")
 @model_options
 @click.option("--data", metavar="DATA", help="Held-out data with labels; without, the evidence decides.")
-@click.option(
-    "--criterion",
-    type=click.Choice(["faithful", "likelihood", "evidence"]),
-    help="What decides: closeness to the model's own predictions (needs --data, without labels), the likelihood of "
-    "held-out data, or the log marginal likelihood [likelihood with --data, else evidence].",
-)
-@divergence_option
-@click.option("--output", "-o", metavar="FILE", help="Write here instead of in the file's place.")
-@click.option(
-    "--temperature/--no-temperature",
-    default=None,
-    help="Whether a temperature on the logits is found with the prior [by likelihood yes, faithful no].",
-)
-@click.option("--noise", is_flag=True, help="Of a regression, tune the noise too.")
-@click.option("--per-layer", is_flag=True, help="One prior precision for each layer (by evidence).")
-@click.option(
-    "--parameter",
-    "parameters",
-    multiple=True,
-    type=click.Choice(["prior_precision", "residual_weight", "scale", "noise", "none"]),
-    help="Search these alone on held-out data; none for the temperature alone.",
-)
-@click.option(
-    "--search-draws",
-    type=click.IntRange(1),
-    default=30,
-    show_default=True,
-    help="Draws of the weights per evaluation, with sampling.",
-)
-@click.option(
-    "--max-evaluations",
-    type=click.IntRange(1),
-    default=12,
-    show_default=True,
-    help="Per hyperparameter other than the prior precision.",
-)
+@click.option("--output", "-o", metavar="FILE", help="Write here instead of over the file.")
 @click.option("--no-search", is_flag=True, help="Leave the hyperparameters as they are.")
 @click.option(
     "--referral-rate",
@@ -66,14 +64,15 @@ from posthoc_uq.cli.options import (
 )
 @referral_score_option
 @click.option("--calibrate", is_flag=True, help="Mend the scale of the moments head by Monte Carlo.")
-@head_options("the one in the file")
+@settings_option
 @data_options
 def command(file: str, as_json: bool, **given: Any) -> None:
     """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
 
-    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best, without
-    it the log marginal likelihood decides; --criterion names another way. The head that was searched through is
-    written into FILE with its options, and predict and evaluate take it from there.
+    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best (of
+    classes, what is wider than a fit's own at most a tenth worse, too), without it the log marginal likelihood decides;
+    --criterion names another way. The head that was searched through is written into FILE with its options, and predict
+    and evaluate take it from there.
 
     \b
     Examples:
@@ -90,7 +89,7 @@ def command(file: str, as_json: bool, **given: Any) -> None:
         raise click.UsageError("--referral-score belongs to --referral-rate.")
     from posthoc_uq.cli import tuning
 
-    summary = tuning.run(file, given, progress())
+    summary = tuning.tune_file(file, given, progress())
     if as_json:
         print_json(summary)
     else:

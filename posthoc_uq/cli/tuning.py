@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.models import Source, source_of
-from posthoc_uq.cli.session import (
+from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
-    head_of,
     likelihood_name,
     posterior_of,
-    predictor_of,
     rewrite,
 )
+from posthoc_uq.cli.predictors import head_of, predictor_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.referral import set_referral
-from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.information import has_residual
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.tuning import tune
 
 
-def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+def tune_file(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Tune, set the threshold, rewrite the file; what was found, as plain values."""
     check_posterior_file(path)
     check_output(given["output"])
@@ -36,16 +33,11 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     data = None
     if given["data"] is not None:
         data = data_of(given["data"], source, given, labels=_needs_labels(given), split="val")
-    before = _threshold_rests_on(posterior)
-    searched = _search(posterior, data, given, progress)
     threshold = None
-    if data is not None and (given["calibrate"] or given["referral_rate"] is not None):
-        threshold = _threshold(source, posterior, data, given, progress)
-    if threshold is None and posterior.record.referral and _threshold_rests_on(posterior) != before:
-        warnings.warn(
-            "The file's threshold for referral no longer holds for what was tuned; set it again with --referral-rate.",
-            stacklevel=2,
-        )
+    with posterior.searching("set it again with --referral-rate"):
+        searched = _search(posterior, data, given, progress)
+        if data is not None and (given["calibrate"] or given["referral_rate"] is not None):
+            threshold = _threshold(source, posterior, data, given, progress)
     rewrite(posterior, path, given["output"])
     prior = posterior.prior_precision
     found: dict[str, Any] = {
@@ -69,12 +61,6 @@ def run(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
         "rate": referral.get("rate"),
         "head": referral.get("head"),
     }
-
-
-def _threshold_rests_on(posterior: Posterior) -> dict[str, Any]:
-    """What a threshold that is kept was set for, as far as tuning changes it."""
-    calibrated = posterior.record.referral.get("head", {}).get("head") == MomentsPredictor.head
-    return posterior.settings.plain() | ({"calibration": posterior.record.calibration} if calibrated else {})
 
 
 def _criterion(given: Mapping[str, Any]) -> str:
@@ -102,23 +88,14 @@ def _search(
         )
     criterion = _criterion(given)
     head, options = head_of(posterior, given, of_threshold=False)
-    names = tuple(name for name in given["parameters"] if name != "none")
-    trials = tune(
-        posterior,
-        None if data is None or criterion == "evidence" else data.loader,
-        criterion=criterion,
-        per_layer=given["per_layer"],
-        noise=given["noise"],
-        temperature=given["temperature"],
-        parameters=names if given["parameters"] else None,
-        **({} if given["divergence"] is None else {"divergence": given["divergence"]}),
-        **({} if criterion == "evidence" else _searched_through(head, options, given["search_draws"])),
-        max_evaluations=given["max_evaluations"],
-        seed=given["seed"],
-        progress=progress,
-    )
+    arguments: dict[str, Any] = {**given["arguments"], "criterion": criterion}
+    draws, named = arguments.pop("search_draws"), arguments.pop("parameters")
+    arguments["parameters"] = tuple(name for name in named if name != "none") if named else None
+    arguments |= {"head": None} if criterion == "evidence" else _searched_through(head, options, draws)
+    loader = None if data is None or criterion == "evidence" else data.loader
+    trials = tune(posterior, loader, progress=progress, **arguments)
     found |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
-    found["validation NLL"] = _reached(posterior, trials)
+    found["validation NLL"] = (trials.chosen or {}).get("validation NLL")
     if criterion == "faithful":
         found |= {name: posterior.record.faithful[name] for name in ("divergence", "budget")}
     if (
@@ -126,17 +103,6 @@ def _search(
     ):  # of predictions, which need not be those of the search
         posterior.record.head["options"]["n_samples"] = options["n_samples"]
     return found
-
-
-def _reached(posterior: Posterior, trials: Trials) -> float | None:
-    """The validation NLL of the trial that was kept, which need not be the best."""
-    kept = posterior.settings.plain()
-    losses = {
-        trial["validation NLL"]
-        for trial in trials.trials
-        if all(trial.get(name.replace("_", " ")) == value for name, value in kept.items())
-    }
-    return min(losses) if losses else None
 
 
 def _searched_through(head: str, options: Mapping[str, Any], draws: int) -> dict[str, Any]:

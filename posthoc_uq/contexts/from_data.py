@@ -13,6 +13,7 @@ from posthoc_uq.devices import sent
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.values import COUNT, SEED
 
 PIXELS = 100_000  # values a channel that `Monochrome` keeps
 POOL = 10_000  # inputs that `Pool` keeps ...
@@ -47,9 +48,7 @@ class Monochrome(Context):
     needs_data = True
 
     def __init__(self, kept: int = PIXELS) -> None:
-        if kept < 1:
-            raise PosthocUQError(f"A monochrome context must keep at least one pixel value, not {kept}.")
-        self._kept, self._seen = kept, 0
+        self._kept, self._seen = COUNT("kept", kept), 0
         self.values = torch.empty(0, 0, device="cpu")
 
     def fresh(self) -> Context:
@@ -124,9 +123,8 @@ class Pool(Context):
         seed: int = 0,
     ) -> None:
         check_loader(loader)
-        if kept < 1:
-            raise PosthocUQError(f"A context from a loader must keep at least one input, not {kept}.")
-        self._loader, self._kept, self._seed = loader, kept, seed
+        self._loader, self._kept = loader, COUNT("kept", kept)
+        self._seed: int = SEED("seed", seed)
         self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
         self._inputs: Tensor | None = None
 

@@ -12,6 +12,7 @@ from posthoc_uq.contexts.base import Context, single_input
 from posthoc_uq.devices import host_double, sent
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch
+from posthoc_uq.values import POSITIVE
 
 Draw = Callable[[int, torch.Generator], Any]
 
@@ -36,12 +37,8 @@ class UniformBox(Context):
     ) -> None:
         if (low is None) != (high is None):
             raise PosthocUQError("A uniform context needs both bounds, or none: low=... and high=....")
-        if not 0 < expand < float("inf"):
-            raise PosthocUQError(
-                f"expand is a positive factor on the box of the training inputs, not {expand}."
-            )
         self.needs_data = low is None
-        self._expand = expand
+        self._expand: float = POSITIVE("expand", expand)
         self._bounds: tuple[Tensor, Tensor] | None = None
         if low is not None and high is not None:
             self._bounds = host_double(low), host_double(high)

@@ -36,6 +36,7 @@ class Tracked:
     Attributes:
         holders: names and types of the modules that hold the weight; several where it is tied.
         product: whether the weight was seen as a factor of a product of matrices.
+        turned: whether it was used both as it is and transposed.
     """
 
     layer: Layer
@@ -47,6 +48,7 @@ class Tracked:
     keep_input: bool = False  # the input is changed in place after the call: keep a copy of it
     holders: tuple[tuple[str, str], ...] = ()
     product: bool = False
+    turned: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -101,6 +103,7 @@ class Capture:
             batch.call(self.twin)
         for tracked, uses in seen.values():
             use = uses[0][0]
+            tracked.turned = len({u.kind for u, _, _, _ in uses}) > 1
             tracked.uses, tracked.geometry = len(uses), use.geometry
             tracked.keep_input = any(u.input._version != version for u, version, _, _ in uses)
             untouched = all(out._version == version for _, _, out, version in uses)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.arguments import described
+from posthoc_uq.arguments import NAMED, described, whole_mapping
 from posthoc_uq.curvature.capture import Capture, Tracked, owners
 from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
@@ -91,7 +91,7 @@ def prepare(
     else:
         capture, broken = Capture(model), [t for t in chosen if _is_loose(t)]
         layers = {t.layer.name: t.layer for t in chosen if not _is_loose(t)}
-    failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders) for t in broken}
+    failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.turned) for t in broken}
     # A parameter that meets a product may be anything; only its module's type, its ties or its name make it a layer.
     loose = {t.layer.name for t in broken if _is_loose(t) and (selection == "all" or callable(selection))}
     errors = {name: why for name, why in failures.items() if name not in loose}
@@ -125,6 +125,8 @@ def count_samples(batch: Batch) -> int:
     makes = (
         "torch.as_tensor(x) makes a tensor of an array or a list, torch.stack(x) one of tensors of one shape"
     )
+    if whole_mapping(batch):
+        raise PosthocUQError(f"The model was given a mapping as its argument. {NAMED}")
     advice = "" if batch.tensors() else f"; {makes}"
     raise PosthocUQError(
         f"A batch needs an input tensor with at least one sample along its first dimension, and holds "

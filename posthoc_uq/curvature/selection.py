@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.values import shown
 
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+def check_selection(selection: Selection) -> None:
+    """Refuse what names no layers.
+
+    Raises:
+        PosthocUQError: it is neither a text, nor several, nor a function.
+    """
+    given: Any = selection
+    several = isinstance(given, Collection) and not isinstance(given, Tensor)
+    if not callable(given) and not (several and all(isinstance(name, str) for name in given)):
+        raise PosthocUQError(
+            f"layers must be 'all', 'last', a list of names or patterns, or a function (name, module) -> bool; not "
+            f"{shown(selection)}."
+        )
 
 
 def matches(want: str, name: str) -> bool:

@@ -38,13 +38,20 @@ def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module
     )
 
 
-def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]]) -> str:
+def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], turned: bool) -> str:
     """Why what was caught of a layer is not its whole gradient, and what to do about it.
 
     Args:
         parameter: its weight.
         holders: names and types of the modules that hold the weight, that of the layer first.
+        turned: whether the weight is used both as it is and transposed.
     """
+    if len(holders) < 2 and turned:
+        return (
+            f"its weight '{parameter}' is used both as it is and transposed, as in x @ W and h @ W.T, and a posterior "
+            f"follows one of these alone; give one of the uses a parameter of its own, "
+            f"torch.nn.Parameter(W.detach().clone()), or leave the layer out with layers=[...]"
+        )
     if len(holders) < 2:
         return "what was caught does not rebuild its gradient"
     own, shared = holders[0][0], " and ".join(f"'{name}' ({kind})" for name, kind in holders)

@@ -19,6 +19,9 @@ from posthoc_uq.heads.scores import SCORES
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.values import COUNT, NATURAL, Number, check_function, one_of, shown
+
+_RATE = Number("a share in [0, 1)", least=0, most=1 - 2**-53)
 
 Compared = Predictor | nn.Module | Callable[..., Any]
 
@@ -72,16 +75,17 @@ def evaluate(
         NonFiniteError: predictions that are NaN.
     """
     rows, foreign = rows_of(predictor, likelihood), _named_loaders(ood_loaders)
-    _check(loader, foreign, referral_rates, score, joint)
+    _check(loader, foreign, score)
+    rates = [_RATE("Each of referral_rates", rate) for rate in _listed("referral_rates", referral_rates)]
+    groups, bins, n_examples = _groups(joint), COUNT("bins", bins), NATURAL("n_examples", n_examples)
+    names = None if class_names is None else _listed("class_names", class_names)
+    check_function("display", display, "from an image to its colours")
     reading = _Reading(batch_to_inputs, batch_to_targets, progress)
     predictions, targets, galleries = _predict(rows, loader, foreign, reading, score, n_examples)
     predictors = {row.name: row.predictor for row in rows}
     settings = {name: one.hyperparameters() for name, one in predictors.items() if one is not None}
-    names = None if class_names is None else list(class_names)
-    rates, groups = tuple(referral_rates), tuple(tuple(scores) for scores in joint)
-    return Evaluation(
-        predictions, targets, predictors, galleries, score, rates, bins, names, display, settings, groups
-    )
+    kept = predictions, targets, predictors, galleries
+    return Evaluation(*kept, score, tuple(rates), bins, names, display, settings, groups)
 
 
 class _Reading(NamedTuple):
@@ -95,20 +99,32 @@ class _Reading(NamedTuple):
 def _check(
     loader: Iterable[Any],
     foreign: Mapping[str, Iterable[Any]],
-    referral_rates: Sequence[float],
     score: str | None,
-    joint: Sequence[Sequence[str]],
 ) -> None:
     check_loader(loader)
     for foreign_loader in foreign.values():
         check_loader(foreign_loader, "loader of foreign inputs")
-    if any(not 0 <= rate < 1 for rate in referral_rates):
-        raise PosthocUQError(f"referral_rates are shares in [0, 1), not {list(referral_rates)}.")
-    if score is not None and score not in SCORES:
-        raise PosthocUQError(f"score must be one of {SCORES}, not {score!r}.")
-    unknown = [name for names in joint for name in names if name not in SCORES]
-    if unknown or any(isinstance(names, str) or not names for names in joint):
-        raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {list(joint)!r}.")
+    if score is not None:
+        one_of("score", score, SCORES)
+
+
+def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:
+    """The groups of scores that are taken together."""
+    groups = [_listed("Each group of joint", group) for group in _listed("joint", joint)]
+    if any(not group or any(name not in SCORES for name in group) for group in groups):
+        raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {groups!r}.")
+    return tuple(map(tuple, groups))
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    """A list, tuple or array as a list."""
+    if (
+        isinstance(value, (str, bytes, Mapping))
+        or not isinstance(value, Iterable)
+        or getattr(value, "ndim", 1) == 0
+    ):
+        raise PosthocUQError(f"{name} must be a list, not {shown(value)}.")
+    return list(cast(Iterable[Any], value))
 
 
 def _named_loaders(loaders: Any) -> dict[str, Iterable[Any]]:

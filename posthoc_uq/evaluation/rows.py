@@ -58,7 +58,7 @@ def rows_of(compared: Any, likelihood: str | Likelihood | None) -> list[Row]:
     plain = (
         predictors[0].posterior.likelihood
         if likelihood is None and predictors
-        else resolve_likelihood(likelihood or "classification")
+        else resolve_likelihood("classification" if likelihood is None else likelihood)
     )
     noise: Tensor | None = None
     if isinstance(plain, Gaussian) and not isinstance(likelihood, Gaussian):

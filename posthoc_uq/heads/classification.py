@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from posthoc_uq.devices import moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.samples import (
+    Answer,
     at_least_float32,
     cat_known,
     class_votes,
@@ -48,7 +49,7 @@ class TopK(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ClassPrediction:
+class ClassPrediction(Answer):
     """Class probabilities of a batch and how far the weights disagree about them.
 
     Attributes:
@@ -69,6 +70,8 @@ class ClassPrediction:
     Raises:
         PosthocUQError: the shapes do not fit each other, or votes that are no integers.
     """
+
+    of: ClassVar[str] = "likelihood='classification' or 'binary'"
 
     probs: Tensor
     logits_mean: Tensor

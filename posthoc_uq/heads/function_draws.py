@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp  # pyright: ignore[reportPrivateImportUsage]
+from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.curvature.plain_attention import PlainAttention
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.forward import jvp
 from posthoc_uq.loaders import Batch, output_tensor
 
 # `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.

@@ -19,7 +19,7 @@ from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearization import Engine, Linearization
-from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
+from posthoc_uq.heads.links import DRAWS, checked_link, from_gaussian
 from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.probes import Probes, drawn_outputs
@@ -31,11 +31,13 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.replica import check_differentiable, model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.values import COUNT, Number, flag, one_of
 
 EngineName = Literal["auto", "exact", "jvp", "last_layer"]
 
 _PREPARING = threading.RLock()
+_BYTES = Number("at least 1 byte", least=1)
 
 
 class LinearizedPredictor(Predictor):
@@ -73,7 +75,7 @@ class LinearizedPredictor(Predictor):
         n_draws: of the logits, for ``"mc"``.
         outputs: ``"all"``, ``"topk"`` (10 classes), ``"topk:K"``, K, or ``"auto"``: all up to 20 outputs and all of a
             regression, otherwise ``"topk"``.
-        engine: see above.
+        engine: ``"auto"``, ``"exact"``, ``"jvp"`` or ``"last_layer"``; see above.
         n_probes: draws of ``"jvp"``, and random vectors of `functional_trace`.
         novelty: whether predictions know their novelty, if the posterior does.
         memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
@@ -92,21 +94,17 @@ class LinearizedPredictor(Predictor):
         link: str = "mc",
         n_draws: int = DRAWS,
         outputs: str | int = "auto",
-        engine: str = "auto",
+        engine: EngineName = "auto",
         n_probes: int = 32,
         memory_budget: int | None = None,
         novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
-        self._tells_novelty = novelty
-        check_link(link, n_draws)
-        if engine not in get_args(EngineName):
-            raise PosthocUQError(f"engine must be one of {get_args(EngineName)}, not {engine!r}.")
-        if n_probes < 1:
-            raise PosthocUQError(f"n_probes must be at least 1, not {n_probes}.")
-        if memory_budget is not None and memory_budget < 1:
-            raise PosthocUQError(f"memory_budget must be a positive number of bytes, not {memory_budget}.")
-        self._link, self._n_draws = link, n_draws
+        self._tells_novelty = flag("novelty", novelty)
+        self._link, self._n_draws = checked_link(link, n_draws)
+        self._engine = one_of("engine", engine, get_args(EngineName))
+        self._n_probes = COUNT("n_probes", n_probes)
+        self._budget = None if memory_budget is None else int(_BYTES("memory_budget", memory_budget))
         classes = isinstance(posterior.likelihood, Categorical)
         self._chosen = ChosenOutputs(checked_outputs(outputs), classes, link)
         if isinstance(self._chosen.top, int) and not classes:
@@ -114,7 +112,7 @@ class LinearizedPredictor(Predictor):
                 f"outputs={outputs!r} picks classes by their logits; use outputs='all' for likelihood "
                 f"{posterior.likelihood.name!r}."
             )
-        self._engine, self._n_probes, self._budget = engine, n_probes, memory_budget
+        check_differentiable(unwrap(model))
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
             self._twin: tuple[nn.Module] = (replicate(model, posterior.centre),)
@@ -134,6 +132,11 @@ class LinearizedPredictor(Predictor):
         self._cut = Cut(self._twin[0], self._posterior.mean)
         self._ready = self._weights = self._drawn = None
         return self
+
+    def extra_repr(self) -> str:
+        """The choices that change its predictions, and the engine."""
+        draws = f", n_draws={self._n_draws}" if self._link == "mc" else ""
+        return f"link={self._link!r}{draws}, outputs={self._chosen.top!r}, engine={self._engine!r}"
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.classification import ClassPrediction
 from posthoc_uq.heads.draws import from_draws
 from posthoc_uq.heads.prediction import Prediction, no_prediction, noise_of
@@ -19,22 +18,20 @@ from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.spread import Spread, independent, of_covariance
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.values import COUNT, one_of
 
 Link = Literal["probit", "mc", "bridge"]
 LINKS: tuple[str, ...] = ("probit", "mc", "bridge")
 DRAWS = 256  # of the logits by default
 
 
-def check_link(link: str, n_draws: int) -> None:
-    """Refuse an unknown link.
+def checked_link(link: str, n_draws: int) -> tuple[str, int]:
+    """A link and its number of draws.
 
     Raises:
         PosthocUQError: the link is none of `LINKS`, or there would be no draw.
     """
-    if link not in LINKS:
-        raise PosthocUQError(f"link must be one of {LINKS}, not {link!r}.")
-    if n_draws < 1:
-        raise PosthocUQError(f"link='mc' needs at least one draw of the logits, not n_draws={n_draws}.")
+    return one_of("link", link, LINKS), COUNT("n_draws", n_draws)
 
 
 def from_gaussian(

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
 from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.interception import intercept
-from posthoc_uq.heads.links import DRAWS, check_link, from_gaussian
+from posthoc_uq.heads.links import DRAWS, checked_link, from_gaussian
 from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
 from posthoc_uq.heads.prediction import Prediction, with_novelty
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
@@ -32,6 +31,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.values import UNIT, check_function, flag, one_of
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -65,11 +65,11 @@ class MomentsOptions:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise PosthocUQError(f"{name} must be one of {choices}, not {getattr(self, name)!r}.")
-        if not 0.0 <= self.pool_rho <= 1.0:
-            raise PosthocUQError(f"pool_rho is a correlation between 0 and 1, not {self.pool_rho}.")
-        check_link(self.link, self.n_draws)
+            one_of(name, getattr(self, name), choices)
+        check_function("output_map", self.output_map, "of the outputs")
+        object.__setattr__(self, "pool_rho", UNIT("pool_rho", self.pool_rho))
+        object.__setattr__(self, "novelty", flag("novelty", self.novelty))
+        object.__setattr__(self, "n_draws", checked_link(self.link, self.n_draws)[1])
 
     def rules(self) -> Rules:
         """The choices between forms of rules."""
@@ -92,9 +92,11 @@ class _Prepared:
 
 
 class MomentsPredictor(Predictor):
-    """Propagates mean and variance of every activation through the network, by the unscented transform at its
-    nonlinearities (Schodt 2024, "Few-sample variational inference of Bayesian neural networks with arbitrary
-    nonlinearities"), with the weights' posterior entering at every linear and convolution layer.
+    """Propagates mean and variance of every activation through the network.
+
+    It does so by the unscented transform at its nonlinearities (Schodt 2024, "Few-sample variational inference of
+    Bayesian neural networks with arbitrary nonlinearities"), with the weights' posterior entering at every linear and
+    convolution layer.
 
     One pass, about three to five times the cost of a plain one, no sampling noise, and gradients. **With
     ``cov="diag"`` activations are taken to be independent of each other, which loses part of the variance of anything
@@ -154,7 +156,7 @@ class MomentsPredictor(Predictor):
             weights, cov, relu, max_pool, pool_rho, unknown, link, n_draws, output_map, novelty
         )
         self._rules = self._options.rules()
-        self._tells_novelty = novelty
+        self._tells_novelty = self._options.novelty
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model, posterior.centre)
         self._cut = Cut(self.network, posterior.mean)
@@ -382,6 +384,7 @@ class MomentsPredictor(Predictor):
             batch_to_inputs,
             progress,
         )
-        posterior.record.calibration = calibration.attributes(posterior, self.settings())
+        with self._posterior.searching():
+            posterior.record.calibration = calibration.attributes(posterior, self.settings())
         self._prepared = replace(prepared, calibration=calibration)
         return calibration

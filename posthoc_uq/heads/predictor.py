@@ -6,14 +6,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import explained
 from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import NotAnsweredError, PosthocUQError
 from posthoc_uq.heads.finite import check_finite, checked
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
@@ -29,7 +29,7 @@ from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.replica import model_device, replicate, unwrap
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -71,6 +71,43 @@ class Predictor(nn.Module, ABC):
         self._tells_novelty = False
         self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
+
+    if not TYPE_CHECKING:  # where it would say that any name is there
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                heads = [kind.head for kind in Predictor.__subclasses__() if hasattr(kind, name)]
+                if name.startswith("_") or hasattr(type(self), name) or not heads:
+                    raise
+                others = " and ".join(f"head={head!r}" for head in heads)
+                raise NotAnsweredError(
+                    f"head={self.head!r} has no {name!r}, unlike {others}; make one of the same posterior: "
+                    f"uq.wrap(model, posterior, head={heads[0]!r})."
+                ) from error
+
+    def __repr__(self) -> str:
+        posterior, settings = self._posterior, self.hyperparameters()
+        covered = sum(layer.parameters for layer in posterior.layers.values())
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        prior = settings["prior_precision"]
+        shown = [f"prior precision {'per layer' if isinstance(prior, dict) else f'{prior:.4g}'}"]
+        if not posterior.takes_prior:
+            shown.append(f"scale {settings['scale']:.4g}")
+        noise = posterior.noise_variance
+        if noise is None:
+            shown.append(f"temperature {settings['temperature']:.4g}")
+        else:
+            some = ", ".join(f"{value:.4g}" for value in noise[:3].tolist())
+            shown.append(f"noise variance {some}{', ...' if len(noise) > 3 else ''}")
+        lines = [
+            f"{type(self).__name__}: {type(unwrap(self.model)).__name__}, method {posterior.method!r}, "
+            f"head {self.head!r}, likelihood {posterior.likelihood.name!r}",
+            f"  posterior over {covered:,} of {total:,} weights, {len(posterior.layers)} "
+            f"{'layer' if len(posterior.layers) == 1 else 'layers'}; {', '.join(shown)}",
+        ]
+        return "\n".join([*lines, f"  {self.extra_repr()}"])
 
     @property
     def posterior(self) -> Posterior:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from posthoc_uq.devices import moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.samples import (
+    Answer,
     at_least_float32,
     cat_known,
     known_novelty,
@@ -28,7 +30,7 @@ from posthoc_uq.heads.samples import (
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class RegressionPrediction:
+class RegressionPrediction(Answer):
     """A Gaussian over each output, its variance split into what the weights and what the noise contribute.
 
     Attributes:
@@ -42,6 +44,8 @@ class RegressionPrediction:
     Raises:
         PosthocUQError: the shapes do not fit, or the noise variance is a negative number.
     """
+
+    of: ClassVar[str] = "likelihood='regression'"
 
     mean: Tensor
     epistemic_variance: Tensor

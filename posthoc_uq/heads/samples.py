@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import NotAnsweredError, PosthocUQError
+
+
+class Answer:
+    """What all kinds of predictions are. Asked for something that another kind has, it says so.
+
+    Attributes:
+        of: the likelihoods it is for, in words.
+    """
+
+    of: ClassVar[str]
+
+    if not TYPE_CHECKING:  # where it would say that any name is there
+
+        def __getattr__(self, name: str) -> Any:
+            own = type(self)
+            others = [kind for kind in Answer.__subclasses__() if kind is not own and name in dir(kind)]
+            others += [k for k in Answer.__subclasses__() if name in getattr(k, "__dataclass_fields__", {})]
+            if name.startswith("_") or name in dir(own) or not others:
+                object.__getattribute__(self, name)  # raises what it is asked for
+            raise NotAnsweredError(
+                f"A {own.__name__} has no {name!r}; a {others[0].__name__} has, which is what a posterior with "
+                f"{others[0].of} predicts."
+            )
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

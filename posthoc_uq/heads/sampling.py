@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from posthoc_uq.heads.samples import at_least_float32
 from posthoc_uq.heads.streaming import summarise
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.values import COUNT, SEED, flag, one_of, shown
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
 
@@ -76,18 +77,17 @@ class SamplingPredictor(Predictor):
         novelty: bool = False,
     ) -> None:
         super().__init__(model, posterior)
-        if novelty and posterior.features is None:
+        self._tells_novelty = flag("novelty", novelty)
+        if self._tells_novelty and posterior.features is None:
             raise PosthocUQError(NOT_KEPT)
-        self._tells_novelty = novelty
-        if keep not in ("weights", "seeds"):
-            raise PosthocUQError(f"keep must be 'weights' or 'seeds', not {keep!r}.")
-        if dtype not in DTYPES:
-            raise PosthocUQError(f"dtype must be one of {DTYPES}, not {dtype!r}.")
-        if batched not in (True, False, "auto"):
-            raise PosthocUQError(f"batched must be True, False or 'auto', not {batched!r}.")
-        self.n_samples = n_samples
+        one_of("keep", keep, ("weights", "seeds"))
+        if not (dtype is None or isinstance(cast(Any, dtype), torch.dtype)) or dtype not in DTYPES:
+            raise PosthocUQError(f"dtype must be one of {DTYPES}, not {shown(dtype)}.")
+        if not isinstance(batched, (bool, str)) or batched not in (True, False, "auto"):
+            raise PosthocUQError(f"batched must be True, False or 'auto', not {shown(batched)}.")
+        self.n_samples: int = COUNT("n_samples", n_samples)
         self._keep: Keep = keep
-        self._antithetic = antithetic
+        self._antithetic = flag("antithetic", antithetic)
         self._dtype = dtype
         self._batched: Batched = batched
         self.redraw(seed, generator)
@@ -101,7 +101,7 @@ class SamplingPredictor(Predictor):
             generator: in place of a seed.
         """
         if generator is None and seed is not None:
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(SEED("seed", seed))
         pairs = (self.n_samples + 1) // 2 if self._antithetic else self.n_samples
         posterior = self._posterior.snapshot()
         seeds, signs = posterior.draw_seeds(pairs, generator), None

@@ -8,6 +8,7 @@ and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods.md has the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom
 from posthoc_uq.randomness import mixed_seed
 
-BASES: tuple[str, ...] = ("auto", "exact", "sketch")
+BasisChoice = Literal["auto", "exact", "sketch"]
+BASES: tuple[str, ...] = get_args(BasisChoice)
 OVERSAMPLING = 10  # directions beyond those wanted (Halko, Martinsson, Tropp 2011)
 SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many times the sketch's width on
 

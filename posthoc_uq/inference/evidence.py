@@ -25,16 +25,19 @@ TOLERANCE = 0.02  # decades: 5 %
 
 @dataclass(repr=False)
 class Trials:
-    """What a search tried; prints itself, the best trial last.
+    """What a search tried; prints itself, the trial that was chosen first.
 
     Attributes:
         trials: one dictionary per evaluation: values and objective.
+        chosen: the trial whose values the posterior has now: of held-out data the widest that costs little, which need
+            not be the best. None where the trials belong to several searches.
         at_edge: what was found at the edge of its search interval.
         model_alone: validation NLL of the model without a posterior, where held-out data were given.
         given_up: validation NLL above the best that was tried, for a wider posterior.
     """
 
     trials: list[dict[str, Any]] = field(default_factory=lambda: list[dict[str, Any]]())
+    chosen: dict[str, Any] | None = None
     at_edge: list[str] = field(default_factory=lambda: list[str]())
     model_alone: float | None = None
     given_up: float | None = None
@@ -51,22 +54,27 @@ class Trials:
         goal = list(self.trials[0])[-1]
         if goal == "divergence":
             return None
-        chosen = min if goal == "validation NLL" else max
-        return chosen(self.trials, key=lambda trial: trial[goal])
+        better = min if goal == "validation NLL" else max
+        return better(self.trials, key=lambda trial: trial[goal])
 
     def __repr__(self) -> str:
-        return f"Trials({len(self.trials)} evaluations; best: {_line(self.best) if self.best else 'one a search'})"
+        chosen = _line(self.chosen) if self.chosen else "one a search"
+        given_up = "" if not self.given_up else f"; {self.given_up:.2g} nats given up against the best"
+        return f"Trials({len(self.trials)} evaluations; chosen: {chosen}{given_up})"
 
     def __str__(self) -> str:
-        lines = [_line(trial) for trial in self.trials]
-        if self.best is not None:
-            lines.append(f"best: {_line(self.best)}")
+        lines: list[str] = []
+        if self.chosen is not None:
+            lines.append(f"chosen: {_line(self.chosen)}")
         if self.given_up is not None:
-            lines.append(f"given up for a wider posterior: {self.given_up:.2g} nats")
+            lines.append(f"given up against the best, for a wider posterior: {self.given_up:.2g} nats")
+        best = self.best
+        if best is not None and best is not self.chosen:
+            lines.append(f"best: {_line(best)}")
         if self.model_alone is not None:
             lines.append(f"the model alone: validation NLL={self.model_alone:.5g}")
         lines += [f"at the edge of the search: {name}" for name in self.at_edge]
-        return "\n".join(lines)
+        return "\n".join([*lines, f"all {len(self.trials)} evaluations:", *map(_line, self.trials)])
 
 
 def _line(trial: dict[str, Any]) -> str:
@@ -132,6 +140,7 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
             _set_prior(posterior, per_layer, trials)
         posterior.record.tuning["noise variance"] = "by the log marginal likelihood"
     posterior.record.tuning["prior precision"] = "by the log marginal likelihood"
+    trials.chosen = trials.best
     warn_edges(trials)
     return trials
 

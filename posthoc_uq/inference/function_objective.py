@@ -18,13 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp  # pyright: ignore[reportPrivateImportUsage]
 
 from posthoc_uq.contexts import Context
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.plain_attention import PlainAttention
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.forward import jvp
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Literal, get_args
 
-from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.training import TrainingOptions
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.values import COUNT, NOT_NEGATIVE, POSITIVE, Number, flag, one_of, put_numbers
 
 PriorMean = Literal["zero", "pretrained", "random_init"]
 Body = Literal["linearized", "sample"]
+
+_LOG_VARIANCE = Number("the logarithm of a variance, in [-80, 20]", least=-80, most=20)
+_NUMBERS = {
+    "n_context": COUNT,
+    "n_sets": COUNT,
+    "n_draws": COUNT,
+    "initial_log_variance": _LOG_VARIANCE,
+    "initial_body_log_variance": _LOG_VARIANCE,
+    "prior_body_variance": NOT_NEGATIVE,
+    "function_noise": POSITIVE,  # context points that coincide have no density without it
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +66,8 @@ class FunctionSpaceOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n_sets", "n_draws", *(["n_context"] if self.n_context is not None else [])):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PosthocUQError(f"{name} must be a whole number, at least 1; not {value!r}.")
-        for name, allowed in (("prior_mean", get_args(PriorMean)), ("body", get_args(Body))):
-            if getattr(self, name) not in allowed:
-                raise PosthocUQError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
-        for name in ("initial_log_variance", "initial_body_log_variance"):
-            if not -80 <= getattr(self, name) <= 20:
-                raise PosthocUQError(
-                    f"{name} is the logarithm of a variance in [-80, 20], not {getattr(self, name)}."
-                )
-        for name in ("prior_body_variance", "function_noise"):
-            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise PosthocUQError(f"{name} must be finite and not negative, not {getattr(self, name)}.")
-        if not self.function_noise:
-            raise PosthocUQError(
-                "function_noise must be positive: context points that coincide have no density."
-            )
+        put_numbers(self, _NUMBERS)
+        for name in ("train_mean", "learn_noise"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        one_of("prior_mean", self.prior_mean, get_args(PriorMean))
+        one_of("body", self.body, get_args(Body))

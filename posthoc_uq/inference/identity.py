@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = ("progress", "checkpoint")
 # ... or what they give is compared: the model's numbers, and every batch as it is read.
 _BY_CONTENT = ("model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options")
 # ... or the request says more of them.
-_SAID = ("method", "likelihood", "prior_precision", "head")
+_SAID = ("method", "likelihood", "prior_precision", "head", "seed")
 
 
 def data_hash(loader: Iterable[Any], reader: BatchReader, seed: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,8 @@ from posthoc_uq.randomness import isolated_random_state
 
 
 def find_noise(task: Task) -> str:
-    """Set the noise variance of each output of a task, by a forward pass over the data; says where it came from.
+    """Set the noise variance of each output of a task, by a forward pass over the data; says where it came from. Warns
+    where there are no targets, and it is taken as 1.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
@@ -44,6 +46,13 @@ def find_noise(task: Task) -> str:
 
     found = task.stage("noise", work)
     if not found:
+        warnings.warn(
+            "The loader gives no targets, so the noise variance of this regression is taken as 1, in squared units of "
+            "the targets. Give it with noise_variance=..., a number or one for each output, or fit on a loader of "
+            "(inputs, targets), whose mean squared residual is taken.",
+            UserWarning,
+            stacklevel=3,
+        )
         return "1, since the loader gives no targets"
     noise = as_double(found["noise"]["variance"]).cpu()
     if not bool(torch.isfinite(noise).all()):

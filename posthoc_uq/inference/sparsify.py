@@ -11,6 +11,23 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.posteriors.information import Correction, InformationBlock
+from posthoc_uq.values import Number
+
+_RANK = Number("a positive integer or a share in (0, 1)", above=0)
+
+
+def checked_rank(rank: int | float) -> int | float:
+    """A rank as a plain number: an int, or a share.
+
+    Raises:
+        PosthocUQError: it is neither a positive whole number nor a share.
+    """
+    number: float = _RANK("rank", rank)
+    if number < 1:
+        return number
+    if not number.is_integer():
+        raise PosthocUQError(f"rank must be {_RANK.text}, not {rank}.")
+    return int(number)
 
 
 def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
@@ -18,16 +35,10 @@ def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
     share of its weights.
 
     Raises:
-        PosthocUQError: the rank is neither a positive integer nor a share.
+        PosthocUQError: the rank is neither a positive whole number nor a share.
     """
-    size = prod(shape)
-    if isinstance(rank, bool) or not (rank > 0):
-        raise PosthocUQError(f"rank must be a positive integer or a share in (0, 1), not {rank!r}.")
-    if rank < 1:
-        return max(1, ceil(rank * size))
-    if rank != int(rank):
-        raise PosthocUQError(f"rank must be a positive integer or a share in (0, 1), not {rank!r}.")
-    return min(int(rank), size)
+    size, number = prod(shape), checked_rank(rank)
+    return max(1, ceil(number * size)) if number < 1 else min(int(number), size)
 
 
 def sparsify(

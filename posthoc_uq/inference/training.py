@@ -29,6 +29,16 @@ from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
 from posthoc_uq.inference.resumable import check_training
 from posthoc_uq.loaders import Batch, BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.values import COUNT, NATURAL, POSITIVE, check_function, put_numbers
+
+_NUMBERS = {
+    "epochs": NATURAL,
+    "lr": POSITIVE,
+    "log_variance_lr": POSITIVE,
+    "clip": POSITIVE,
+    "patience": COUNT,
+    "val_draws": COUNT,
+}
 
 Group = dict[str, Any]
 OptimizerFactory = Callable[[list[Group]], Optimizer]
@@ -61,16 +71,9 @@ class TrainingOptions:
     val_draws: int = 10
 
     def __post_init__(self) -> None:
-        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PosthocUQError(f"epochs must be a whole number, 0 or more; not {self.epochs!r}.")
-        for name in ("lr", "log_variance_lr", "clip"):
-            value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value > 0):
-                raise PosthocUQError(f"{name} must be positive and finite, not {value}.")
-        for name in ("patience", "val_draws"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PosthocUQError(f"{name} must be at least 1, not {value}.")
+        put_numbers(self, _NUMBERS)
+        check_function("optimizer", self.optimizer, "from parameter groups to a torch optimiser")
+        check_function("schedule", self.schedule, "from the progress in [0, 1) to a factor on the rates")
 
 
 class Objective(ABC):

@@ -20,6 +20,7 @@ from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.kfac import KFAC
 from posthoc_uq.posteriors.families import FAMILIES
+from posthoc_uq.values import shown
 
 __all__ = [
     "EFB",
@@ -85,8 +86,10 @@ def method_of(method: str | Method, options: Mapping[str, Any] | None = None) ->
         return method
     if isinstance(method, type) and issubclass(method, Method):
         raise PosthocUQError(f"method is a class; make an object of it: uq.{method.__name__}().")
-    if method not in METHODS:
-        raise PosthocUQError(f"method must be one of {sorted(METHODS)} or a Method object, not {method!r}.")
+    if not isinstance(method, str) or method not in METHODS:
+        raise PosthocUQError(
+            f"method must be one of {sorted(METHODS)} or a Method object, not {shown(method)}."
+        )
     kind = METHODS[method]
     names = sorted(f.name for f in fields(kind))
     stray = [name for name in chosen if name not in names]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -17,13 +17,15 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.plain import plain
 from posthoc_uq.inference.stages import Stages
 from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.annotations import check_types
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.values import COUNT, Number, one_of, put_numbers, shown
 
 WITHOUT_EFFECT = {"without effect": True}
 """Metadata of a field that does not change the result: it is no part of what tells two fits apart."""
 
-_SMALLEST_BUDGET = 2**20
+Unsupported = Literal["raise", "skip"]
+
+_BUDGET = Number(f"a whole number of bytes, at least {2**20}", least=2**20, most=2**63 - 1, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +53,17 @@ class Method(ABC):
     """Whether the dry run must catch and prove the gradients of every layer: for sweeps over them, and for posteriors
     that the linearised head is to predict with."""
 
-    unsupported: str = "raise"
+    unsupported: Unsupported = "raise"
     dtype: torch.dtype | None = None
     memory_budget: int | None = field(default=None, metadata=WITHOUT_EFFECT)
     checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
 
     def __post_init__(self) -> None:
-        check_types(self)
-        among(self, "unsupported", ("raise", "skip"))
-        if self.memory_budget is not None:
-            whole(self, "memory_budget", _SMALLEST_BUDGET, "bytes")
-        whole(self, "checkpoint_every", 1, "batches")
+        one_of("unsupported", self.unsupported, get_args(Unsupported))
+        formats = (torch.float32, torch.float64)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype in formats):
+            raise PosthocUQError(f"dtype must be torch.float32 or torch.float64, not {shown(self.dtype)}.")
+        put_numbers(self, {"memory_budget": _BUDGET, "checkpoint_every": COUNT})
 
     @property
     def trains(self) -> bool:
@@ -114,26 +116,3 @@ class Method(ABC):
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("without effect")}
         return {"method": self.name} | {name: plain(value) for name, value in own.items()}
-
-
-def among(options: Any, name: str, allowed: tuple[str, ...]) -> None:
-    """Refuse an option that is none of a few texts.
-
-    Raises:
-        PosthocUQError: names those.
-    """
-    if getattr(options, name) not in allowed:
-        raise PosthocUQError(f"{name} must be one of {allowed}, not {getattr(options, name)!r}.")
-
-
-def whole(options: Any, name: str, least: int, unit: str = "") -> None:
-    """Refuse an option that is no whole number from `least` on.
-
-    Raises:
-        PosthocUQError: says so.
-    """
-    value = getattr(options, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PosthocUQError(
-            f"{name} must be a whole number{f' of {unit}' if unit else ''}, at least {least}; not {value!r}."
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from math import log, pi
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGradients
 from posthoc_uq.distributed import world
@@ -18,10 +18,11 @@ from posthoc_uq.inference.labels import FisherChoice
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.methods.base import Method, whole
+from posthoc_uq.methods.base import Method
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.values import COUNT, one_of, put_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class Curvature(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "n_samples", 1, "labels")
+        one_of("fisher", self.fisher, get_args(FisherChoice))
+        put_numbers(self, {"n_samples": COUNT})
         if self.n_samples > 1 and self.fisher not in ("auto", "mc"):
             raise PosthocUQError(
                 f"n_samples is the number of labels drawn with fisher='mc', and with fisher={self.fisher!r} none are; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.evidence import maximise_evidence
@@ -12,14 +12,14 @@ from posthoc_uq.inference.function_space import FUNCTION_SPACE, train_over_funct
 from posthoc_uq.inference.labels import FisherChoice
 from posthoc_uq.inference.stages import Stages
 from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.base import Method, among
+from posthoc_uq.methods.base import Method
 from posthoc_uq.methods.curvature import Curvature
 from posthoc_uq.methods.diagonal import Diagonal
 from posthoc_uq.methods.efb import EFB
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.kfac import KFAC
-from posthoc_uq.numbers import positive_number
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.values import COUNT, POSITIVE, one_of, put_numbers
 
 _CONSTANT = "constant"
 _STARTS: dict[str, type[Curvature]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}
@@ -55,17 +55,17 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     n_samples: int = 1
 
     def __post_init__(self) -> None:
-        Method.__post_init__(self)  # first, so that what follows compares values of the right types
         FunctionSpaceOptions.__post_init__(self)
-        if self.prior_precision is not None:
-            positive_number("prior_precision", self.prior_precision)
+        Method.__post_init__(self)
+        put_numbers(self, {"prior_precision": POSITIVE, "n_samples": COUNT})
         if isinstance(self.initial, str):
-            among(self, "initial", (_CONSTANT, *_STARTS) if self.trains else tuple(_STARTS))
+            one_of("initial", self.initial, (_CONSTANT, *_STARTS) if self.trains else tuple(_STARTS))
         elif self.initial is not None and not (isinstance(self.initial, Posterior) and self.trains):
             raise PosthocUQError(
                 f"initial must be one of {(_CONSTANT, *_STARTS)} or a fitted posterior to train on from; without "
                 f"epochs the posterior comes from the curvature itself: initial='inf'."
             )
+        one_of("fisher", self.fisher, get_args(FisherChoice))
         if self.curvature is None and (self.fisher, self.n_samples) != ("auto", 1):
             raise PosthocUQError(
                 "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "

@@ -9,17 +9,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.bases import BASES, sides
+from posthoc_uq.inference.bases import BASES, BasisChoice, sides
 from posthoc_uq.inference.checkpoint import Tensors
-from posthoc_uq.inference.sparsify import kept_entries, sparsify
+from posthoc_uq.inference.sparsify import checked_rank, kept_entries, sparsify
 from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.base import among
 from posthoc_uq.methods.curvature import Curvature, squares_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.information import Correction, InformationBlock
+from posthoc_uq.posteriors.information import CORRECTIONS, Correction, InformationBlock
+from posthoc_uq.values import SHARE, UNIT, one_of, put_numbers
 
 _GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
 
@@ -66,19 +65,17 @@ class INF(Curvature):
     }
 
     rank: int | float = 100
-    basis: str = "auto"
+    basis: BasisChoice = "auto"
     basis_fraction: float = 1.0
     correction: Correction = "rescale"
     residual_weight: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kept_entries(self.rank, (1, 1, 1))
-        among(self, "basis", BASES)
-        if not 0 < self.basis_fraction <= 1:
-            raise PosthocUQError(f"basis_fraction must be in (0, 1], not {self.basis_fraction!r}.")
-        if not 0 <= self.residual_weight <= 1:
-            raise PosthocUQError(f"residual_weight must lie in [0, 1], not {self.residual_weight!r}.")
+        object.__setattr__(self, "rank", checked_rank(self.rank))
+        put_numbers(self, {"basis_fraction": SHARE, "residual_weight": UNIT})
+        one_of("basis", self.basis, BASES)
+        one_of("correction", self.correction, CORRECTIONS)
 
     def passes(self) -> int:
         return 2

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.forward import jvp
 from posthoc_uq.moments.tensor import (
     FALLBACKS,
     MomentTensor,
@@ -62,7 +63,7 @@ def delta(func: Any, args: Any, kwargs: Any) -> Any:
         _summary(
             func, [_call(func, build(list(means)))], lambda stack: (stack[0], stack[0])
         )  # refuses numbers
-        primal, tangent = cast(tuple[Any, Any], torch.func.jvp(run, means, steps))
+        primal, tangent = jvp(run, means, steps)
         tangents.append(tangent)
     centre = _summary(func, [primal], lambda stack: (stack[0], stack[0]))
     spread = _summary(func, tangents, lambda stack: (stack[0], stack.square().mean(0)))

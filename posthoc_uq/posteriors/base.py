@@ -26,6 +26,7 @@ from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.rows import Rows
 from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
+from posthoc_uq.values import COUNT, shown
 
 
 class Posterior(Adjustable):
@@ -103,6 +104,7 @@ class Posterior(Adjustable):
             settings: others in place of the present ones.
         """
         found = copy.copy(self)
+        found._searching = True  # its settings are nobody's choice
         if settings is not None:
             found.settings = settings
         return found
@@ -150,11 +152,12 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: `n` is not positive.
         """
-        if n < 1:
-            raise PosthocUQError(f"The number of draws must be at least 1, not {n}.")
+        n = COUNT("The number of draws", n)
         if generator is None:
             generator = torch.Generator()
             generator.seed()
+        if not isinstance(cast(Any, generator), torch.Generator):
+            raise PosthocUQError(f"generator must be a torch.Generator, not {shown(generator)}.")
         return torch.randint(0, 2**63 - 1, (n,), generator=generator, device=generator.device).tolist()
 
     def sample_from(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
-from posthoc_uq.numbers import positive_number
+from posthoc_uq.posteriors.record import Record
+from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.values import POSITIVE, UNIT
 
 _SETTING = threading.Lock()  # a lock of the posterior's own could not be copied or pickled
+_WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
 
 
 class LayerPriors(dict[str, float]):
@@ -62,7 +67,9 @@ class Adjustable:
     method: str
     layers: dict[str, Layer]
     takes_prior: bool
+    record: Record
     _settings: Hyperparameters
+    _searching = False  # whether many settings are being tried, so that only the last of them counts
     _prior_settled = False  # whether the prior is that of a training, which cannot be set again
 
     @property
@@ -123,23 +130,68 @@ class Adjustable:
         """The prior precision of one layer."""
         return self._settings.layer_prior(layer)
 
+    @contextmanager
+    def searching(self, way_out: str | None = None) -> Generator[None]:
+        """Within it many settings may be tried. At its end one warning says where referral thresholds that applied
+        before do so no more; within another such context, that one says it.
+
+        Args:
+            way_out: how to set them again, in words; by default from Python.
+        """
+        if self._searching:
+            yield
+            return
+        kept, before = self.record.referral, self._thresholds_rest_on(self._settings)
+        self._searching = True
+        try:
+            yield
+        finally:
+            self._searching = False
+        if self.record.referral is kept:  # none were set within
+            self._warn_of_thresholds(before, stacklevel=5, way_out=way_out)
+
+    def _thresholds_rest_on(self, settings: Hyperparameters) -> dict[str, Any]:
+        """What the thresholds of a referral belong to: these settings, and of the moments head its calibration."""
+        kept = self.record.referral
+        calibrated = bool(kept) and kept["head"].get("head") == "moments"
+        return settings.plain() | ({"calibration": dict(self.record.calibration)} if calibrated else {})
+
+    def _warn_of_thresholds(
+        self, before: dict[str, Any], stacklevel: int, way_out: str | None = None
+    ) -> None:
+        """Say that the thresholds of a referral, which applied before, do so no more.
+
+        Args:
+            before: what they would have rested on then.
+            stacklevel: of the warning.
+            way_out: see `searching`.
+        """
+        kept = self.record.referral
+        if self._searching or not kept or any(before[name] != own for name, own in kept["posterior"].items()):
+            return
+        if self._thresholds_rest_on(self._settings) != before:
+            warnings.warn(
+                f"The referral threshold ({rule_of(kept, 4)}) was set for other hyperparameters and no longer applies; "
+                f"{way_out or _WAY_OUT}.",
+                UserWarning,
+                stacklevel=stacklevel,
+            )
+
     def _set(self, **values: Any) -> None:
         checked = {name: self._checked(name, value) for name, value in values.items()}
         with _SETTING:
+            before = self._settings
             self._settings = replace(self._settings, **checked)
             self._prior_settled = self._prior_settled or (
                 "prior_precision" in values and not self.takes_prior
             )
+        if self.record.referral:
+            self._warn_of_thresholds(self._thresholds_rest_on(before), stacklevel=4)
 
     def _checked(self, name: str, value: Any) -> Any:
         if name == "prior_precision":
             return self._checked_prior(value)
-        if name != "residual_weight":
-            return positive_number(name, value)
-        weight = float(value)
-        if not 0.0 <= weight <= 1.0:
-            raise PosthocUQError(f"residual_weight must lie in [0, 1], not {weight}.")
-        return weight
+        return (UNIT if name == "residual_weight" else POSITIVE)(name, value)
 
     def _checked_prior(self, value: Any) -> float | LayerPriors:
         kept = self._settings.prior_precision
@@ -149,9 +201,9 @@ class Adjustable:
                 f"with prior_precision={value}, or set scale to widen or narrow the posterior."
             )
         if not isinstance(value, Mapping):
-            return positive_number("prior_precision", value)
+            return cast(float, POSITIVE("prior_precision", value))
         given = {
-            str(name): positive_number(f"prior_precision of layer '{name}'", number)
+            str(name): POSITIVE(f"prior_precision of layer '{name}'", number)
             for name, number in cast(Mapping[str, Any], value).items()
         }
         if given.keys() != self.layers.keys():

@@ -245,6 +245,8 @@ def posterior_from_state(state: Mapping[str, Any], mean: Mapping[str, Tensor]) -
         )
         for name in ("scale", "prior_precision", "residual_weight", "noise_scale", "temperature"):
             setattr(posterior, name, attributes[name])
+        # again, since it belongs to these settings
+        posterior.record.referral = checked_referral(attributes["record"].get("referral", {}))
         kept = state.get("features")
         if kept is not None:
             posterior.features = FeatureGrams.restore(kept["attributes"], kept["tensors"])

@@ -257,12 +257,16 @@ def read_frame(stream: IO[bytes], kind: bytes, limit: int) -> bytearray:
         EOFError: the stream ended.
         FormatError: the frame is an error message, or not of the kind or size expected.
     """
+    return read_exactly(stream, _frame_size(stream, kind, limit))
+
+
+def _frame_size(stream: IO[bytes], kind: bytes, limit: int) -> int:
     found, size = _FRAME.unpack(read_exactly(stream, _FRAME.size))
     if found == b"E" and size <= 4096:
         raise FormatError(read_exactly(stream, size).decode(errors="replace"))
     if found != kind or size > limit:
         raise FormatError("the process that parsed it gave no valid answer")
-    return read_exactly(stream, size)
+    return size
 
 
 def read_exactly(stream: IO[bytes], size: int) -> bytearray:
@@ -329,7 +333,8 @@ def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     size = int(settings["bytes"])
     confine(int(settings["seconds"]), int(settings["memory"]))
     try:
-        reader = ImageReader(bytes(read_frame(stdin, b"D", size)))
+        # the buffer itself as bytes, which `BytesIO` shares: a large file is in memory once
+        reader = ImageReader(stdin.read(_frame_size(stdin, b"D", size)))
         structure = reader.structure()
         datasets = {path: asdict(stored) for path, stored in structure.datasets.items()}
         outline = {

@@ -36,6 +36,7 @@ from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
 from posthoc_uq.storage.plain import read_plain
 from posthoc_uq.storage.sandbox import SandboxReader
 from posthoc_uq.storage.sizes import size_limit
+from posthoc_uq.storage.summary import Inspection
 from posthoc_uq.storage.table import check_posterior
 
 _REMEDY = "Load it with the model that it was fitted on."
@@ -99,13 +100,13 @@ def load(
         return posterior
 
 
-def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+def inspect(path: str | os.PathLike[str]) -> Inspection:
     """What a file holds, without a model and without its numbers; always parsed in a child process.
 
     Returns:
-        Plain values: ``format_version``, ``library_version``, ``bytes``, ``fingerprint``, ``method``,
-        ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``,
-        ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
+        A dictionary of plain values, which prints as a summary: ``format_version``, ``library_version``, ``bytes``,
+        ``fingerprint``, ``method``, ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``,
+        ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
         ``calibration``, ``referral``, ``parameters``, ``centre`` (names of parameters with a trained mean),
         ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes) and
         ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and dtype, and
@@ -122,7 +123,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         state, layers, _ = _described(structure, header)
         attributes: dict[str, Any] = dict(state["attributes"])
         record: dict[str, Any] = attributes.pop("record")
-        return {
+        found = {
             "format_version": header.version,
             "library_version": state["library_version"],
             "bytes": len(data),
@@ -136,6 +137,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
         }
+    return Inspection(os.fsdecode(path), found)
 
 
 def _read(path: str | os.PathLike[str], limit: Callable[[str | None], int]) -> tuple[bytes, userblock.Header]:

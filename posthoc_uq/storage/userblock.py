@@ -118,13 +118,14 @@ def read(
                     f"'{path}' has {size} bytes, and a {_described(found.kind)} of this model takes at most "
                     f"{most}; was it fitted on another model?"
                 )
-            data = block + file.read(found.length + 1)
+            file.seek(0)
+            data = file.read(size + 1)  # at once, so that no second copy of it is made
     except OSError as error:
         raise PosthocUQError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except MemoryError:
         raise PosthocUQError(f"'{path}' does not fit into memory.") from None
     body = memoryview(data)[SIZE:]
-    if len(body) != found.length or sha256(body).digest() != found.digest:
+    if data[:SIZE] != block or len(body) != found.length or sha256(body).digest() != found.digest:
         raise CorruptPosteriorError(
             f"'{path}' is damaged: its SHA-256 is not the one in its header; copy or save it again."
         )

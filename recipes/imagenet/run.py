@@ -26,7 +26,7 @@ import folders
 import search
 import torch
 
-from posthoc_uq.cli.fitting import processes
+from posthoc_uq.cli.fitting import process_group
 from posthoc_uq.cli.models import Source, source_of
 from posthoc_uq.distributed import agree, rank
 from posthoc_uq.errors import PosthocUQError
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     given = {"device": options.device}
     try:
-        with processes(given):
+        with process_group(given):
             options.device = given["device"]
             prepare(options)
             run(options)

@@ -1,4 +1,4 @@
-"""A text file that grows row by row and appears under its name when it is complete."""
+"""A text file that is written row by row and appears under its name when it is complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posthoc_uq.storage.atomic import checked_target, remove_leftovers, replacin
 
 
 @contextmanager
-def growing_file(path: str) -> Generator[TextIO]:
+def atomic_text_file(path: str) -> Generator[TextIO]:
     """Write to a temporary file in the same folder, which takes the name at the end of the block; where the block
     fails it is deleted, and a file that stood there before stays.
 

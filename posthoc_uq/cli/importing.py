@@ -1,4 +1,4 @@
-"""Objects by their place: ``package.module:name`` or ``file.py:name``."""
+"""Objects by an import path: ``package.module:name`` or ``file.py:name``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from posthoc_uq.cli.console import close_names
 from posthoc_uq.errors import PosthocUQError
 
 
-def is_place(text: str) -> bool:
-    """Whether a text has the form of a place."""
+def is_import_path(text: str) -> bool:
+    """Whether a text has the form of an import path."""
     module, colon, name = text.rpartition(":")
     return bool(colon and module) and all(part.isidentifier() for part in name.split("."))
 
 
-def found_at(place: str) -> Any:
-    """The object at a place; the current folder is looked in as well.
+def import_object(path: str) -> Any:
+    """The object that an import path names; the current folder is looked in as well.
 
     Raises:
         PosthocUQError: there is no such module or name, or importing it fails.
     """
-    where, _, path = place.rpartition(":")
-    if not is_place(place):
-        raise PosthocUQError(f"'{place}' is not of the form package.module:name or file.py:name.")
+    where, _, names = path.rpartition(":")
+    if not is_import_path(path):
+        raise PosthocUQError(f"'{path}' is not of the form package.module:name or file.py:name.")
     module = _from_file(where) if where.endswith(".py") else _by_name(where)
     value: Any = module
-    for name in path.split("."):
+    for name in names.split("."):
         if not hasattr(value, name):
             close = close_names(name, [own for own in dir(value) if not own.startswith("_")])
             raise PosthocUQError(f"'{where}' has no '{name}'.{close}")
@@ -40,19 +40,19 @@ def found_at(place: str) -> Any:
     return value
 
 
-def made_at(place: str) -> Any:
-    """What the function at a place returns, called without arguments.
+def call_imported(path: str) -> Any:
+    """What the function that an import path names returns, called without arguments.
 
     Raises:
         PosthocUQError: there is none, or it cannot be called so.
     """
-    function = found_at(place)
+    function = import_object(path)
     if not callable(function):
         raise PosthocUQError(
-            f"'{place}' is a {type(function).__name__}; it must be a function without arguments."
+            f"'{path}' is a {type(function).__name__}; it must be a function without arguments."
         )
     if needs_arguments(function):
-        raise PosthocUQError(f"'{place}' needs arguments; it must be a function that is called without any.")
+        raise PosthocUQError(f"'{path}' needs arguments; it must be a function that is called without any.")
     return function()
 
 

@@ -1,0 +1,29 @@
+"""Forward-mode derivatives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+
+def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """`torch.func.jvp`: what a function gives, and its derivative along the tangents."""
+    _prepare()
+    return cast(Any, torch.func.jvp(function, primals, tangents))  # pyright: ignore[reportPrivateImportUsage]
+
+
+@cache
+def _prepare() -> None:
+    """Load torch's own rules, which it would do at the first derivative: they are scripts, and some versions of torch
+    warn whoever happens to ask first that these are deprecated.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit", category=Warning)
+        try:
+            import torch._decomp.decompositions_for_jvp  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        except ImportError:  # a version of torch that keeps them elsewhere
+            return

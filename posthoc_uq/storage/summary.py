@@ -1,0 +1,176 @@
+"""What `inspect` gives: plain values, which print as a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import exp
+from typing import Any, cast
+
+from posthoc_uq.errors import printable
+from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.tables import text_table
+
+
+class Inspection(dict[str, Any]):
+    """What a posterior's file holds: a dictionary of plain values, whose ``print`` is a readable summary.
+
+    Args:
+        path: of the file.
+        values: see `posthoc_uq.storage.loading.inspect`.
+    """
+
+    def __init__(self, path: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._path = path
+
+    def __str__(self) -> str:
+        return _described(self._path, self)
+
+
+def _described(path: str, found: Mapping[str, Any]) -> str:
+    """The summary of a file in lines and a table of layers."""
+    facts = _facts(path, found)
+    width = max(len(name) for name, _ in facts)
+    text = [printable(f"{name.ljust(width)}  {value}") for name, value in facts]
+    text += ["", text_table(*_layers(found))]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found["deterministic"].items():
+        reasons.setdefault(reason, []).append(name)
+    if reasons:
+        text.append("")
+    for reason, names in reasons.items():
+        more = f", ... ({len(names)} in all)" if len(names) > 4 else ""
+        text.append(printable(f"without a posterior ({reason}): {', '.join(names[:4])}{more}"))
+    return "\n".join(text)
+
+
+def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is said of the posterior as a whole, each with its name."""
+    prior: Any = found["prior_precision"]
+    likelihood: Mapping[str, Any] = found["likelihood"]
+    numbers = sum(_numbers(block) for block in found["blocks"].values())
+    weight = [("residual weight", f"{found['residual_weight']:.6g}")]
+    lines = [
+        ("file", f"{path}, {found['bytes']:,} bytes, format {found['format_version']}"),
+        ("written by", f"posthoc_uq {found['library_version']}"),
+        ("method", found["method"]),
+        ("likelihood", likelihood["name"]),
+        ("parameters", f"{found['parameters']:,} with a posterior, {numbers:,} numbers stored"),
+        ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
+        ("scale", f"{found['scale']:.6g}"),
+        *(weight if any(block["kind"] == "inf" for block in found["blocks"].values()) else []),
+        ("temperature", f"{found['temperature']:.6g}"),
+    ]
+    if "noise_variance" in likelihood:
+        values = [f"{value * found['noise_scale']:.4g}" for value in likelihood["noise_variance"]]
+        lines.append(("noise variance", ", ".join(values[:8]) + (" ..." if len(values) > 8 else "")))
+    evidence: dict[str, Any] = dict(found["evidence"])
+    if not evidence["targets"]:  # these are of regressions
+        evidence = {name: evidence[name] for name in ("samples", "log_likelihood") if name in evidence}
+    for part, values in (("evidence", evidence), ("fit", found["fit"])):
+        lines += [(f"{part}, {name.replace('_', ' ')}", _text(value)) for name, value in values.items()]
+    lines += [(f"tuned, {name}", _text(value)) for name, value in found["tuning"].items()]
+    lines += _predicted(found)
+    calibration: Mapping[str, Any] = found["calibration"]
+    if calibration:
+        lines.append(
+            (
+                "moments head",
+                f"standard deviations times {exp(calibration['alpha']):.3g}, error left {calibration['residual']:.0%}",
+            )
+        )
+    referral: Mapping[str, Any] = found["referral"]
+    if referral:
+        own: dict[str, Any] = dict(referral["head"])
+        head = f"head {own.pop('head')}"
+        if own:
+            head += f" ({', '.join(f'{name} {_text(value)}' for name, value in own.items())})"
+        lines.append(
+            (
+                "referral",
+                f"{rule_of(referral)} (a share {referral['rate']:g} of "
+                f"{referral['inputs']:,} inputs), {head}",
+            )
+        )
+    lines.append(("fingerprint", found["fingerprint"]))
+    return lines
+
+
+def _predicted(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Through which head the file predicts, how its hyperparameters were found, and how far it is from the network."""
+    lines: list[tuple[str, str]] = []
+    head: Mapping[str, Any] = found["head"]
+    if head:
+        options = ", ".join(f"{name} {_text(value)}" for name, value in head["options"].items())
+        shown = f"{head['name']} ({options})" if options else str(head["name"])
+        lines += [("head", shown), ("criterion", str(head["criterion"]))]
+    faithful: Mapping[str, Any] = found["faithful"]
+    if faithful:
+        value: Any = faithful["value"]
+        trained = any(block["kind"] == "mean_field" for block in found["blocks"].values())
+        setting = "per layer" if isinstance(value, Mapping) else f"{value:.6g}"
+        reached = f"{faithful['divergence']:.3g}" if "divergence" in faithful else "infinitely many"
+        lines.append(
+            (
+                "faithful",
+                f"{'scale' if trained else 'prior precision'} {setting}, temperature {faithful['temperature']:.6g}, "
+                f"head {faithful['head']}: {reached} of at most {faithful['budget']:g} nats from the model's own",
+            )
+        )
+    return lines
+
+
+def _layers(found: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """A row for each layer: its weight, and what is stored of it."""
+    prior: Any = found["prior_precision"]
+    block_of = {member: name for name, block in found["blocks"].items() for member in block["members"]}
+    header = ["layer", "kind", "weight", "bias", *(["prior"] if isinstance(prior, Mapping) else [])]
+    header += ["stored as", "kept", "numbers", "format", "bytes"]
+    rows: list[list[Any]] = []
+    for name, layer in found["layers"].items():
+        own = block_of.get(name)
+        block: Mapping[str, Any] = found["blocks"][own] if own is not None else {}
+        row = [
+            name,
+            layer["kind"],
+            "x".join(map(str, layer["weight_shape"])),
+            "yes" if layer["bias"] else "no",
+        ]
+        if isinstance(prior, Mapping):
+            row.append(float(prior[name]))
+        if own is not None and block["members"][0] != name:
+            rows.append([*row, f"with {block['members'][0]}", "", None, "", None])
+            continue
+        formats = sorted({tensor["dtype"] for tensor in block.get("tensors", {}).values()})
+        stored = f"{block.get('kind', '')}"
+        rows.append([*row, stored, _kept(block), _numbers(block), "/".join(formats), block.get("bytes")])
+    return header, rows
+
+
+def _kept(block: Mapping[str, Any]) -> str:
+    """Ranks and the like: an INF block's directions, the size of a dense Fisher."""
+    attributes: Mapping[str, Any] = block.get("attributes", {})
+    if "input_directions" in attributes:
+        return f"{attributes['output_directions']} x {attributes['input_directions']} directions"
+    shapes: Mapping[str, Any] = block.get("tensors", {})
+    if "fisher" in shapes:
+        return "x".join(map(str, shapes["fisher"]["shape"]))
+    return "all" if shapes else ""
+
+
+def _numbers(block: Mapping[str, Any]) -> int:
+    total = 0
+    for tensor in block.get("tensors", {}).values():
+        count = 1
+        for size in tensor["shape"]:
+            count *= size
+        total += count
+    return total
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return " ".join(_text(item) for item in cast(list[Any], value)) or "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
