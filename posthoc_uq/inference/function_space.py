@@ -20,10 +20,10 @@ from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.survey import survey
 from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import cosine, train
 from posthoc_uq.posteriors.base import Posterior
@@ -74,7 +74,9 @@ def train_over_functions(
     field = _field(network, options, task, start)
     samples, content = task.summary.seen, None if task.checkpoint is None else Content()
     if context.needs_data or not samples or content is not None:
-        samples = survey(task.loader, settings.reader, context, settings.seed, settings.progress, content)
+        samples = show_to_context(
+            task.loader, settings.reader, context, settings.seed, settings.progress, content
+        )
     if content is not None:
         task.check_content(content.total)
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
