@@ -67,8 +67,7 @@ def prepare(
             of the user's own is left out: only its gradient would tell what it is.
 
     Raises:
-        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not
-            ``"skip"``.
+        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
     if unsupported not in ("raise", "skip"):
@@ -104,9 +103,8 @@ def prepare(
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
     covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
-    return Prepared(
-        capture, layers, reference.deterministic(covered, failures), reference.pull[0].numel(), warning
-    )
+    deterministic = reference.deterministic(covered, failures)
+    return Prepared(capture, layers, deterministic, reference.pull[0].numel(), warning)
 
 
 def _is_loose(tracked: TrackedLayer) -> bool:
