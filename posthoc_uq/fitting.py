@@ -23,7 +23,7 @@ from posthoc_uq.faithful import Faithful
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
-from posthoc_uq.inference.identity import identity
+from posthoc_uq.inference.identity import fit_identity
 from posthoc_uq.inference.kept import KeptInputs, wanted_for
 from posthoc_uq.inference.noise import find_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
@@ -170,7 +170,7 @@ def _open_checkpoint(
     if file is None and world() == 1:
         return
     method = request.method
-    own = identity(arguments, request.identity(), task, request.method.trains)
+    own = fit_identity(arguments, request.identity(), task, request.method.trains)
     check_common(own | {"checkpoint": "none" if file is None else "given"})
     own["first batch"] = batch_hash(task.batch)
     if file is not None:

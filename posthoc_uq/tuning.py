@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
@@ -106,73 +107,91 @@ def tune(
         raise PosthocUQError(
             f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
-    criterion = _criterion(criterion, loader)
-    n_samples, max_evaluations = COUNT("n_samples", n_samples), COUNT("max_evaluations", max_evaluations)
-    seed = SEED("seed", seed)
-    if divergence is not None:
-        divergence = POSITIVE("divergence, a budget in nats,", divergence)
-    per_layer, noise = flag("per_layer", per_layer), flag("noise", noise)
-    temperature = None if temperature is None else flag("temperature", temperature)
+    asked = _Asked(
+        _criterion(criterion, loader),
+        None if divergence is None else POSITIVE("divergence, a budget in nats,", divergence),
+        None if temperature is None else flag("temperature", temperature),
+        flag("noise", noise),
+        parameters,
+        prior_precisions,
+        COUNT("max_evaluations", max_evaluations),
+        SEED("seed", seed),
+        progress,
+    )
+    n_samples, per_layer = COUNT("n_samples", n_samples), flag("per_layer", per_layer)
     reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
-    if criterion == "evidence":
-        if loader is not None or temperature or parameters is not None or prior_precisions is not None:
-            raise PosthocUQError(
-                "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
-                "parameters and prior_precisions out, or take criterion='likelihood'."
-            )
+    if asked.criterion == "evidence":
         if head is not None or options:
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        with posterior.searching():
-            trials = maximise_evidence(posterior, per_layer=per_layer, noise=noise)
-        posterior.record.head |= {"criterion": criterion} if posterior.record.head else {}
-        return trials
+        return _by_evidence(posterior, loader, asked, per_layer)
     if per_layer:
         raise PosthocUQError(
             "per_layer=True is chosen by the log marginal likelihood; call tune without a loader."
         )
     if loader is None:
         raise PosthocUQError(
-            f"criterion={criterion!r} needs data: pass a loader of "
-            + ("held-out data with targets." if criterion == "likelihood" else "training inputs.")
+            f"criterion={asked.criterion!r} needs data: pass a loader of "
+            + ("held-out data with targets." if asked.criterion == "likelihood" else "training inputs.")
         )
     check_loader(loader)
-    if divergence is None:
-        divergence = DIVERGENCE if criterion == "faithful" else GUARDED
     with posterior.searching(), restored_on_error(posterior):
-        name, own = _head(posterior, head, n_samples, seed, options)
+        name, own = _head(posterior, head, n_samples, asked.seed, options)
         _forget_calibration(posterior, name)
         posterior.warned_heads.add(name)
         fitted = _fitted_prior(posterior, name)
         predictor = wrap(model_of(posterior), posterior, name, **own)
         kept = plain_options(options or _recorded(posterior, name))
-        posterior.record.head = {"name": name, "options": kept, "criterion": criterion}
-        if criterion == "faithful":
-            _tempered(posterior, temperature)
-            if parameters is not None or prior_precisions is not None or noise:
-                raise PosthocUQError(
-                    "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
-                    "needs none of them."
-                )
-            inputs = kept_inputs(posterior, loader, reader, seed, progress)
-            return settle_faithful(
-                posterior, inputs, predictor, divergence, seed=seed, matched=bool(temperature)
-            )
-        return _by_likelihood(
-            posterior,
-            loader,
-            predictor,
-            reader,
-            names=_chosen(posterior, parameters, noise),
-            temperature=_tempered(posterior, temperature),
-            grid=prior_precisions,
-            divergence=divergence,
-            fitted=fitted,
-            max_evaluations=max_evaluations,
-            seed=seed,
-            progress=progress,
+        posterior.record.head = {"name": name, "options": kept, "criterion": asked.criterion}
+        if asked.criterion == "faithful":
+            return _by_faithfulness(posterior, loader, predictor, reader, asked)
+        return _by_likelihood(posterior, loader, predictor, reader, asked, fitted)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a call of `tune` asks for, checked; see there."""
+
+    criterion: str
+    divergence: float | None
+    temperature: bool | None
+    noise: bool
+    parameters: tuple[str, ...] | None
+    grid: Sequence[float] | None
+    max_evaluations: int
+    seed: int
+    progress: bool
+
+
+def _by_evidence(
+    posterior: Posterior, loader: Iterable[Any] | None, asked: _Asked, per_layer: bool
+) -> Trials:
+    if loader is not None or asked.temperature or asked.parameters is not None or asked.grid is not None:
+        raise PosthocUQError(
+            "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
+            "parameters and prior_precisions out, or take criterion='likelihood'."
         )
+    with posterior.searching():
+        trials = maximise_evidence(posterior, per_layer=per_layer, noise=asked.noise)
+    posterior.record.head |= {"criterion": asked.criterion} if posterior.record.head else {}
+    return trials
+
+
+def _by_faithfulness(
+    posterior: Posterior, loader: Iterable[Any], predictor: Predictor, reader: BatchReader, asked: _Asked
+) -> Trials:
+    _tempered(posterior, asked.temperature)
+    if asked.parameters is not None or asked.grid is not None or asked.noise:
+        raise PosthocUQError(
+            "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
+            "needs none of them."
+        )
+    inputs = kept_inputs(posterior, loader, reader, asked.seed, asked.progress)
+    budget = DIVERGENCE if asked.divergence is None else asked.divergence
+    return settle_faithful(
+        posterior, inputs, predictor, budget, seed=asked.seed, matched=bool(asked.temperature)
+    )
 
 
 def settle_faithful(
@@ -238,25 +257,24 @@ def _by_likelihood(
     loader: Iterable[Any],
     predictor: Predictor,
     reader: BatchReader,
-    *,
-    names: list[str],
-    temperature: bool,
-    grid: Sequence[float] | None,
-    divergence: float,
+    asked: _Asked,
     fitted: Any,
-    max_evaluations: int,
-    seed: int,
-    progress: bool,
 ) -> Trials:
-    main = posterior.widening
-    if grid is not None:
-        grid = _checked_grid(names, grid)
+    names, seed = _chosen(posterior, asked.parameters, asked.noise), asked.seed
+    main, grid = posterior.widening, None if asked.grid is None else _checked_grid(names, asked.grid)
     search = HeldOutSearch(
-        posterior, loader, predictor, seed=seed, reader=reader, temperature=temperature, progress=progress
+        posterior,
+        loader,
+        predictor,
+        seed=seed,
+        reader=reader,
+        temperature=_tempered(posterior, asked.temperature),
+        progress=asked.progress,
     )
     if main in names:
         if grid is None:
-            _return_to_faithful(posterior, loader, predictor, reader, divergence, seed)
+            budget = GUARDED if asked.divergence is None else asked.divergence
+            _return_to_faithful(posterior, loader, predictor, reader, budget, seed)
 
         def harmless() -> None:
             if fitted is not None:
@@ -268,7 +286,7 @@ def _by_likelihood(
         search.widest(grid, harmless)
     for name in names:
         if name != main:
-            search.coordinate(name, max_evaluations)
+            search.coordinate(name, asked.max_evaluations)
     if not names:
         search.only_temperature()
     return search.finish()

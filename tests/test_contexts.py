@@ -23,7 +23,7 @@ from posthoc_uq.contexts import (
 )
 from posthoc_uq.contexts.mixture import default_context, resolve_context
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.survey import survey
+from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.loaders import Batch, BatchReader
 
 READER = BatchReader(torch.device("cpu"))
@@ -41,7 +41,7 @@ def images(samples: int = 40, channels: int = 3, size: int = 5, seed: int = 0) -
 
 def shown(context: Context, inputs: Tensor, batch: int = 8, seed: int = 0) -> Context:
     loader = DataLoader(TensorDataset(inputs, torch.zeros(len(inputs))), batch_size=batch)
-    assert survey(loader, READER, context, seed, False) == len(inputs)
+    assert show_to_context(loader, READER, context, seed, False) == len(inputs)
     return context
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature import backpack
-from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.hooks import CallInterceptor, Use
+from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.errors import UnsupportedLayerError
 from posthoc_uq.layers import WEIGHTED_MODULES, Call, Geometry, Layer, describe
 from posthoc_uq.loaders import Batch
@@ -26,11 +26,11 @@ from posthoc_uq.replica import parameter_names, replicate
 Engine = Literal["backpack", "hooks"]
 
 
-Sink = Callable[[Caught], None]
+Sink = Callable[[LayerGradients], None]
 
 
 @dataclass
-class Tracked:
+class TrackedLayer:
     """A layer as the first batch showed it.
 
     Attributes:
@@ -82,14 +82,14 @@ class Capture:
 
     def __init__(self, model: nn.Module) -> None:
         self.twin = replicate(model)
-        self.tracked: dict[str, Tracked] = {}
+        self.tracked: dict[str, TrackedLayer] = {}
         self.watched: Layer | None = None
-        self._by_module: dict[nn.Module, Tracked] = {}
+        self._by_module: dict[nn.Module, TrackedLayer] = {}
 
-    def discover(self, batch: Batch, autocast: bool) -> list[Tracked]:
+    def discover(self, batch: Batch, autocast: bool) -> list[TrackedLayer]:
         """Run one batch and return every weighted layer it uses, in the order of their last calls."""
         names, held = parameter_names(self.twin), owners(self.twin)
-        seen: dict[int, tuple[Tracked, list[tuple[Use, int, Tensor, int]]]] = {}
+        seen: dict[int, tuple[TrackedLayer, list[tuple[Use, int, Tensor, int]]]] = {}
 
         def note(use: Use, output: Tensor) -> None:
             key = id(use.weight)
@@ -118,7 +118,7 @@ class Capture:
                 tracked.engine = "backpack"
         return [tracked for tracked, _ in seen.values()]
 
-    def track(self, layers: list[Tracked]) -> None:
+    def track(self, layers: list[TrackedLayer]) -> None:
         """Settle on these layers, and let BackPACK see those it serves."""
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
         served = [t for t in layers if t.engine == "backpack" and t.module is not None]
@@ -136,11 +136,11 @@ class Capture:
         """
         return bool(self._by_module)
 
-    def served_by_backpack(self, module: nn.Module) -> Tracked | None:
+    def served_by_backpack(self, module: nn.Module) -> TrackedLayer | None:
         """The layer that BackPACK serves through this module, if it does."""
         return self._by_module.get(module)
 
-    def weight_ids(self) -> dict[int, Tracked]:
+    def weight_ids(self) -> dict[int, TrackedLayer]:
         """Tracked layers that the interceptor serves, by the identity of their weight at present: a copy of the capture
         has other tensors.
         """
@@ -152,7 +152,7 @@ class Capture:
         return None if self.watched is None else id(self.twin.get_parameter(self.watched.weight))
 
 
-def _describe(use: Use, names: Mapping[int, str], held: Mapping[int, list[Owner]]) -> Tracked:
+def _describe(use: Use, names: Mapping[int, str], held: Mapping[int, list[Owner]]) -> TrackedLayer:
     # an embedding that shares its weight with a layer is the other use of it
     holders = sorted(held[id(use.weight)], key=lambda owner: isinstance(owner[2], nn.Embedding))
     module_name, attribute, module = holders[0]
@@ -162,10 +162,10 @@ def _describe(use: Use, names: Mapping[int, str], held: Mapping[int, list[Owner]
     name = module_name if attribute == "weight" and module_name else weight_name
     layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
     shown = tuple((name, type(module).__name__) for name, _, module in holders)
-    return Tracked(layer, module, holders=shown, product=use.product)
+    return TrackedLayer(layer, module, holders=shown, product=use.product)
 
 
-def _is_plain(tracked: Tracked, holders: int) -> bool:
+def _is_plain(tracked: TrackedLayer, holders: int) -> bool:
     """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's own."""
     module = tracked.module
     if module is None or type(module) not in WEIGHTED_MODULES or holders != 1:
@@ -259,6 +259,6 @@ class Recording:
         if not calls or self._sink is None:
             return
         tracked = self._capture.tracked[calls[0].layer.name]
-        self._sink(Caught(tracked.layer, list(calls), self._samples, tracked.batch_axis))
+        self._sink(LayerGradients(tracked.layer, list(calls), self._samples, tracked.batch_axis))
         for call in calls:
             call.output_gradient = None

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import NAMED, described, whole_mapping
-from posthoc_uq.curvature.capture import Capture, Tracked, owners
-from posthoc_uq.curvature.caught import Caught
+from posthoc_uq.curvature.capture import Capture, TrackedLayer, owners
+from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.reference import HOLD_WEIGHTS, Reference
 from posthoc_uq.curvature.selection import Selection, asked_by_name, no_such_layer, wanted_names
@@ -67,8 +67,7 @@ def prepare(
             of the user's own is left out: only its gradient would tell what it is.
 
     Raises:
-        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not
-            ``"skip"``.
+        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
     if unsupported not in ("raise", "skip"):
@@ -104,12 +103,11 @@ def prepare(
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
     covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
-    return Prepared(
-        capture, layers, reference.deterministic(covered, failures), reference.pull[0].numel(), warning
-    )
+    deterministic = reference.deterministic(covered, failures)
+    return Prepared(capture, layers, deterministic, reference.pull[0].numel(), warning)
 
 
-def _is_loose(tracked: Tracked) -> bool:
+def _is_loose(tracked: TrackedLayer) -> bool:
     return tracked.product and len(tracked.holders) < 2 and not isinstance(tracked.module, HOLD_WEIGHTS)
 
 
@@ -134,7 +132,7 @@ def count_samples(batch: Batch) -> int:
     )
 
 
-def select(found: list[Tracked], selection: Selection, reference: Reference) -> list[Tracked]:
+def select(found: list[TrackedLayer], selection: Selection, reference: Reference) -> list[TrackedLayer]:
     """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
     if callable(selection):
         chosen = [t for t in found if t.module is not None and selection(t.layer.name, t.module)]
@@ -170,11 +168,11 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
 
 
 def _settle(
-    model: nn.Module, probe: Batch, chosen: list[Tracked], reference: Reference, tolerance: float | None
-) -> tuple[Capture, list[Tracked]]:
+    model: nn.Module, probe: Batch, chosen: list[TrackedLayer], reference: Reference, tolerance: float | None
+) -> tuple[Capture, list[TrackedLayer]]:
     """A capture of the chosen layers that is proved, and the layers that no engine could serve."""
 
-    def attempt(layers: list[Tracked]) -> tuple[Capture, set[str]]:
+    def attempt(layers: list[TrackedLayer]) -> tuple[Capture, set[str]]:
         capture = Capture(model)
         modules = dict(capture.twin.named_modules())
         owned = owners(capture.twin)
@@ -214,7 +212,7 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
     failing = set(capture.tracked)
     recording = capture.run(probe, reference.samples)
 
-    def compare(caught: Caught) -> None:
+    def compare(caught: LayerGradients) -> None:
         layer = caught.layer
         dtype = torch.promote_types(torch.float32, recording.outputs.dtype)
         try:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.capture import Capture
-from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.hooks import CallInterceptor, Use
+from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Call, Layer
@@ -60,7 +60,7 @@ def feature_rows(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
         )
     with torch.autocast(calls[0].input.device.type, enabled=False), torch.no_grad():
         dtype = torch.promote_types(calls[0].input.dtype, torch.float32)
-        operand = Caught(layer, list(calls), samples, 0).activations(dtype)[0]
+        operand = LayerGradients(layer, list(calls), samples, 0).activations(dtype)[0]
         numbers = operand.positions * layer.groups * layer.inputs * 8
         step = max(1, CPU_TEMPORARY // numbers)
         parts = [operand.part(slice(i, min(i + step, samples))) for i in range(0, samples, step)]

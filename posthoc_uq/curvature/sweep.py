@@ -11,9 +11,9 @@ from torch import Tensor
 
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.capture import Capture, Recording
-from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.content import WORD, contents, frame
 from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.devices import Checks
@@ -291,8 +291,8 @@ def _feed(
     sums: dict[str, Tensor],
     first_pass: bool,
     rows: dict[str, Tensor] | None,
-) -> Callable[[Caught], None]:
-    def sink(caught: Caught) -> None:
+) -> Callable[[LayerGradients], None]:
+    def sink(caught: LayerGradients) -> None:
         name = caught.layer.name
         activations, gradients = caught.operands(dtype)
         check = gradients.sum()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.evaluation.compared import ComparedModel, compared_models
 from posthoc_uq.evaluation.gallery import Example, Gallery, images_of
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.result import Evaluation
-from posthoc_uq.evaluation.rows import Row, rows_of
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
@@ -74,7 +74,7 @@ def evaluate(
         PosthocUQError: nothing to compare, a loader without targets, or targets that do not fit the predictions.
         NonFiniteError: predictions that are NaN.
     """
-    rows, foreign = rows_of(predictor, likelihood), _named_loaders(ood_loaders)
+    rows, foreign = compared_models(predictor, likelihood), _named_loaders(ood_loaders)
     _check(loader, foreign, score)
     rates = [_RATE("Each of referral_rates", rate) for rate in _listed("referral_rates", referral_rates)]
     groups, bins, n_examples = _groups(joint), COUNT("bins", bins), NATURAL("n_examples", n_examples)
@@ -139,7 +139,7 @@ def _named_loaders(loaders: Any) -> dict[str, Iterable[Any]]:
 
 
 def _predict(
-    rows: list[Row],
+    rows: list[ComparedModel],
     loader: Iterable[Any],
     foreign: Mapping[str, Iterable[Any]],
     reading: _Reading,
@@ -165,7 +165,7 @@ def _predict(
 
 
 def _pass(
-    rows: list[Row], loader: Iterable[Any], name: str, galleries: list[Gallery], reading: _Reading
+    rows: list[ComparedModel], loader: Iterable[Any], name: str, galleries: list[Gallery], reading: _Reading
 ) -> tuple[dict[str, Prediction], Tensor | None]:
     """Every row's prediction of a loader, and the targets; the last row picks the examples."""
     reader = BatchReader(rows[0].device, reading.batch_to_inputs, reading.batch_to_targets)

@@ -226,7 +226,7 @@ class Ensemble(nn.Module):
         while chunk > 1 and start < len(self):
             stop = min(start + chunk, len(self))
             try:
-                block = self._together(work, start, stop)
+                block = self._in_one_pass(work, start, stop)
             except Exception as error:  # vmap raises many kinds, and a model anything
                 self._alone(work, start)  # unless the input is to blame
                 self._refuse(described(error))
@@ -243,7 +243,7 @@ class Ensemble(nn.Module):
             return None
         return next((p.dtype for p in self.template.parameters() if p.is_floating_point()), self._dtype)
 
-    def _together(self, work: Inputs | Features, start: int, stop: int) -> Tensor:
+    def _in_one_pass(self, work: Inputs | Features, start: int, stop: int) -> Tensor:
         """Outputs ``(draws, batch, ...)`` of several draws in one pass."""
         if isinstance(work, Features):
             with PlainAttention():
@@ -295,7 +295,7 @@ class Ensemble(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             expected = self._alone(work, 0)
             try:
-                found = self._together(work, 0, chunk)[0]
+                found = self._in_one_pass(work, 0, chunk)[0]
             except Exception as error:
                 self._refuse(described(error))
                 return 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.curvature.capture import Recording
-from posthoc_uq.curvature.caught import Caught
+from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import Operand
 from posthoc_uq.devices import as_double
 from posthoc_uq.heads import own_outputs
@@ -72,7 +72,7 @@ def pull(
     found: dict[str, Pulled] = {}
     for place, number in enumerate(numbers):
 
-        def keep(caught: Caught, place: int = place) -> None:
+        def keep(caught: LayerGradients, place: int = place) -> None:
             name = caught.layer.name
             activations, gradients = caught.operands(dtype)
             if name not in found:

@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc_uq.devices import as_double, placed
 from posthoc_uq.heads.cancellation import LEFT, Checked, Contracted, certain
 from posthoc_uq.heads.products import Mode, gram, marginal
-from posthoc_uq.posteriors.forms import Form
+from posthoc_uq.posteriors.covariance_form import CovarianceForm
 
 
 class LayerCovariance:
@@ -28,7 +28,7 @@ class LayerCovariance:
         limit: bytes that one temporary may take.
     """
 
-    def __init__(self, form: Form, dtype: torch.dtype, device: torch.device, limit: int) -> None:
+    def __init__(self, form: CovarianceForm, dtype: torch.dtype, device: torch.device, limit: int) -> None:
         self.dtype, self.limit = dtype, limit
         self.low_rank = low = form.low_rank
         self.weights = form.weights.to(device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import ROWS
-from posthoc_uq.posteriors.rows import Rows
+from posthoc_uq.posteriors.row_covariance import RowCovariance
 
 WEIGHTS = ("auto", "row", "marginal")
 
@@ -35,7 +35,12 @@ class LayerNoise(nn.Module):
     joined: Tensor | None
 
     def __init__(
-        self, layer: Layer, weight: Tensor, variances: Mapping[str, Tensor], rows: Rows | None, row: bool
+        self,
+        layer: Layer,
+        weight: Tensor,
+        variances: Mapping[str, Tensor],
+        rows: RowCovariance | None,
+        row: bool,
     ) -> None:
         super().__init__()
         self.layer = layer.name
@@ -67,7 +72,7 @@ class LayerNoise(nn.Module):
         return torch.nn.functional.pad(mean, (0, 1), value=1.0) if self._has_bias else mean
 
     def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
-        """Variance by the weights alone, ``(rows, outputs)``; see `Rows.variance`."""
+        """Variance by the weights alone, ``(rows, outputs)``; see `RowCovariance.variance`."""
         assert self.rows is not None
         spread = variance
         if variance is not None and self._has_bias:
@@ -78,7 +83,7 @@ class LayerNoise(nn.Module):
         return found.squeeze(1)
 
     def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        """Covariance by the weights alone, ``(rows, outputs, outputs)``; see `Rows.covariance`."""
+        """Covariance by the weights alone, ``(rows, outputs, outputs)``; see `RowCovariance.covariance`."""
         assert self.rows is not None
         if covariance is not None and self._has_bias:
             covariance = torch.nn.functional.pad(covariance, (0, 1, 0, 1))

@@ -265,16 +265,19 @@ class Predictor(nn.Module, ABC):
                 f"{residual_weight}."
             )
         settings = RatioSettings(form, float(prior_precision), float(residual_weight))
-        posterior = self._posterior.snapshot()
+        found = self._posterior_ratio(settings, batch)(batch)
+        check_finite({"novelty": found}, "novelty")
+        return found
+
+    def _posterior_ratio(self, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
+        """The last one made, if it is of these settings."""
+        network, posterior = self._network(), self._posterior.snapshot()
         key = (settings, posterior.noise_scale, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
                 made = PosteriorRatio(network, posterior, settings, batch, model_device(network))
                 self._ratio = key, made
-            ratio = self._ratio[1]
-        found = ratio(batch)
-        check_finite({"novelty": found}, "novelty")
-        return found
+            return self._ratio[1]
 
     def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
         """What this head's predictions tell of the novelty of a batch: None where it is not asked for, the posterior

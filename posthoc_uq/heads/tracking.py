@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.capture import Capture, Recording
-from posthoc_uq.curvature.caught import Caught
 from posthoc_uq.curvature.dryrun import count_samples, prepare
+from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.errors import PosteriorMismatchError
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
@@ -19,7 +19,7 @@ from posthoc_uq.replica import model_device
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedLayers:
     """What the first batch showed.
 
     Attributes:
@@ -31,7 +31,7 @@ class Tracked:
     last: str | None
 
 
-def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> Tracked:
+def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> TrackedLayers:
     """Find the posterior's layers in a pass of the model, and prove that their gradients are caught.
 
     Raises:
@@ -57,7 +57,7 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
         )
     capture = Capture(model)
     capture.track([replace(tracked, engine="hooks", module=None) for tracked in chosen.values()])
-    return Tracked(capture, _find_last(capture, batch, dtype))
+    return TrackedLayers(capture, _find_last(capture, batch, dtype))
 
 
 def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None:
@@ -76,7 +76,7 @@ def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None
         sent = sent.to(outputs)
         arrived: list[bool] = []
 
-        def compare(caught: Caught) -> None:
+        def compare(caught: LayerGradients) -> None:
             if caught.layer.name == name:
                 gradient = caught.calls[0].output_gradient
                 assert gradient is not None
@@ -105,7 +105,7 @@ def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch
     elif calls[0].input.shape[0] != samples:
         return None
     call = Call(layer, calls[0].input, calls[0].geometry, wide)
-    activations, _ = Caught(layer, [call], samples, tracked.batch_axis).operands(dtype)
+    activations, _ = LayerGradients(layer, [call], samples, tracked.batch_axis).operands(dtype)
     if activations.positions != 1:
         return None
     rows = activations.rows()[:, 0, 0]

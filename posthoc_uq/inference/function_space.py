@@ -20,12 +20,13 @@ from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.survey import survey
 from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import cosine, train
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.settings import Hyperparameters
@@ -57,26 +58,15 @@ def train_over_functions(
         PosthocUQError: options, data or model do not fit; the message says how to go on.
         NonFiniteError: a loss is not finite.
     """
-    if world() > 1:
-        raise PosthocUQError(
-            "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
-        )
     likelihood, settings, model = task.settings.likelihood, task.settings, task.model
-    if options.learn_noise and likelihood.noise_variance is None:
-        raise PosthocUQError(
-            f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
-        )
+    _check_possible(likelihood, options)
     began = time.perf_counter()
     with isolated_random_state(settings.seed):
         network = FeatureNetwork(replicate(model), task.layers, task.batch)
     options = _with_points(network, options)
     context = default_context(task.batch) if options.context is None else resolve_context(options.context)
     field = _field(network, options, task, start)
-    samples, content = task.summary.seen, None if task.checkpoint is None else Content()
-    if context.needs_data or not samples or content is not None:
-        samples = survey(task.loader, settings.reader, context, settings.seed, settings.progress, content)
-    if content is not None:
-        task.check_content(content.total)
+    samples, content = _look_at_data(task, context)
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, task, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
@@ -114,6 +104,30 @@ def train_over_functions(
         posterior.record.tuning["noise variance"] = "learned with the posterior"
     posterior.model = model
     return posterior
+
+
+def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> None:
+    if world() > 1:
+        raise PosthocUQError(
+            "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
+        )
+    if options.learn_noise and likelihood.noise_variance is None:
+        raise PosthocUQError(
+            f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
+        )
+
+
+def _look_at_data(task: Task, context: Context) -> tuple[int, Content | None]:
+    """The number of samples, once the context saw them; with a checkpoint, what tells these data from others too."""
+    samples, content = task.summary.seen, None if task.checkpoint is None else Content()
+    if context.needs_data or not samples or content is not None:
+        settings = task.settings
+        samples = show_to_context(
+            task.loader, settings.reader, context, settings.seed, settings.progress, content
+        )
+    if content is not None:
+        task.check_content(content.total)
+    return samples, content
 
 
 def _check_trained(field: MeanField) -> None:

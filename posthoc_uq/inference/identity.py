@@ -34,7 +34,7 @@ def data_hash(loader: Iterable[Any], reader: BatchReader, seed: int) -> int:
         return sum(batch_hash(batch) for batch in batches(loader, reader)) % WORD
 
 
-def identity(
+def fit_identity(
     arguments: Mapping[str, Any], request: Mapping[str, Any], task: Task, chooses_epoch: bool
 ) -> dict[str, Any]:
     """Plain values by name: everything that a fit was asked for, but for what cannot change its result, and digests of

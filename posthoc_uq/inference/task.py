@@ -142,7 +142,7 @@ class Task:
         )
         add_up({(a, b): tensor for a, group in sums.items() for b, tensor in group.items()})
         repetitive = all(gather(summary.repetitive))
-        summary = _together(summary)
+        summary = _merged(summary)
         if self.summary.seen and summary.seen != self.summary.seen:
             raise PosthocUQError(
                 f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
@@ -285,7 +285,7 @@ def check_common(identity: Mapping[str, Any]) -> None:
                 )
 
 
-def _together(summary: Summary) -> Summary:
+def _merged(summary: Summary) -> Summary:
     """What the sweeps of all processes saw.
 
     Raises:

@@ -21,7 +21,7 @@ from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.layout import Layout
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
-from posthoc_uq.posteriors.rows import Rows
+from posthoc_uq.posteriors.row_covariance import RowCovariance
 from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.values import COUNT, shown
@@ -290,7 +290,7 @@ class Posterior(Adjustable):
         found = self.rows(layer).variance(means, spread)
         return found if grouped else found.squeeze(1)
 
-    def rows(self, layer: str) -> Rows:
+    def rows(self, layer: str) -> RowCovariance:
         """The covariance of one layer's rows, ready for many inputs.
 
         Raises:

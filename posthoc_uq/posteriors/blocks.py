@@ -28,8 +28,8 @@ from posthoc_uq.posteriors.capabilities import (
     SYMMETRY,
     VARIANCES,
 )
-from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.rows import Rows
+from posthoc_uq.posteriors.covariance_form import CovarianceForm
+from posthoc_uq.posteriors.row_covariance import RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
 Shape = tuple[int, int, int]
@@ -93,7 +93,7 @@ class Factor:
         raise self._cannot(QUADRATIC)
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        """Rows ``r``, in float64, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``: ``(q, any)``."""
+        """RowCovariance ``r``, in float64, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``: ``(q, any)``."""
         values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
         return vectors * values.clamp(min=0).sqrt()
 
@@ -101,7 +101,7 @@ class Factor:
         """``log det P``, a scalar."""
         raise self._cannot(LOG_DETERMINANT)
 
-    def rows(self, start: int, shape: Shape) -> Rows:
+    def rows(self, start: int, shape: Shape) -> RowCovariance:
         """What one layer's weights contribute to the variance of its outputs.
 
         Args:
@@ -110,7 +110,7 @@ class Factor:
         """
         raise self._cannot(ROWS)
 
-    def form(self) -> Form | None:
+    def form(self) -> CovarianceForm | None:
         """The covariance as a diagonal less a low-rank part, by which Jacobians are contracted without being formed;
         None where it has no such form.
         """

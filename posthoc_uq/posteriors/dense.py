@@ -14,7 +14,7 @@ from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, reached
 from posthoc_uq.posteriors.numerics import cholesky, positive_part
-from posthoc_uq.posteriors.rows import DenseRows, Rows
+from posthoc_uq.posteriors.row_covariance import DenseRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
 LARGEST_BYTES = 4 * 2**30  # that the Fisher may take in float64
@@ -54,7 +54,7 @@ class DenseFactor(Factor):
     def log_determinant(self) -> Tensor:
         return 2 * self.root.diagonal().log().sum()
 
-    def rows(self, start: int, shape: Shape) -> Rows:
+    def rows(self, start: int, shape: Shape) -> RowCovariance:
         groups, outputs, inputs = shape
         own = self.covariance()[
             start : start + groups * outputs * inputs, start : start + groups * outputs * inputs

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, log_sum, reached
-from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.rows import IndependentRows, Rows
+from posthoc_uq.posteriors.covariance_form import CovarianceForm
+from posthoc_uq.posteriors.row_covariance import IndependentRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
 
@@ -32,13 +32,13 @@ class DiagonalFactor(Factor):
         rows = (jacobians * self.precision.rsqrt()).flatten(1)
         return rows @ rows.T
 
-    def form(self) -> Form:
-        return Form(self.precision.reciprocal())
+    def form(self) -> CovarianceForm:
+        return CovarianceForm(self.precision.reciprocal())
 
     def log_determinant(self) -> Tensor:
         return self._log_determinant
 
-    def rows(self, start: int, shape: Shape) -> Rows:
+    def rows(self, start: int, shape: Shape) -> RowCovariance:
         return IndependentRows(self.variance())
 
 

@@ -25,9 +25,9 @@ from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.fields import Field, Text, Whole
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum, reached
-from posthoc_uq.posteriors.forms import Form, LowRank
+from posthoc_uq.posteriors.covariance_form import CovarianceForm, LowRank
 from posthoc_uq.posteriors.numerics import cholesky
-from posthoc_uq.posteriors.rows import InformationRows, Rows
+from posthoc_uq.posteriors.row_covariance import InformationRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
 Correction = Literal["rescale", "clamp", "none"]
@@ -123,13 +123,13 @@ class InformationFactor(Factor):
         reduction = torch.einsum("glq,glp->qp", columns, columns)
         return (wide.flatten(1) @ weighted.flatten(1).T - reduction).to(jacobians)
 
-    def form(self) -> Form:
+    def form(self) -> CovarianceForm:
         if self._root.numel() == 0:  # no direction was kept
-            return Form(self._inverse)
+            return CovarianceForm(self._inverse)
         kept = LowRank(
             self._input_basis, self._output_basis, self._roots, self._shrink, self._root, self._row_roots
         )
-        return Form(self._inverse, low_rank=kept)
+        return CovarianceForm(self._inverse, low_rank=kept)
 
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
@@ -182,7 +182,7 @@ class InformationFactor(Factor):
         floor = 1 / (1 / inverse + self._scaled(self._scaled(low_rank)))
         return torch.maximum(found, floor).to(self._inverse)
 
-    def rows(self, start: int, shape: Shape) -> Rows:
+    def rows(self, start: int, shape: Shape) -> RowCovariance:
         columns = self._inverse_columns()
         return InformationRows(
             self.variance(),

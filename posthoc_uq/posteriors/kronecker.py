@@ -15,8 +15,8 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, log_sum, reached
-from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.rows import EigenbasisRows, Rows
+from posthoc_uq.posteriors.covariance_form import CovarianceForm
+from posthoc_uq.posteriors.row_covariance import EigenbasisRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
 
@@ -41,13 +41,13 @@ class KroneckerFactor(Factor):
         rows = (rotated * self.precision.rsqrt()).flatten(1)
         return rows @ rows.T
 
-    def form(self) -> Form:
-        return Form(self.precision.reciprocal(), (self._input_basis, self._output_basis))
+    def form(self) -> CovarianceForm:
+        return CovarianceForm(self.precision.reciprocal(), (self._input_basis, self._output_basis))
 
     def log_determinant(self) -> Tensor:
         return self._log_determinant
 
-    def rows(self, start: int, shape: Shape) -> Rows:
+    def rows(self, start: int, shape: Shape) -> RowCovariance:
         return EigenbasisRows(
             self.variance(), self._input_basis, self._output_basis, self.precision.reciprocal()
         )

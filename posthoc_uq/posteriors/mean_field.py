@@ -12,8 +12,8 @@ from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fields import Field, Whole
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum
-from posthoc_uq.posteriors.forms import Form
-from posthoc_uq.posteriors.rows import IndependentRows, Rows
+from posthoc_uq.posteriors.covariance_form import CovarianceForm
+from posthoc_uq.posteriors.row_covariance import IndependentRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
 
@@ -33,13 +33,13 @@ class MeanFieldFactor(Factor):
         rows = (jacobians * self.variances.sqrt()).flatten(1)
         return rows @ rows.T
 
-    def form(self) -> Form:
-        return Form(self.variances)
+    def form(self) -> CovarianceForm:
+        return CovarianceForm(self.variances)
 
     def log_determinant(self) -> Tensor:
         return -log_sum(self.variances)
 
-    def rows(self, start: int, shape: Shape) -> Rows:
+    def rows(self, start: int, shape: Shape) -> RowCovariance:
         return IndependentRows(self.variances)
 
 

@@ -19,7 +19,7 @@ from posthoc_uq.loaders import Bar, BatchReader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed, sample_keys
 
 
-def survey(
+def show_to_context(
     loader: Iterable[Any],
     reader: BatchReader,
     context: Context,

@@ -19,7 +19,7 @@ from posthoc_uq.replica import model_device, replicate
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedModel:
     """One of the compared.
 
     Attributes:
@@ -35,7 +35,7 @@ class Row:
     predictor: Predictor | None
 
 
-def rows_of(compared: Any, likelihood: str | Likelihood | None) -> list[Row]:
+def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[ComparedModel]:
     """The rows of a predictor, a plain model, a function, or a mapping from names to those.
 
     Args:
@@ -62,9 +62,11 @@ def rows_of(compared: Any, likelihood: str | Likelihood | None) -> list[Row]:
     return [_row(str(name), one, plain, noise) for name, one in named.items()]
 
 
-def _row(name: str, one: Any, likelihood: Likelihood, noise: Tensor | None) -> Row:
+def _row(name: str, one: Any, likelihood: Likelihood, noise: Tensor | None) -> ComparedModel:
     if isinstance(one, Predictor):
-        return Row(name or one.head, lambda batch: one(*batch.args, **batch.kwargs), one.device, one)
+        return ComparedModel(
+            name or one.head, lambda batch: one(*batch.args, **batch.kwargs), one.device, one
+        )
     if isinstance(one, nn.Module):
         twin = replicate(one)
         device = model_device(twin)
@@ -74,9 +76,9 @@ def _row(name: str, one: Any, likelihood: Likelihood, noise: Tensor | None) -> R
                 output = batch.copied().call_any(twin)
             return _shaped(output, likelihood, noise)
 
-        return Row(name or "model", predict, device, None)
+        return ComparedModel(name or "model", predict, device, None)
     if callable(one):
-        return Row(
+        return ComparedModel(
             name or "function",
             lambda batch: _shaped(one(*batch.args, **batch.kwargs), likelihood, noise),
             torch.device("cpu"),

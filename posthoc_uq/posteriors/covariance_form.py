@@ -32,7 +32,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Form:
+class CovarianceForm:
     """``Sigma = (Q_G x Q_A) (diag w - low rank) (Q_G x Q_A)^T`` of one layer.
 
     Attributes:

@@ -16,7 +16,7 @@ from posthoc_uq.layers import INTERLEAVED, Call, Layer
 
 
 @dataclass
-class Caught:
+class LayerGradients:
     """All uses of one layer in one backward pass."""
 
     layer: Layer

@@ -20,7 +20,7 @@ _CHUNK = 2**22  # numbers in a temporary of the contractions below
 _PROBE = torch.float32  # a type that every device has
 
 
-class Rows(nn.Module):
+class RowCovariance(nn.Module):
     """Covariance of the rows of a layer's weight matrix."""
 
     marginal: Tensor  # (G, m, n)
@@ -29,7 +29,7 @@ class Rows(nn.Module):
         super().__init__()
         self.register_buffer("marginal", marginal)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rows:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowCovariance:
         """Moves with its predictor and keeps its precision; float64 goes to the CPU where a device has none."""
         return super()._apply(
             lambda tensor: placed(tensor, fn(tensor.new_empty(0, dtype=_PROBE)).device), recurse
@@ -53,7 +53,7 @@ class Rows(nn.Module):
         return found + torch.einsum("goi,rgi->rgo", self.marginal.to(variance), variance).to(found)
 
 
-class IndependentRows(Rows):
+class IndependentRows(RowCovariance):
     """Every weight independent of every other."""
 
     def quadratic(self, mean: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class IndependentRows(Rows):
         return torch.diag_embed(second @ self.marginal[0].to(second).T)
 
 
-class EigenbasisRows(Rows):
+class EigenbasisRows(RowCovariance):
     """``S = (U_G x U_A) diag(1 / P) (U_G x U_A)^T``: KFAC and EFB."""
 
     input_basis: Tensor
@@ -94,7 +94,7 @@ class EigenbasisRows(Rows):
         return (outer * directions.unsqueeze(1)) @ outer.T
 
 
-class InformationRows(Rows):
+class InformationRows(RowCovariance):
     """``S_oo = H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``: INF, in float64, since two large numbers cancel along stiff
     directions.
     """
@@ -165,7 +165,7 @@ class InformationRows(Rows):
         columns = self.columns[0]
         step = max(1, _CHUNK // max(1, outputs * inputs))
         for start in range(0, columns.shape[0], step):
-            # Rows q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
+            # RowCovariance q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
             mixed = torch.einsum("og,lga->loa", self.output_basis[0], columns[start : start + step])
             rows = (mixed @ basis.T) * shrunk
             if covariance is None:
@@ -177,7 +177,7 @@ class InformationRows(Rows):
         return found.to(mean)
 
 
-class DenseRows(Rows):
+class DenseRows(RowCovariance):
     """Blocks of an explicit covariance, ``(G, m, G, m, n, n)`` by pairs of rows."""
 
     pairs: Tensor
