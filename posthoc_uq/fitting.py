@@ -205,7 +205,9 @@ def _fitted(task: Task, method: Method, features: FeatureSource | None) -> Poste
 def _settle_prior(posterior: Posterior, request: Request, task: Task, kept: KeptInputs) -> None:
     """The prior precision that was asked for, or the scale of a training."""
     head, prior, seed = posterior.record.head, request.prior, task.settings.seed
-    if request.faithful is not None:
+    if posterior.widening is None:  # there is nothing to set
+        head["criterion"] = "given"
+    elif request.faithful is not None:
         head["criterion"] = "faithful"
         inputs, predictor = kept.batches(task.device), wrap(task.model, posterior)
         settle_faithful(posterior, inputs, predictor, request.faithful, seed=seed)

@@ -94,6 +94,7 @@ def test_counts_are_the_papers() -> None:
             assert script.factor_count(shapes, method) == published[method]
 
 
+@pytest.mark.slow
 def test_fit_cost_gives_multiples_of_the_plain_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,7 @@ def test_moments_accuracy_compares_with_monte_carlo(
     assert body["diag, rho 0, calibrated"]["error"] < 0.7 * body["diag, rho 0"]["error"]
 
 
+@pytest.mark.slow
 def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("scaling")
     assert script.slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
@@ -252,6 +254,7 @@ def test_function_space_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert rows["last layer"]["step"] < rows["all layers"]["step"]
 
 
+@pytest.mark.slow
 def test_defaults_are_held_against_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("defaults")
     script.main(["--smoke", "--output", str(tmp_path)])

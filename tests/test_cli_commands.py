@@ -183,6 +183,7 @@ class TestFit:
         )
         assert "method='diag' does not take ['rank']" in said
 
+    @pytest.mark.slow
     def test_several_processes_fit_the_same(self, place: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "posthoc_uq", "fit", place / "train", *model_options(place), "--batch-size", 5]

@@ -20,6 +20,7 @@ def classifier() -> torch.nn.Module:
     return imagenet.efficientnet_lite0()
 
 
+@pytest.mark.slow
 def test_digits_end_to_end(tmp_path: Path) -> None:
     result = digits.run(tmp_path, seed=0, epochs=5)
 
@@ -40,6 +41,7 @@ def test_digits_end_to_end(tmp_path: Path) -> None:
     assert left == ["digits.cnn.pt", "digits.inf.h5", "digits.png"]
 
 
+@pytest.mark.slow
 def test_photos_on_a_few_crops(tmp_path: Path) -> None:
     result = photos.run(tmp_path, seed=0, crops=8)
 

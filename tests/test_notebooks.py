@@ -100,6 +100,7 @@ def test_every_notebook_has_claims_to_check() -> None:
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == CLAIMS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CLAIMS))
 def test_notebook_runs_and_its_text_agrees(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +118,7 @@ def test_notebook_runs_and_its_text_agrees(
     client.execute()  # raises what a cell raised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CLAIMS))
 def test_notebook_is_stored_as_run(name: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)

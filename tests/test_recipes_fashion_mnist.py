@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
     return write_fashion_mnist(tmp_path_factory.mktemp("idx"))
 
 
+@pytest.mark.slow
 def test_files_are_read_as_they_were_written(folder, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(RECIPE)!r}); from pathlib import Path; import data; "
@@ -36,6 +37,7 @@ def test_files_are_read_as_they_were_written(folder, tmp_path):
     assert [float(n) for n in numbers.split()] == pytest.approx([low, high], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_smoke(folder, tmp_path):
     done = run_recipe("fashion_mnist/run.py", "--smoke", "--data", folder, "--output", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

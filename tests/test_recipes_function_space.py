@@ -27,6 +27,7 @@ def test_help(script: str) -> None:
     assert shown.returncode == 0 and "--smoke" in shown.stdout and "--seeds" in shown.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "rows"), [("regression", 6), ("two_moons", 7), ("rotated_digits", 5)])
 def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
     done = run_recipe(f"function_space/{script}.py", "--smoke", "--output", tmp_path)
@@ -38,6 +39,7 @@ def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
     assert (tmp_path / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_smoke_on_images(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")

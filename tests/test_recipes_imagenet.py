@@ -100,6 +100,7 @@ def _files(folder: Path) -> list[Path]:
 # The smoke mode
 
 
+@pytest.mark.slow
 def test_smoke_leaves_tables_and_figures(smoke: tuple[Path, str]) -> None:
     folder, printed = smoke
     for name in ("figure6.png", "figure7.png", "search.png"):

@@ -37,7 +37,7 @@ class Prediction(ABC):
 
         def __getattr__(self, name: str) -> Any:
             own = type(self)
-            kinds = Prediction.__subclasses__()
+            kinds = sorted(Prediction.__subclasses__(), key=lambda kind: kind.kind == "draws")
             others = [kind for kind in kinds if kind is not own and name in dir(kind)]
             others += [kind for kind in kinds if name in getattr(kind, "__dataclass_fields__", {})]
             if name.startswith("_") or name in dir(own) or not others:
