@@ -125,7 +125,8 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        return _by_evidence(posterior, loader, asked, per_layer)
+        with posterior.searching():
+            return _by_evidence(posterior, loader, asked, per_layer)
     if per_layer:
         raise PosthocUQError(
             "per_layer=True is chosen by the log marginal likelihood; call tune without a loader."
@@ -172,8 +173,7 @@ def _by_evidence(
             "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
             "parameters and prior_precisions out, or take criterion='likelihood'."
         )
-    with posterior.searching():
-        trials = maximise_evidence(posterior, per_layer=per_layer, noise=asked.noise)
+    trials = maximise_evidence(posterior, per_layer=per_layer, noise=asked.noise)
     posterior.record.head |= {"criterion": asked.criterion} if posterior.record.head else {}
     return trials
 

@@ -315,7 +315,7 @@ class TestJointScores:
         found = evaluation.foreign["INF"]["noise"]["entropy and mutual_information"]
         assert found["AUROC"] == pytest.approx(expected, abs=1e-6)
         assert "entropy and mutual_information" not in evaluation.foreign["network"]["noise"]
-        assert any(row["score"] == "entropy and mutual_information" for row in evaluation.compared())
+        assert any(row["score"] == "entropy and mutual_information" for row in evaluation.rows())
         assert "entropy and mutual_information" in str(evaluation)
         assert "entropy and mutual_information" not in evaluation.selective["INF"]
 

@@ -110,8 +110,11 @@ def _check(
 
 def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:
     """The groups of scores that are taken together."""
-    groups = [_listed("Each group of joint", group) for group in _listed("joint", joint)]
-    if any(not group or any(name not in SCORES for name in group) for group in groups):
+    groups = [
+        group if isinstance(group, str) else _listed("Each group of joint", group)
+        for group in _listed("joint", joint)
+    ]
+    if any(isinstance(group, str) or not group or any(n not in SCORES for n in group) for group in groups):
         raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {groups!r}.")
     return tuple(map(tuple, groups))
 

@@ -38,8 +38,8 @@ class Prediction(ABC):
         def __getattr__(self, name: str) -> Any:
             own = type(self)
             kinds = sorted(Prediction.__subclasses__(), key=lambda kind: kind.kind == "draws")
-            others = [kind for kind in kinds if kind is not own and name in dir(kind)]
-            others += [kind for kind in kinds if name in getattr(kind, "__dataclass_fields__", {})]
+            known = {kind: {*dir(kind), *getattr(kind, "__dataclass_fields__", ())} for kind in kinds}
+            others = [kind for kind in kinds if kind is not own and name in known[kind]]
             if name.startswith("_") or name in dir(own) or not others:
                 object.__getattribute__(self, name)  # raises what it is asked for
             raise NotAnsweredError(
