@@ -87,20 +87,25 @@ def test_main_job(name, tmp_path):
 _MEMORY = """
 import pathlib, resource, torch, torchvision
 import posthoc_uq as uq
+status = pathlib.Path("/proc/self/status")  # the resource module's peak may begin with the parent's
+def peak():
+    lines = status.read_text().splitlines() if status.exists() else []
+    own = [line.split()[1] for line in lines if line.startswith("VmHWM")]
+    return int(own[0]) if own else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+imported = peak()
 torch.manual_seed(0)
 model, images = torchvision.models.resnet18(), torch.randn(8, 3, 224, 224)
 posterior = uq.fit(model, [images], prior_precision="evidence", head="sampling", progress=False)
 posterior.prior_precision = 1e6  # eight images leave the evidence's so wide that logits overflow
 prediction = uq.wrap(model, posterior, n_samples=30)(images)
 assert torch.isfinite(prediction.probs).all()
-status = pathlib.Path("/proc/self/status")  # the resource module's peak may begin with the parent's
-lines = status.read_text().splitlines() if status.exists() else []
-own = [line.split()[1] for line in lines if line.startswith("VmHWM")]
-print(own[0] if own else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peak() - imported)
 """
 
 
 def test_peak_memory_of_resnet18():
-    """Fit with evidence, thirty draws kept as an ensemble, and a prediction, at 224 px: under 2.5 GiB in all."""
+    """Fit with evidence, thirty draws kept as an ensemble (1.3 GiB), and a prediction, at 224 px: under 2 GiB above what
+    importing torch and torchvision takes, which differs from version to version (0.9 GiB of 2.15).
+    """
     done = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[-1]) / 2**20 < 2.5
+    assert int(done.stdout.split()[-1]) / 2**20 < 2.0
