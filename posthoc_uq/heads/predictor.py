@@ -150,10 +150,10 @@ class Predictor(nn.Module, ABC):
         """
         return self._prediction_of(self._posterior.snapshot(), distribution)
 
-    def _answer(self, posterior: Posterior, batch: Batch) -> Prediction:
+    def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
             found = self._predict(posterior, batch)
-        return checked(found)
+        return checked(found.to("cpu") if on_cpu else found)  # there a look costs no waiting
 
     @abstractmethod
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
@@ -336,6 +336,6 @@ class Predictor(nn.Module, ABC):
         found, posterior = list[Prediction](), self._posterior.snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                found.append(self._answer(posterior, batch).to("cpu"))
+                found.append(self._answer(posterior, batch, on_cpu=True))
                 bar.advance(len(found[-1]))
         return cat(found)

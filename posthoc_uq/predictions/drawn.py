@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq import metrics
-from posthoc_uq.devices import moved
+from posthoc_uq.devices import as_double, moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.draws import output_draws
@@ -270,7 +270,7 @@ class DrawnPrediction(Prediction):
         """Targets in the shape of the mean, where there is one and they fit it."""
         if self.mean is None or targets.numel() != self.mean.numel():
             return None
-        return targets.reshape(self.mean.shape).double()
+        return as_double(targets.reshape(self.mean.shape))
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the squared error, mean over outputs; without a mean the negative log-likelihood."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq import metrics
-from posthoc_uq.devices import has_double, moved
+from posthoc_uq.devices import as_double, has_double, moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.measures import interval_quality, retained_losses, squared_errors
@@ -210,7 +210,7 @@ class RegressionPrediction(Prediction):
                 f"The targets have shape {shape_text(targets)} and the predictions {shape_text(self.mean)}; "
                 f"take them apart with batch_to_targets."
             )
-        return targets.reshape(self.mean.shape).double()
+        return as_double(targets.reshape(self.mean.shape))
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: of values."""
