@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import cast
 
 import torch
@@ -13,6 +12,7 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import replicate
+from posthoc_uq.warned import warn_user
 
 
 def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
@@ -33,10 +33,8 @@ def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
             *few.args, **few.kwargs
         )
     if not posterior.likelihood.agrees(trained, drawn):
-        warnings.warn(
+        warn_user(
             "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
             "what the trained one does: it has few data for its weights. Pass val_loader=..., restrict it with "
-            "layers='last', leave prior_precision at its default ('faithful'), or predict with head='linearized'.",
-            UserWarning,
-            stacklevel=3,
+            "layers='last', leave prior_precision at its default ('faithful'), or predict with head='linearized'."
         )

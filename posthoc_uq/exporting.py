@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from posthoc_uq.loaders import Batch, output_tensor
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.tensors import ClassTensors, ValueTensors
 from posthoc_uq.replica import unwrap
+from posthoc_uq.warned import warn_user
 
 __all__ = ["ClassTensors", "ValueTensors", "export", "export_onnx", "exportable", "tensors_of"]
 
@@ -64,7 +64,7 @@ def exportable(predictor: Predictor) -> nn.Module:
     name; an ONNX file needs nothing. The linearised head needs backward passes, which no program holds: weights are
     drawn from its posterior in its place, with a warning.
     """
-    return _exportable(predictor, stacklevel=4)
+    return _exportable(predictor)
 
 
 def _check_inputs(inputs: tuple[Any, ...]) -> None:
@@ -76,7 +76,7 @@ def _check_inputs(inputs: tuple[Any, ...]) -> None:
         )
 
 
-def _exportable(predictor: Any, stacklevel: int) -> nn.Module:
+def _exportable(predictor: Any) -> nn.Module:
     if not isinstance(predictor, Predictor):
         raise PosthocUQError(
             f"export takes a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
@@ -84,19 +84,17 @@ def _exportable(predictor: Any, stacklevel: int) -> nn.Module:
     if isinstance(predictor, MomentsPredictor):
         return _Moments(predictor).eval()
     if not isinstance(predictor, SamplingPredictor):
-        predictor = _drawn(predictor, stacklevel)
+        predictor = _drawn(predictor)
     return _Sampling(predictor).eval()
 
 
-def _drawn(predictor: Predictor, stacklevel: int) -> SamplingPredictor:
+def _drawn(predictor: Predictor) -> SamplingPredictor:
     """Drawn weights of the same model and posterior, and a warning that says so."""
     drawn = SamplingPredictor(predictor.model, predictor.posterior)
-    warnings.warn(
+    warn_user(
         f"head={predictor.head!r} cannot be exported, because it needs backward passes: the program has "
         f"{drawn.n_samples} draws of the weights in its place, whose predictions differ somewhat; wrap with "
-        f"head='moments' or head='sampling' to choose.",
-        UserWarning,
-        stacklevel=stacklevel,
+        f"head='moments' or head='sampling' to choose."
     )
     return drawn
 
@@ -113,7 +111,7 @@ def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) ->
     Raises:
         PosthocUQError: the inputs are no tensors, or the model cannot be run on them.
     """
-    return _program(predictor, inputs, dynamic_batch, stacklevel=5)
+    return _program(predictor, inputs, dynamic_batch)
 
 
 def export_onnx(
@@ -136,7 +134,7 @@ def export_onnx(
         raise PosthocUQError(
             "ONNX files are written by torch with two packages more: pip install onnx onnxscript"
         )
-    program = _program(predictor, inputs, dynamic_batch, stacklevel=5)
+    program = _program(predictor, inputs, dynamic_batch)
     kind: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
     arguments = inspect.signature(unwrap(predictor.model).forward).parameters.values()
     named = [own.name for own in arguments if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
@@ -150,11 +148,9 @@ def export_onnx(
     )
 
 
-def _program(
-    predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool, stacklevel: int
-) -> torch.export.ExportedProgram:
+def _program(predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool) -> torch.export.ExportedProgram:
     _check_inputs(inputs)
-    module = _exportable(predictor, stacklevel)
+    module = _exportable(predictor)
     shapes: Any = None
     if dynamic_batch:
         batch = torch.export.Dim("batch", min=1, max=2**16)

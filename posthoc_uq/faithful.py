@@ -12,7 +12,6 @@ where the weights disagree to inputs where they agree.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite, log10
@@ -33,6 +32,7 @@ from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.predictions.samples import at_least_float32
 from posthoc_uq.replica import replicate
 from posthoc_uq.values import POSITIVE
+from posthoc_uq.warned import warn_user
 
 DIVERGENCE = 0.002  # nats: the default budget, which leaves choosing networks a fifth of the rule
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
@@ -128,12 +128,10 @@ class FaithfulSearch:
         divergence, _ = self._evaluated[found]
         self.trials.chosen = self.trials.trials[list(self._evaluated).index(found)]
         if not divergence <= budget:
-            warnings.warn(
+            warn_user(
                 f"No {self._label} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
                 f"posterior that was tried is {divergence:.3g} nats from them, and is kept. A model that any change of "
-                f"the weights breaks is better served by layers='last', or head='linearized'.",
-                UserWarning,
-                stacklevel=4,
+                f"the weights breaks is better served by layers='last', or head='linearized'."
             )
         at_edge = self._prior is not None and found <= self._own_decade() - _BELOW
         if at_edge:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, cast
@@ -38,6 +37,7 @@ from posthoc_uq.replica import replicate, statistics_dtype, unwrap
 from posthoc_uq.request import Request, requested
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import settle_faithful, tune
+from posthoc_uq.warned import warn_user
 from posthoc_uq.wrapping import wrap
 
 
@@ -157,9 +157,9 @@ def _begin(
 
     task, features, probabilities = together(begin, "the dry run")
     if task.prepared.warning is not None:
-        warnings.warn(task.prepared.warning, UserWarning, stacklevel=3)
+        warn_user(task.prepared.warning)
     if probabilities:
-        warnings.warn(PROBABILITIES, UserWarning, stacklevel=3)
+        warn_user(PROBABILITIES)
     return task, features
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.warned import warn_user
 
 HYPERPARAMETER = {"noise": "noise_scale"}  # where `tune` calls one otherwise than the posterior
 SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most
@@ -320,11 +320,9 @@ class HeldOutSearch:
                 if self.posterior.centre
                 else "Restrict the posterior (layers='last') or give it more data."
             )
-            warnings.warn(
+            warn_user(
                 f"The best validation NLL found, {self._best_loss:.4g}, is worse than the model's own, "
-                f"{total / count:.4g}: the posterior does not serve this model. {advice}",
-                UserWarning,
-                stacklevel=4,
+                f"{total / count:.4g}: the posterior does not serve this model. {advice}"
             )
         return self.trials
 

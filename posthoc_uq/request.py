@@ -96,7 +96,8 @@ def requested(
     if chosen.trains:
         chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:
-        prior = _checked_prior(prior_precision, faithful)
+        own_prior = getattr(chosen, "prior_precision", None)
+        prior = _checked_prior(own_prior if prior_precision is None else prior_precision, faithful)
     if prior_precision == "faithful" and not resolved.has_divergence:
         raise PosthocUQError(
             f"Likelihood {resolved.name!r} has no prediction that could be faithful to the network's; give "
@@ -129,6 +130,11 @@ def _of_training(method: Method, prior_precision: Any, faithful: Faithful) -> tu
         return method, prior_precision
     if prior_precision is not None and prior_precision != "faithful":
         given: dict[str, Any] = {"prior_precision": _checked_number(prior_precision)}
+        if getattr(method, "prior_precision", 0.0) is not None:  # there is no such field, or it has a value
+            raise PosthocUQError(
+                f"prior_precision is given to the fit, and method={method.name!r} has one of its own or takes none; "
+                f"leave it out of the fit."
+            )
         method = replace(method, **given)
     return method, faithful
 

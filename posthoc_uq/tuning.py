@@ -6,7 +6,6 @@ Changing them re-factors small systems and never needs the training data again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +22,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.values import COUNT, POSITIVE, SEED, flag, one_of, shown
+from posthoc_uq.warned import warn_user
 from posthoc_uq.wrapping import head_class, recorded_head, wrap
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
@@ -357,7 +357,7 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
 def _forget_calibration(posterior: Posterior, head: str) -> None:
     if head == "moments" and posterior.record.calibration:
         posterior.record.calibration = {}  # it belongs to other hyperparameters than those that are tried
-        warnings.warn("tune leaves the moments head's calibration out; calibrate again.", stacklevel=3)
+        warn_user("tune leaves the moments head's calibration out; calibrate again.")
 
 
 def _tempered(posterior: Posterior, temperature: bool | None) -> bool:

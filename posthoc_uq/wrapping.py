@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
@@ -22,6 +21,7 @@ from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.replica import other_name, unwrap
 from posthoc_uq.storage.schema import check_unchanged
 from posthoc_uq.values import one_of
+from posthoc_uq.warned import warn_user
 
 # A head's options are the arguments of its class.
 _CLASSES: dict[str, type[Predictor]] = {
@@ -177,12 +177,10 @@ def _warn_of_another_head(posterior: Posterior, head: str) -> None:
     if found_for in (None, head) or not by_predictions or head in posterior.warned_heads:
         return
     posterior.warned_heads.add(head)
-    warnings.warn(
+    warn_user(
         f"The posterior's prior precision was found for head={found_for!r}, and head={head!r} may need another: "
         f"uq.tune(posterior, loader, criterion='faithful', head={head!r}) finds it from inputs like those of the "
-        f"training.",
-        UserWarning,
-        stacklevel=3,
+        f"training."
     )
 
 

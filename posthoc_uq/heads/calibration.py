@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import exp
@@ -20,6 +19,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device
+from posthoc_uq.warned import warn_user
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,9 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Ca
     if not kept or kept["head"] != dict(settings):
         return None
     if kept["posterior"] != posterior_settings(posterior):
-        warnings.warn(
+        warn_user(
             "The posterior's scale or prior precision changed after calibrate(); the calibration is not used. "
-            "Calibrate again.",
-            stacklevel=4,
+            "Calibrate again."
         )
         return None
     return Calibration(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -34,6 +33,7 @@ from posthoc_uq.predictions.links import DRAWS, checked_link
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 from posthoc_uq.values import UNIT, check_function, flag, one_of
+from posthoc_uq.warned import warn_user
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -250,10 +250,9 @@ class MomentsPredictor(Predictor):
             return
         unused = [noise.layer for noise in prepared.noises if noise.layer not in used]
         if unused:
-            warnings.warn(
+            warn_user(
                 f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that are "
-                f"computed anew at every call, or layers that did not run); their uncertainty is missing.",
-                stacklevel=2,
+                f"computed anew at every call, or layers that did not run); their uncertainty is missing."
             )
         self._checked = True
 

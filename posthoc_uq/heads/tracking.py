@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.replica import model_device
+from posthoc_uq.warned import warn_user
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,9 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
             )
     unused = [name for name in posterior.layers if name not in chosen]
     if unused:
-        warnings.warn(
+        warn_user(
             f"The model does not use these layers of the posterior for such inputs, so they add no uncertainty: "
-            f"{unused}.",
-            stacklevel=6,
+            f"{unused}."
         )
     capture = Capture(model)
     capture.track([replace(tracked, engine="hooks", module=None) for tracked in chosen.values()])

@@ -6,7 +6,6 @@ does not depend on the prior precision, so its search needs no labels.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from scipy.optimize import minimize, minimize_scalar
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
+from posthoc_uq.warned import warn_user
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
 LIMITS = (-10.0, 12.0)  # and how far the search goes before it gives up
@@ -150,12 +150,10 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
 def warn_edges(trials: Trials) -> None:
     """Say aloud what was found at an edge."""
     if trials.at_edge:
-        warnings.warn(
+        warn_user(
             f"The search ended at the edge of its interval for {', '.join(trials.at_edge)}; the value is a "
             f"bound, not an optimum. "
-            f"Set it yourself, or look at what was tried.",
-            UserWarning,
-            stacklevel=4,
+            f"Set it yourself, or look at what was tried."
         )
 
 

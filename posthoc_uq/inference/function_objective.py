@@ -11,7 +11,6 @@ divergence enters once a data set, so once in N per sample.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from math import log
 from typing import Any, cast
@@ -32,6 +31,7 @@ from posthoc_uq.inference.training import Group, Objective
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import mixed_seed
+from posthoc_uq.warned import warn_user
 
 _WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of a step's seed
 
@@ -289,13 +289,11 @@ class FunctionSpaceObjective(Objective):
         """Once in a training."""
         if factor > 1 and not self._raised:
             self._raised = True
-            warnings.warn(
+            warn_user(
                 f"A covariance at the context points had no Cholesky factor at "
                 f"function_noise={self._options.function_noise:g}, and was given {factor} times as much; such a "
                 f"step weighs the means less. A larger function_noise, or fewer or less alike context points, makes "
-                f"all steps alike.",
-                UserWarning,
-                stacklevel=2,
+                f"all steps alike."
             )
 
     @torch.no_grad()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil, exp, inf, isfinite
@@ -32,6 +31,7 @@ from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.warned import warn_user
 
 FUNCTION_SPACE = "function_space"  # the method's name
 PRIOR_PRECISION = 1.0  # where none is given
@@ -148,12 +148,10 @@ def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> Func
     if options.n_context is None:
         return replace(options, n_context=min(N_CONTEXT, rank))
     if options.n_context > rank:
-        warnings.warn(
+        warn_user(
             f"n_context={options.n_context} is more than the {rank} dimensions of functions of the last layer "
             f"'{network.last.name}': what the mean has outside of them costs by function_noise="
-            f"{options.function_noise:g} alone. Take at most {rank} context points, or a larger function_noise.",
-            UserWarning,
-            stacklevel=4,
+            f"{options.function_noise:g} alone. Take at most {rank} context points, or a larger function_noise."
         )
     return options
 
@@ -164,11 +162,9 @@ def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
     share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
     reach = share * steps * options.log_variance_lr
     if options.optimizer is None and reach < 0.25:
-        warnings.warn(
+        warn_user(
             f"{steps} steps at log_variance_lr={options.log_variance_lr:g} move a log variance by {reach:.2g} at most, "
-            f"so the variances are nearly those of the start; raise log_variance_lr and lr={options.lr:g}, or epochs.",
-            UserWarning,
-            stacklevel=4,
+            f"so the variances are nearly those of the start; raise log_variance_lr and lr={options.lr:g}, or epochs."
         )
 
 
@@ -266,11 +262,9 @@ def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, T
         else:
             kept += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
     if kept:
-        warnings.warn(
+        warn_user(
             f"prior_mean='random_init' keeps {len(kept)} trained parameters whose modules have no reset_parameters(), "
-            f"{kept[0]!r} among them.",
-            UserWarning,
-            stacklevel=5,
+            f"{kept[0]!r} among them."
         )
     tensors = {name: p.detach().to(device) for name, p in own.named_parameters()}
     return tensors | {name: buffer.detach().to(device) for name, buffer in own.named_buffers()}

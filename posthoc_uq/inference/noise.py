@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
@@ -16,6 +15,7 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.task import Task
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.warned import warn_user
 
 
 def find_noise(task: Task) -> str:
@@ -45,12 +45,10 @@ def find_noise(task: Task) -> str:
 
     found = task.stage("noise", work)
     if not found:
-        warnings.warn(
+        warn_user(
             "The loader gives no targets, so the noise variance of this regression is taken as 1, in squared units of "
             "the targets. Give it with noise_variance=..., a number or one for each output, or fit on a loader of "
-            "(inputs, targets), whose mean squared residual is taken.",
-            UserWarning,
-            stacklevel=3,
+            "(inputs, targets), whose mean squared residual is taken."
         )
         return "1, since the loader gives no targets"
     noise = as_double(found["noise"]["variance"]).cpu()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.warned import warn_user
 
 
 @dataclass
@@ -154,11 +154,9 @@ class Task:
                 f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
             )
         if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
-            warnings.warn(
+            warn_user(
                 "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
-                "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'.",
-                UserWarning,
-                stacklevel=2,
+                "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
             )
         self.summary = summary
         self.observed = self.observed or share == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.information import Correction, InformationBlock
 from posthoc_uq.values import SHARE, UNIT, put_numbers
+from posthoc_uq.warned import warn_user
 
 _GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
 
@@ -140,10 +140,8 @@ class INF(Curvature):
                 break
             rank = rank // 2
         if rank < asked:
-            warnings.warn(
+            warn_user(
                 f"Layer '{name}': rank {asked} selects a grid whose small system would take more than "
-                f"{_GRID_LIMIT / 2**30:.0f} GiB; rank {rank} is kept instead. Fit with a smaller rank.",
-                UserWarning,
-                stacklevel=2,
+                f"{_GRID_LIMIT / 2**30:.0f} GiB; rank {rank} is kept instead. Fit with a smaller rank."
             )
         return block

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +15,7 @@ from posthoc_uq.posteriors.record import Record
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.specs import LARGEST
 from posthoc_uq.values import POSITIVE, UNIT
+from posthoc_uq.warned import warn_user
 
 Value = TypeVar("Value")
 
@@ -198,7 +198,7 @@ class Adjustable:
         finally:
             self._searching = False
         if self.record.referral is kept:  # none were set within
-            self._warn_of_thresholds(before, stacklevel=5, way_out=way_out)
+            self._warn_of_thresholds(before, way_out)
 
     def _thresholds_rest_on(self, settings: Hyperparameters) -> dict[str, Any]:
         """What the thresholds of a referral belong to: these settings, and of the moments head its calibration."""
@@ -206,25 +206,20 @@ class Adjustable:
         calibrated = bool(kept) and kept["head"].get("head") == "moments"
         return settings.plain() | ({"calibration": dict(self.record.calibration)} if calibrated else {})
 
-    def _warn_of_thresholds(
-        self, before: dict[str, Any], stacklevel: int, way_out: str | None = None
-    ) -> None:
+    def _warn_of_thresholds(self, before: dict[str, Any], way_out: str | None = None) -> None:
         """Say that the thresholds of a referral, which applied before, do so no more.
 
         Args:
             before: what they would have rested on then.
-            stacklevel: of the warning.
             way_out: see `searching`.
         """
         kept = self.record.referral
         if self._searching or not kept or any(before[name] != own for name, own in kept["posterior"].items()):
             return
         if self._thresholds_rest_on(self._settings) != before:
-            warnings.warn(
+            warn_user(
                 f"The referral threshold ({rule_of(kept, 4)}) was set for other hyperparameters and no longer applies; "
-                f"{way_out or _WAY_OUT}.",
-                UserWarning,
-                stacklevel=stacklevel,
+                f"{way_out or _WAY_OUT}."
             )
 
     @property
@@ -265,7 +260,7 @@ class Adjustable:
             before = self._settings
             self._settings = replace(self._settings, **checked)
         if self.record.referral:
-            self._warn_of_thresholds(self._thresholds_rest_on(before), stacklevel=4)
+            self._warn_of_thresholds(self._thresholds_rest_on(before))
 
     def _checked(self, name: str, value: Any) -> Any:
         """A value that may be set: of what the posterior lacks, the present one alone."""
