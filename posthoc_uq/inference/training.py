@@ -141,6 +141,15 @@ class _State:
     done: bool = False
 
 
+def best_epoch(history: list[dict[str, float]]) -> int:
+    """The number, from 1, of the epoch whose tensors a training ended with: that of the least validation NLL, or the
+    last; what is not finite is never the least.
+    """
+    losses = [entry.get("validation NLL", inf) for entry in history]
+    finite = [loss if isfinite(loss) else inf for loss in losses]
+    return finite.index(min(finite)) + 1 if "validation NLL" in history[0] else len(history)
+
+
 def cosine(progress: float, floor: float = 0.05) -> float:
     """From 1 down to `floor` as `progress` goes from 0 to 1: the default schedule of learning rates."""
     return floor + (1 - floor) * 0.5 * (1 + cos(pi * min(1.0, progress)))
