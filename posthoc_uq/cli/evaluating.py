@@ -63,7 +63,7 @@ def evaluate_file(path: str, spec: str, given: Mapping[str, Any], progress: bool
         **evaluation.to_dict(),
         "threshold": threshold,
         "score": (score or evaluation.default_score) if threshold is not None else None,
-        "rule": rule_of(posterior.record.referral) if threshold is not None else None,
+        "rule": rule_of(posterior.history.referral) if threshold is not None else None,
         "head": predictor.identity(),
         "written": outputs,
         "text": str(evaluation),

@@ -54,9 +54,9 @@ def fit_and_save(spec: str, output: str, given: Mapping[str, Any], progress: boo
     data = data_of(spec, source, given, labels=not given["unlabelled"], split="train", divided=True)
     held_out = _held_out(source, given)
     posterior = fit(source.model, data.loader, val_loader=held_out, progress=progress, **arguments, **others)
-    posterior.record.fit |= {"model": source.spec, "data": data.spec}
+    posterior.history.fit |= {"model": source.spec, "data": data.spec}
     if data.files is not None or spec.startswith("torchvision:"):
-        posterior.record.fit["images"] = source.transform.text
+        posterior.history.fit["images"] = source.transform.text
     dtype = None if given["save_dtype"] is None else getattr(torch, given["save_dtype"])
     compression: Literal["gzip"] | None = "gzip" if given["compress"] else None
     _saved(lambda: save(posterior, output, dtype=dtype, compression=compression))

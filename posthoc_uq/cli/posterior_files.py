@@ -23,7 +23,7 @@ _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def posterior_of(path: str, source: Source) -> Posterior:
     """The posterior in a file, for this model; warns where images are prepared in another way than for the fit."""
     posterior = load(path, source.model)
-    used = posterior.record.fit.get("images")
+    used = posterior.history.fit.get("images")
     if used is not None and used != source.transform.text:
         warnings.warn(
             f"'{path}' was fitted on images prepared as [{used}], and these are prepared as [{source.transform.text}].",

@@ -58,7 +58,7 @@ def predict_to_csv(
                 prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
                 if table is None:
                     applies = _applies(predictor, prediction)
-                    table = _Table(prediction, posterior.record.referral, names, given)
+                    table = _Table(prediction, posterior.history.referral, names, given)
                     writer.writerow(table.header)
                 numbers = batch.targets if data.numbered else None
                 flags = _flags(predictor, prediction) if applies else None
@@ -87,13 +87,13 @@ def _flags(predictor: Predictor, prediction: Prediction) -> _Flags:
     by_score = referral_reasons(predictor, prediction)
     flags = zip(*(flag.tolist() for flag in by_score.values()), strict=True)
     reasons = [[name for name, flag in zip(by_score, row, strict=True) if flag] for row in flags]
-    several = "scores" in predictor.posterior.record.referral
+    several = "scores" in predictor.posterior.history.referral
     return _Flags(reasons, referral_tail(predictor, prediction).tolist() if several else None)
 
 
 def _applies(predictor: Predictor, prediction: Prediction) -> bool:
     """Whether there is a threshold to flag by; warns where the file has one that does not apply."""
-    if not predictor.posterior.record.referral:
+    if not predictor.posterior.history.referral:
         return False
     try:
         refer(predictor, prediction)

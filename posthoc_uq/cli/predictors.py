@@ -32,7 +32,7 @@ def head_of(
     """
     kept, options = recorded_head(posterior)
     if of_threshold and _holds(posterior):
-        recorded: Mapping[str, Any] = posterior.record.referral["head"]
+        recorded: Mapping[str, Any] = posterior.history.referral["head"]
         kept = str(recorded["head"])
         options = {
             name: value for name, value in recorded.items() if name not in _NO_OPTIONS and value != "own"
@@ -52,7 +52,7 @@ def head_of(
 
 def _holds(posterior: Posterior) -> bool:
     """Whether the file has a threshold, and still the hyperparameters that it was set for."""
-    referral = posterior.record.referral
+    referral = posterior.history.referral
     return bool(referral) and referral["posterior"] == posterior.settings.plain()
 
 

@@ -43,13 +43,13 @@ def tune_file(path: str, given: Mapping[str, Any], progress: bool) -> dict[str, 
     found = dict(sorted(posterior.reported().items(), key=lambda shown: shown[0] != "prior precision"))
     if posterior.noise_variance is not None:
         found["noise variance"] = posterior.noise_variance.tolist()
-    referral = posterior.record.referral if threshold is not None else {}
+    referral = posterior.history.referral if threshold is not None else {}
     return {
         "output": given["output"] or path,
         "hyperparameters": found,
         "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
         **searched,
-        "searched through": posterior.record.head or None,
+        "searched through": posterior.history.head or None,
         "threshold": threshold,
         "score": referral.get("score", list(referral.get("scores", {})) or None),
         "rule": rule_of(referral) or None,
@@ -92,11 +92,11 @@ def _search(
     found |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
     found["validation NLL"] = (trials.chosen or {}).get("validation NLL")
     if criterion == "faithful":
-        found |= {name: posterior.record.faithful[name] for name in ("divergence", "budget")}
+        found |= {name: posterior.history.faithful[name] for name in ("divergence", "budget")}
     if (
         criterion != "evidence" and "n_samples" in options
     ):  # of predictions, which need not be those of the search
-        posterior.record.head["options"]["n_samples"] = options["n_samples"]
+        posterior.history.head["options"]["n_samples"] = options["n_samples"]
     return found
 
 

@@ -18,8 +18,8 @@ from posthoc_uq.posteriors import capabilities as can
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.layout import Layout
-from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.row_covariance import RowCovariance
 from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
@@ -68,7 +68,7 @@ class Posterior(Adjustable):
         mean: Mapping[str, Tensor],
         likelihood: Likelihood,
         evidence: Evidence,
-        record: Record | None = None,
+        history: History | None = None,
         *,
         centre: Mapping[str, Tensor] | None = None,
         settings: Hyperparameters | None = None,
@@ -82,7 +82,7 @@ class Posterior(Adjustable):
         self.mean = {name: self.centre.get(name, own) for name, own in self.original.items()}
         self.likelihood = likelihood
         self.evidence = evidence
-        self.record = record or Record()
+        self.history = history or History()
         self.model: nn.Module | None = None
         self.features: FeatureGrams | None = None
         self.fingerprint: str | None = None
@@ -392,7 +392,7 @@ class Posterior(Adjustable):
             self.likelihood.name,
             self.layers,
             self.blocks,
-            self.record,
+            self.history,
             settings=self._settings,
             shown=self.reported(),
             features=self.features,

@@ -9,8 +9,8 @@ import torch
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
-from posthoc_uq.posteriors.record import Evidence
 
 
 def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -> Posterior:
@@ -53,7 +53,10 @@ def training_precisions(posterior: Posterior) -> dict[str, float]:
     Raises:
         PosthocUQError: the posterior does not say which layer that was.
     """
-    last, body = posterior.record.fit.get("last layer"), posterior.record.fit.get("prior body variance", 0.0)
+    last, body = (
+        posterior.history.fit.get("last layer"),
+        posterior.history.fit.get("prior body variance", 0.0),
+    )
     if last not in posterior.layers:
         raise PosthocUQError(
             "This trained posterior does not say what its prior was (it is from an older release); fit again, or ask "

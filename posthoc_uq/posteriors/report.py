@@ -13,7 +13,7 @@ from posthoc_uq.errors import printable
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.record import Record
+from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.tables import cell_text, text_table
@@ -108,7 +108,7 @@ def build_report(
     likelihood: str,
     layers: Mapping[str, Layer],
     blocks: Mapping[str, Block],
-    record: Record,
+    history: History,
     *,
     settings: Hyperparameters,
     shown: Mapping[str, Any],
@@ -122,7 +122,7 @@ def build_report(
         likelihood: its name.
         layers: by name.
         blocks: by name, which is the layer's where they are of one layer.
-        record: what it remembers of its fit.
+        history: what it remembers of its fit.
         settings: its hyperparameters.
         shown: those that a report shows, by label.
         features: what it keeps of the last layer's inputs, or None.
@@ -154,10 +154,10 @@ def build_report(
     if noise is not None:
         summary["noise variance"] = [float(f"{value:.4g}") for value in noise.tolist()]
     return Report(
-        summary | record.fit,
+        summary | history.fit,
         rows,
-        dict(record.deterministic),
-        dict(record.tuning) | _calibrated(record.calibration) | _referred(record.referral),
+        dict(history.deterministic),
+        dict(history.tuning) | _calibrated(history.calibration) | _referred(history.referral),
     )
 
 

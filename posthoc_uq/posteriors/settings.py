@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fields import Number
 from posthoc_uq.layers import Layer
-from posthoc_uq.posteriors.record import Record
+from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.specs import LARGEST
 from posthoc_uq.values import POSITIVE, UNIT
@@ -152,7 +152,7 @@ class Adjustable:
     layers: dict[str, Layer]
     tunable: frozenset[str]
     settled: frozenset[str]
-    record: Record
+    history: History
     _settings: Hyperparameters
     _searching = False  # whether many settings are being tried, so that only the last of them counts
 
@@ -191,20 +191,20 @@ class Adjustable:
         if self._searching:
             yield
             return
-        kept, before = self.record.referral, self._thresholds_rest_on(self._settings)
+        kept, before = self.history.referral, self._thresholds_rest_on(self._settings)
         self._searching = True
         try:
             yield
         finally:
             self._searching = False
-        if self.record.referral is kept:  # none were set within
+        if self.history.referral is kept:  # none were set within
             self._warn_of_thresholds(before, way_out)
 
     def _thresholds_rest_on(self, settings: Hyperparameters) -> dict[str, Any]:
         """What the thresholds of a referral belong to: these settings, and of the moments head its calibration."""
-        kept = self.record.referral
+        kept = self.history.referral
         calibrated = bool(kept) and kept["head"].get("head") == "moments"
-        return settings.plain() | ({"calibration": dict(self.record.calibration)} if calibrated else {})
+        return settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
 
     def _warn_of_thresholds(self, before: dict[str, Any], way_out: str | None = None) -> None:
         """Say that the thresholds of a referral, which applied before, do so no more.
@@ -213,7 +213,7 @@ class Adjustable:
             before: what they would have rested on then.
             way_out: see `searching`.
         """
-        kept = self.record.referral
+        kept = self.history.referral
         if self._searching or not kept or any(before[name] != own for name, own in kept["posterior"].items()):
             return
         if self._thresholds_rest_on(self._settings) != before:
@@ -259,7 +259,7 @@ class Adjustable:
         with _SETTING:
             before = self._settings
             self._settings = replace(self._settings, **checked)
-        if self.record.referral:
+        if self.history.referral:
             self._warn_of_thresholds(self._thresholds_rest_on(before))
 
     def _checked(self, name: str, value: Any) -> Any:

@@ -20,7 +20,7 @@ from posthoc_uq.likelihoods import Likelihood, described, likelihood_from_attrib
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import BLOCKS, Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, Evidence, Record
+from posthoc_uq.posteriors.history import HEAD_CRITERIA, HEADS, Evidence, History
 from posthoc_uq.posteriors.referral import checked_referral
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 from posthoc_uq.posteriors.specs import TensorSpec
@@ -44,14 +44,14 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
             },
             "record": {
-                "fit": dict(posterior.record.fit),
-                "deterministic": dict(posterior.record.deterministic),
-                "tuning": dict(posterior.record.tuning),
-                "head": dict(posterior.record.head),
-                "faithful": _plain_faithful(posterior.record.faithful),
-                "calibration": dict(posterior.record.calibration),
-                "referral": dict(posterior.record.referral),
-                "novelty": posterior.record.novelty,
+                "fit": dict(posterior.history.fit),
+                "deterministic": dict(posterior.history.deterministic),
+                "tuning": dict(posterior.history.tuning),
+                "head": dict(posterior.history.head),
+                "faithful": _plain_faithful(posterior.history.faithful),
+                "calibration": dict(posterior.history.calibration),
+                "referral": dict(posterior.history.referral),
+                "novelty": posterior.history.novelty,
             },
         },
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
@@ -239,7 +239,7 @@ def posterior_from_state(
             mean,
             likelihood or likelihood_from_attributes(attributes["likelihood"]),
             _evidence(attributes["evidence"]),
-            _record(attributes["record"], layers),
+            _history(attributes["record"], layers),
             centre=_checked_centre(state, layers),
             settings=Hyperparameters(**{name: attributes[name] for name in ABOUT}),
         )
@@ -286,8 +286,8 @@ def _evidence(kept: Mapping[str, Any]) -> Evidence:
     )
 
 
-def _record(kept: Mapping[str, Any], layers: Collection[str]) -> Record:
-    return Record(
+def _history(kept: Mapping[str, Any], layers: Collection[str]) -> History:
+    return History(
         dict(kept["fit"]),
         dict(kept["deterministic"]),
         dict(kept["tuning"]),

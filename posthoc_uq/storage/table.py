@@ -34,7 +34,7 @@ from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.features import SOURCES
-from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, NOVELTIES
+from posthoc_uq.posteriors.history import HEAD_CRITERIA, HEADS, NOVELTIES
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.posteriors.specs import LARGEST
 from posthoc_uq.predictions.scores import SCORES

@@ -54,7 +54,7 @@ class Evidence:
 
 
 @dataclass
-class Record:
+class History:
     """What a posterior remembers of how it came to be; `report` prints it.
 
     Attributes:
