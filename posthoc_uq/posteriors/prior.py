@@ -27,13 +27,13 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
     for name, layer in posterior.layers.items():
         if isinstance(precision, Mapping) and name not in precision:
             continue
-        own = precision[name] if isinstance(precision, Mapping) else precision
-        if not 0 < own < float("inf"):
-            raise PosthocUQError(f"prior_precision must be positive and finite, not {own}.")
+        layer_precision = precision[name] if isinstance(precision, Mapping) else precision
+        if not 0 < layer_precision < float("inf"):
+            raise PosthocUQError(f"prior_precision must be positive and finite, not {layer_precision}.")
         like = posterior.original[layer.weight]
         kind = torch.float64 if like.dtype == torch.float64 else torch.float32
         blocks[name] = MeanFieldBlock(
-            torch.full(layer.matrix_shape, 1.0 / own, dtype=kind, device=like.device), 1
+            torch.full(layer.matrix_shape, 1.0 / layer_precision, dtype=kind, device=like.device), 1
         )
     return Posterior(
         posterior.method,
@@ -47,8 +47,8 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
 
 
 def training_precisions(posterior: Posterior) -> dict[str, float]:
-    """The precisions by layer of the prior that a training measured its posterior against: of the last layer's weights
-    the posterior's prior precision, and of all others where the training gave them a variance.
+    """The prior precisions by layer that a training over functions used: for the last layer's weights the posterior's
+    prior precision, and for the others the one of the training's body variance, if it had any.
 
     Raises:
         PosthocUQError: the posterior does not say which layer that was.
