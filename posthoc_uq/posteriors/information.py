@@ -110,7 +110,7 @@ class InformationFactor(Factor):
         columns = torch.linalg.solve_triangular(lower, columns, upper=False)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
         drawn = self._lift(columns.permute(2, 0, 1).to(wide))
-        # half * (own - half * drawn), in place: these are the largest temporaries of a prediction's set-up
+        # half * (wide - half * drawn), in place: these are the largest temporaries when a prediction is set up
         return drawn.mul_(half).neg_().add_(wide).mul_(half).to(normals)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
