@@ -60,11 +60,11 @@ def digits_figure(
     for axes, (title, sets) in zip(panels[1:], scores.items(), strict=True):
         _histogram(axes, title, sets)
     tiles = lower.subplots(1, len(examples))
-    shown = ""
+    last_group = ""
     for axes, example in zip(tiles, examples, strict=True):
         axes.imshow(example.image.squeeze(0).numpy(), cmap="gray_r", vmin=0, vmax=1)
-        heading = "" if example.group == shown else example.group
-        shown = example.group
+        heading = "" if example.group == last_group else example.group
+        last_group = example.group
         axes.set_title(heading, loc="left", fontsize=10, fontweight="bold")
         axes.set_xlabel("\n".join([example.caption, *_numbers(example.scores)]), fontsize=8)
         _bare(axes, "#BBBBBB")

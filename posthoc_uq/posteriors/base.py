@@ -26,6 +26,7 @@ from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.values import COUNT, shown
 
+_Number = float | Tensor
 _TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
 
 
@@ -55,8 +56,7 @@ class Posterior(Adjustable):
             the fit found no such layer, or took no such statistics.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
-        warned_heads: heads for which `wrap` has warned that the hyperparameters were found for another one; no part of
-            the state.
+        warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Posterior(Adjustable):
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        noise = self.likelihood.noise_variance
-        return None if noise is None else noise * self.noise_scale
+        fitted_variance = self.likelihood.noise_variance
+        return None if fitted_variance is None else fitted_variance * self.noise_scale
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
@@ -195,10 +195,10 @@ class Posterior(Adjustable):
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
         for layer, matrix, centred in self._drawn(unique, factors):
-            for name, deviation in layer.to_parameters(matrix).items():
+            for name, values in layer.to_parameters(matrix).items():
                 mean = self.mean[name]
                 # A bias is a column of its layer's matrix: a view of it would keep the whole matrix in memory.
-                draw = deviation.to(device=mean.device, dtype=mean.dtype).contiguous()
+                draw = values.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
                     sign = torch.tensor(signs, device="cpu").to(draw).reshape(-1, *[1] * mean.ndim)
                     draw = draw[index.to(draw.device)] * sign
@@ -287,8 +287,8 @@ class Posterior(Adjustable):
         if spec.bias is not None:
             means = torch.nn.functional.pad(means, (0, 1), value=1.0)
             spread = None if spread is None else torch.nn.functional.pad(spread, (0, 1))
-        outputs = self.rows(layer).variance(means, spread)
-        return outputs if grouped else outputs.squeeze(1)
+        variances = self.rows(layer).variance(means, spread)
+        return variances if grouped else variances.squeeze(1)
 
     def rows(self, layer: str) -> RowCovariance:
         """The covariance of one layer's rows, ready for many inputs.
@@ -380,14 +380,10 @@ class Posterior(Adjustable):
             self._cache.put(block, key, factor)
         return factor
 
-    def _of_block(
-        self, block: str, settings: Hyperparameters, prior: Any, noise_scale: float | Tensor
-    ) -> Settings:
+    def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:
         """The settings on which a block's precision depends, at this prior precision and noise scale."""
-        prior = self._layout.prior(block, prior)
-        return Settings(
-            settings.scale / noise_scale**self.evidence.noise_power, prior, settings.residual_weight
-        )
+        scale = settings.scale / noise_scale**self.evidence.noise_power
+        return Settings(scale, self._layout.prior(block, prior), settings.residual_weight)
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
