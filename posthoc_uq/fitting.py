@@ -110,8 +110,8 @@ def fit(
     task.observe()
     del task.prepared
     if posterior.likelihood.noise_variance is not None:
-        posterior.record.tuning.setdefault("noise variance", noise)
-    posterior.record.head = {"name": request.head, "options": {}}
+        posterior.history.tuning.setdefault("noise variance", noise)
+    posterior.history.head = {"name": request.head, "options": {}}
     _settle_prior(posterior, request, task, kept)
     if val_loader is not None and not request.method.trains:
         readers: dict[str, Any] = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
@@ -204,7 +204,7 @@ def _fitted(task: Task, method: Method, features: FeatureSource | None) -> Poste
 
 def _settle_prior(posterior: Posterior, request: Request, task: Task, kept: KeptInputs) -> None:
     """The prior precision that was asked for, or the scale of a training."""
-    head, prior, seed = posterior.record.head, request.prior, task.settings.seed
+    head, prior, seed = posterior.history.head, request.prior, task.settings.seed
     if posterior.widening is None:  # there is nothing to set
         head["criterion"] = "given"
     elif request.faithful is not None:
@@ -216,7 +216,7 @@ def _settle_prior(posterior: Posterior, request: Request, task: Task, kept: Kept
     elif isinstance(prior, float):
         head["criterion"] = "given"
         posterior.prior_precision = prior
-        posterior.record.tuning["prior precision"] = "given"
+        posterior.history.tuning["prior precision"] = "given"
     else:
         head["criterion"] = "evidence"
         maximise_evidence(posterior)

@@ -144,7 +144,7 @@ def tune(
         fitted = _fitted_prior(posterior, name)
         predictor = wrap(model_of(posterior), posterior, name, **own)
         kept = plain_options(options or _recorded(posterior, name))
-        posterior.record.head = {"name": name, "options": kept, "criterion": asked.criterion}
+        posterior.history.head = {"name": name, "options": kept, "criterion": asked.criterion}
         if asked.criterion == "faithful":
             return _by_faithfulness(posterior, loader, predictor, reader, asked)
         return _by_likelihood(posterior, loader, predictor, reader, asked, fitted)
@@ -174,7 +174,7 @@ def _by_evidence(
             "parameters and prior_precisions out, or take criterion='likelihood'."
         )
     trials = maximise_evidence(posterior, per_layer=per_layer, noise=asked.noise)
-    posterior.record.head |= {"criterion": asked.criterion} if posterior.record.head else {}
+    posterior.history.head |= {"criterion": asked.criterion} if posterior.history.head else {}
     return trials
 
 
@@ -213,18 +213,20 @@ def settle_faithful(
         seed: of the draws.
         matched: whether each prior precision has a temperature of its own.
     """
-    kept = posterior.record.faithful
+    kept = posterior.history.faithful
     if kept and posterior.temperature == kept["temperature"]:  # matched before: the network's own is another
         posterior.temperature = kept["network_temperature"]
     before = posterior.temperature
     search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched)
     reached = search.run(divergence)
-    record, own = posterior.record, search.name
-    record.tuning[ABOUT[own].label] = f"faithful through head={predictor.head!r}: {reached}"
-    record.tuning.pop("temperature", None)
+    history, own = posterior.history, search.name
+    history.tuning[ABOUT[own].label] = f"faithful through head={predictor.head!r}: {reached}"
+    history.tuning.pop("temperature", None)
     if posterior.temperature != before:
-        record.tuning["temperature"] = "the one at which the mean entropy on the same inputs is the network's"
-    record.faithful = {
+        history.tuning["temperature"] = (
+            "the one at which the mean entropy on the same inputs is the network's"
+        )
+    history.faithful = {
         "head": predictor.head,
         "value": posterior.settings.plain()[own],
         "temperature": posterior.temperature,
@@ -303,7 +305,7 @@ def _return_to_faithful(
     """Set the faithful prior, from which a search on held-out data goes upwards: the one on record where it was found
     through the same head with the same budget and settings, or else by the held-out inputs.
     """
-    kept = posterior.record.faithful
+    kept = posterior.history.faithful
     same = kept and (kept["head"], kept["budget"], kept["settings"]) == (
         predictor.head,
         divergence,
@@ -321,8 +323,8 @@ def _fitted_prior(posterior: Posterior, head: str) -> Any:
     """The faithful prior precision (or scale) of a fit, or of a search by that criterion, through this head and with
     the present settings; None where the posterior has another one by now.
     """
-    kept = posterior.record.faithful
-    if not kept or posterior.record.head.get("criterion") != "faithful":
+    kept = posterior.history.faithful
+    if not kept or posterior.history.head.get("criterion") != "faithful":
         return None
     same = (kept["head"], kept["settings"]) == (head, other_settings(posterior))
     return kept["value"] if same else None
@@ -355,8 +357,8 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forget_calibration(posterior: Posterior, head: str) -> None:
-    if head == "moments" and posterior.record.calibration:
-        posterior.record.calibration = {}  # it belongs to other hyperparameters than those that are tried
+    if head == "moments" and posterior.history.calibration:
+        posterior.history.calibration = {}  # it belongs to other hyperparameters than those that are tried
         warn_user("tune leaves the moments head's calibration out; calibrate again.")
 
 

@@ -143,7 +143,7 @@ def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
     """Name and options of the head that a posterior's hyperparameters were found for; ``"sampling"`` where nothing says
     so, as in files of earlier versions, and another one that the posterior can serve where it cannot serve that.
     """
-    kept, serving = posterior.record.head, _serving(posterior)
+    kept, serving = posterior.history.head, _serving(posterior)
     name, options = (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
     return (name, options) if name in serving or not serving else (serving[0], {})
 
@@ -171,7 +171,7 @@ def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
 
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:
     """Say, once for a posterior and a head, that its hyperparameters were found for another one."""
-    kept = posterior.record.head
+    kept = posterior.history.head
     found_for = kept.get("name")
     by_predictions = kept.get("criterion") in ("faithful", "likelihood")
     if found_for in (None, head) or not by_predictions or head in posterior.warned_heads:

@@ -24,7 +24,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.record import Evidence
+from posthoc_uq.posteriors.history import Evidence
 
 FAMILIES: list[dict[str, Any]] = [
     {"method": "diag"},

@@ -27,9 +27,9 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
-from posthoc_uq.posteriors.record import Evidence
 from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
 
 METHODS = without_training()

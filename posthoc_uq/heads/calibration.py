@@ -75,7 +75,7 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Ca
 
     One made before the posterior was tuned again is left aside with a warning.
     """
-    kept = posterior.record.calibration
+    kept = posterior.history.calibration
     if not kept or kept["head"] != dict(settings):
         return None
     if kept["posterior"] != posterior_settings(posterior):

@@ -387,6 +387,6 @@ class MomentsPredictor(Predictor):
             progress,
         )
         with self._posterior.searching():
-            posterior.record.calibration = calibration.attributes(posterior, self.settings())
+            posterior.history.calibration = calibration.attributes(posterior, self.settings())
         self._prepared = replace(prepared, calibration=calibration)
         return calibration

@@ -40,7 +40,7 @@ def checked_of(of: str, posterior: Posterior) -> Of:
     if of not in get_args(Of):
         raise PosthocUQError(f"of must be one of {get_args(Of)}, not {of!r}.")
     if of == "class" and posterior.features is None:
-        if posterior.record.novelty != "posterior":
+        if posterior.history.novelty != "posterior":
             raise PosthocUQError(NOT_KEPT)
         return "top"
     return of  # type: ignore[return-value]

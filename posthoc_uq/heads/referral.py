@@ -36,7 +36,7 @@ def set_referral(
 def set_referral(
     predictor: Predictor, prediction: Prediction, rate: float, score: str | Sequence[str] = "entropy"
 ) -> float | dict[str, float]:
-    """Choose the thresholds above which an input is referred, and keep them in the posterior's record.
+    """Choose the thresholds above which an input is referred, and keep them in the posterior's history.
 
     By several scores an input counts by the smallest of its tail probabilities, the share of familiar inputs whose
     score is at least as large; `posthoc_uq.metrics.referral_thresholds` has the rule. Their quantiles are kept too,
@@ -77,7 +77,7 @@ def set_referral(
             "shares": next(iter(tails.values())).shares.tolist(),
             "rate": float(rate),
         }
-    predictor.posterior.record.referral = {
+    predictor.posterior.history.referral = {
         **rule,
         "inputs": len(prediction),
         "head": dict(predictor.identity()),
@@ -107,7 +107,7 @@ def referral_reasons(predictor: Predictor, prediction: Prediction) -> dict[str, 
     """
     _check_kinds(predictor, prediction)
     _check_applies(predictor)
-    kept = predictor.posterior.record.referral
+    kept = predictor.posterior.history.referral
     return {
         name: ~(score_of(prediction, name) <= threshold) for name, threshold in thresholds_of(kept).items()
     }
@@ -129,7 +129,7 @@ def referral_tail(predictor: Predictor, prediction: Prediction) -> Tensor:
     """
     _check_kinds(predictor, prediction)
     _check_applies(predictor)
-    kept = predictor.posterior.record.referral
+    kept = predictor.posterior.history.referral
     if "scores" not in kept:
         raise PosthocUQError(
             f"Quantiles are kept with several scores; set the referral by a tuple, ({kept['score']!r},) for one."
@@ -168,7 +168,7 @@ def _check_applies(predictor: Predictor) -> None:
 
 def _trouble(predictor: Predictor) -> str | None:
     """Why no threshold applies, in words, or None."""
-    kept = predictor.posterior.record.referral
+    kept = predictor.posterior.history.referral
     if not kept:
         return "No referral threshold was set; call evaluate(...).set_referral(rate) on held-out data."
     if kept["head"] != predictor.identity():

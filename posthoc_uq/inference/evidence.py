@@ -139,8 +139,8 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
         for _ in range(2):  # noise and prior in turn
             of_noise = _set_noise(posterior, trials)
             of_prior = _set_prior(posterior, per_layer, trials)
-        posterior.record.tuning["noise variance"] = "by the log marginal likelihood"
-    posterior.record.tuning["prior precision"] = "by the log marginal likelihood"
+        posterior.history.tuning["noise variance"] = "by the log marginal likelihood"
+    posterior.history.tuning["prior precision"] = "by the log marginal likelihood"
     trials.at_edge = of_noise + of_prior
     trials.chosen = trials.best
     warn_edges(trials)

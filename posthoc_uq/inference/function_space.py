@@ -27,7 +27,7 @@ from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import cosine, train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import model_device, replicate
@@ -92,16 +92,16 @@ def train_over_functions(
         {name: parameter.detach() for name, parameter in model.named_parameters()},
         objective.likelihood(),
         Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
-        Record(
+        History(
             _record(options, context, history, task, samples, network.last.name),
             dict(task.prepared.deterministic),
         ),
         centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
         settings=Hyperparameters(float(samples), tau),
     )
-    posterior.record.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.learn_noise:
-        posterior.record.tuning["noise variance"] = "learned with the posterior"
+        posterior.history.tuning["noise variance"] = "learned with the posterior"
     posterior.model = model
     return posterior
 
