@@ -113,7 +113,7 @@ def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> 
 
 
 def referral_thresholds(scores: Mapping[str, Tensor], rate: float) -> dict[str, float]:
-    """Thresholds of several scores, each referring the inputs above its own, that refer at most a share `rate` together.
+    """Thresholds of several scores that together refer at most a share `rate`; any score above its own refers an input.
 
     Every input gets the smallest of its tail probabilities among these very inputs (ties count in full: inputs whose
     score is equal or larger). With ``k = floor(rate * inputs)``, the border is the one that ranks ``k + 1`` from below,
