@@ -16,7 +16,7 @@ _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is m
 
 
 def checked(prediction: Prediction) -> Prediction:
-    """The prediction itself.
+    """The prediction itself, once its numbers are checked.
 
     Raises:
         NonFiniteError: a number in it is not finite, except for classes that the model masks.

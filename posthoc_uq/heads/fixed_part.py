@@ -277,7 +277,7 @@ def _work(cost: Cost) -> float:
 
 
 def _moved(parameter: Tensor) -> Tensor:
-    """Other values of the same size, the same in every run."""
+    """Other values of similar size for a parameter, the same in every run."""
     steps = torch.arange(parameter.numel(), device=parameter.device, dtype=torch.float32)
     wave = torch.cos(steps * steps + 1.0).reshape(parameter.shape).to(parameter.dtype)
     return parameter.detach() + 0.1 * parameter.detach().abs().mean() * wave

@@ -40,7 +40,7 @@ class Inputs:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes, types and devices of the tensors, for a dictionary."""
+        """Shapes, types and devices of the tensors, as a dictionary key."""
         leaves = enumerate(tree_leaves((self._args, self._kwargs)))
         return tuple((k, tuple(v.shape), v.dtype, v.device) for k, v in leaves if isinstance(v, Tensor))
 

@@ -222,7 +222,7 @@ class WeightCovariance:
         return lambda x: covariance @ x
 
     def _block_of(self, layer: str) -> tuple[list[Layer], Factor, slice]:
-        """The block without a form that a layer is in, and where the layer stands in it."""
+        """The block without a `CovarianceForm` that holds a layer, and the layer's place in it."""
         for layers, factor in self._dense:
             start = 0
             for spec in layers:

@@ -86,7 +86,7 @@ class Linearization:
         return GaussianOutputs(mean, *self._top_spread(indices))
 
     def variance(self) -> Tensor:
-        """Of every output, ``(samples, outputs)``."""
+        """Variance of every output, ``(samples, outputs)``."""
         outputs, samples = self.mean, self._samples
         with torch.autocast(self._device.type, enabled=False):
             only_layer = self._closed_form()

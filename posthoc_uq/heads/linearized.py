@@ -190,7 +190,7 @@ class LinearizedPredictor(Predictor):
         return self._distribution(self._posterior.snapshot(), FeatureBatch(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``f(x; theta)``, the trained network's outputs as it gives them."""
+        """``f(x; theta)``, the trained network's own outputs."""
         batch = Batch(args, None, kwargs)
         with _without_gradients(), self.explaining(batch):
             return batch.copied().call(self._twin[0])
@@ -231,7 +231,7 @@ class LinearizedPredictor(Predictor):
             return covariance
 
     def functional_trace(self, *args: Any, n_probes: int | None = None, **kwargs: Any) -> Tensor:
-        """The sum of all outputs' variances for every input, ``(batch,)``: one number of uncertainty a sample.
+        """The sum of all outputs' variances for every input, ``(batch,)``: one number for the uncertainty of a sample.
 
         With more outputs than `n_probes`, the exact engine estimates it by the mean of ``u^T J Sigma J^T u`` over
         random signs ``u``, the same for all inputs and calls (Hutchinson 1990): one backward pass each, whatever the

@@ -36,7 +36,7 @@ class Probes:
         self.watched: list[Call] = []  # no layer is watched in these passes
 
     def variance(self) -> Tensor:
-        """Of every output, ``(samples, outputs)``."""
+        """Variance of every output, ``(samples, outputs)``."""
         return self._deviations.square().mean(0)
 
     def trace(self, probes: int) -> Tensor:

@@ -124,7 +124,7 @@ class SamplingPredictor(Predictor):
         )
 
     def identity(self) -> dict[str, Any]:
-        """See `Predictor`; the seed is no part of it."""
+        """See `Predictor`; without the seed."""
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
         return {
             "head": self.head,
@@ -139,7 +139,7 @@ class SamplingPredictor(Predictor):
         return self._drawn_with | {name: present[name] for name, about in ABOUT.items() if about.of_outputs}
 
     def extra_repr(self) -> str:
-        """How it samples, and why it does not batch over draws if that was refused."""
+        """How it samples, and why draws are not batched if the model refused that."""
         text = f"n_samples={self.n_samples}, keep={self._keep!r}, antithetic={self._antithetic}, batched="
         refused = self.ensemble.refused
         return text + (repr(self._batched) if refused is None else f"False ({refused})")

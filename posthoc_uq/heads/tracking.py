@@ -60,7 +60,7 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
 
 
 def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None:
-    """The layer whose outputs are the model's: the numbers are the same, and a gradient arrives as it was sent."""
+    """The layer whose outputs are the model's, or None: the numbers agree, and a gradient reaches it unchanged."""
     samples = count_samples(batch)
     batch, samples = batch.narrow(0, min(samples, 2), samples), min(samples, 2)
     recording = capture.run(batch, samples)
