@@ -27,7 +27,7 @@ from posthoc_uq.forward import jvp
 from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, last_layer_covariance, relative_noise
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.training import Group, Objective
+from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import mixed_seed
@@ -186,7 +186,8 @@ class FunctionSpaceObjective(Objective):
         device = next(iter(self._field.means.values())).device
         return torch.Generator(device).manual_seed(mixed_seed(*words))
 
-    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+        seed = step.seed
         generator, fits = self._generator(seed, _WEIGHTS), list[Tensor]()
         deviations: dict[str, Tensor] = {}
         for _ in range(self._options.n_draws):  # each with a graph of its own, which is freed before the next
