@@ -81,10 +81,8 @@ class FixedPart:
         self.refused: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_twins": deque(),
-        }  # the decisions stay, so that a copy takes the same route
+        # the decisions stay, so that a copy takes the same route
+        return {**self.__dict__, "_twins": deque()}
 
     def features(
         self,

@@ -153,9 +153,8 @@ class Predictor(nn.Module, ABC):
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
             prediction = self._predict(posterior, batch)
-        return checked(
-            prediction.to("cpu") if on_cpu else prediction
-        )  # on the CPU the check waits for no device
+        # on the CPU the check waits for no device
+        return checked(prediction.to("cpu") if on_cpu else prediction)
 
     @abstractmethod
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
