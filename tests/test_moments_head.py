@@ -384,13 +384,13 @@ def test_threads_and_copies_predict_the_same() -> None:
 def test_gradients_by_the_posteriors_variances() -> None:
     net = small_net().double()
     predictor = MomentsPredictor(net, fitted(net, "diag", 50.0, (2, 8, 8), 4), weights="marginal")
-    noise = predictor.noises[1]
+    layer = predictor.noises[1]
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
-    start = noise.variances.detach().clone()
+    start = layer.variances.detach().clone()
 
     def loss(variances: Tensor) -> Tensor:
-        noise.joined = noise.summed = None
-        noise.variances = variances
+        layer.joined = layer.summed = None
+        layer.variances = variances
         mean, variance, _ = predictor.propagate(x)
         return mean.sum() + variance.log().sum()
 
