@@ -23,8 +23,8 @@ from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
 from posthoc_uq.inference.identity import fit_identity
-from posthoc_uq.inference.kept import KeptInputs, wanted_for
-from posthoc_uq.inference.noise import find_noise
+from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
+from posthoc_uq.inference.observation_noise import set_observation_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.task import Task, check_common
 from posthoc_uq.likelihoods import Likelihood
@@ -103,9 +103,9 @@ def fit(
     task, features = _begin(model, loader, layers, request, progress)
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
-    kept = KeptInputs(task.memory_budget, wanted_for(task.layers.values()))
+    kept = KeptInputs(task.memory_budget, inputs_to_keep(task.layers.values()))
     task.observers += [kept] if request.faithful is not None else []
-    noise = find_noise(task) if request.finds_noise else "given"
+    noise = set_observation_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method, features)
     task.observe()
     del task.prepared

@@ -13,7 +13,7 @@ from posthoc_uq.curvature.selection import Selection, check_selection
 from posthoc_uq.distributed import is_divided
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import Faithful
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import Method, method_of
@@ -55,7 +55,7 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """Plain values that two fits must have in common for one to go on where the other stopped."""
         noise = "found from the data" if self.finds_noise else "given"
-        said = {"likelihood": plain(self.likelihood), "noise": noise, "head": self.head}
+        said = {"likelihood": as_plain(self.likelihood), "noise": noise, "head": self.head}
         faithful = self.prior.divergence if isinstance(self.prior, Faithful) else None
         prior = "faithful" if isinstance(self.prior, Faithful) else self.prior
         return (

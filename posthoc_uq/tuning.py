@@ -15,7 +15,7 @@ from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch, widening
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.held_out import HYPERPARAMETER, HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
-from posthoc_uq.inference.kept import KeptInputs, wanted_for
+from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
@@ -246,7 +246,7 @@ def kept_inputs(
     posterior: Posterior, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool
 ) -> list[Batch]:
     """A few hundred inputs of a loader, those with the smallest hashes."""
-    kept = KeptInputs(default_budget(reader.device), wanted_for(posterior.layers.values()))
+    kept = KeptInputs(default_budget(reader.device), inputs_to_keep(posterior.layers.values()))
     with isolated_random_state(seed):
         kept.read(loader, reader, seed, progress)
     return kept.batches(reader.device)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.inference.stages import Stages
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.annotations import check_types
@@ -113,4 +113,4 @@ class Method(ABC):
         fit.
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("without effect")}
-        return {"method": self.name} | {name: plain(value) for name, value in own.items()}
+        return {"method": self.name} | {name: as_plain(value) for name, value in own.items()}
