@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_noise
+from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_function_noise
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
 
@@ -65,5 +65,5 @@ def function_space_kl(
         covariance[None],
         difference[None],
         prior_covariance[None],
-        float(relative_noise(prior_covariance[None], function_noise)),
+        float(relative_function_noise(prior_covariance[None], function_noise)),
     )
