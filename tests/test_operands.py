@@ -200,7 +200,7 @@ def test_the_plan_follows_the_cost() -> None:
     )  # a large map: form the gradients once, and rotate them
     wide = Shape(1, 512, 4608, 49, 100, 100)
     assert plan(wide, True, True)[:2] == (False, False)  # wide and few positions: rotate the rows
-    assert not plan(many, True, True, whole=False).rotate_gradients
+    assert not plan(many, True, True, fits=False).rotate_gradients
     costs = [plan(Shape(1, 64, 64, t, 30, 30), True, True).cost for t in (1, 2, 4, 9, 30, 100)]
     assert costs == sorted(costs)
 
