@@ -151,8 +151,8 @@ def test_a_large_map_is_correlated_and_a_small_one_unfolded(
 @pytest.mark.parametrize("price", [0, 10**12])  # by one convolution a sample, and by unfolding
 @pytest.mark.parametrize("case", CASES)
 def test_per_sample_gradients(case: str, price: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "_CALL_PRICE", price)
-    monkeypatch.setattr(patches, "_WEIGHT_PRICE", 0)
+    monkeypatch.setattr(patches, "_CALL_COST", price)
+    monkeypatch.setattr(patches, "_WEIGHT_COST", 0)
     for operand, rows, outputs in _operands(case):
         gradients = _gradients(rows, outputs)
         torch.testing.assert_close(operand.gradients(gradients, 2**12), _per_sample(rows, gradients), **TIGHT)
