@@ -75,9 +75,9 @@ def fit(
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
             ``(name, module) -> bool``.
         prior_precision: a number; ``"faithful"`` (the default) or a `Faithful`, for the widest posterior whose
-            predictions stay near the network's; or ``"evidence"``, for the maximum of the log marginal likelihood. For a
-            training a number is the method's own prior precision, and the variances are then narrowed until they are
-            faithful.
+            predictions stay near the network's; or ``"evidence"``, for the maximum of the log marginal likelihood.
+            For a training a number is the method's own prior precision, and the variances are then narrowed until they
+            are faithful.
         head: the head by which the faithful prior is found and `wrap` predicts: ``"linearized"``, ``"sampling"`` or
             ``"moments"``; by default the method's.
         seed: of all random numbers; a seed makes a fit bit-identical on one device.

@@ -92,7 +92,7 @@ def _anchor(tensor: Tensor) -> Tensor:
 
 
 def _use(call: AffineCall) -> Use:
-    options, geometry = call.rest, Geometry()
+    options, geometry = call.options, Geometry()
     if call.kind.startswith("conv"):
         dims, padding = call.parameter.ndim - 2, options.get("padding", 0)
         geometry = Geometry(
