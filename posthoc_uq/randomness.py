@@ -89,8 +89,8 @@ def uniforms(keys: Tensor, count: int) -> Tensor:
 
 
 def share_of(keys: Tensor, share: float) -> Tensor:
-    """Which samples ``(samples,)`` belong to a share of the data: a function of the keys alone, by other bits than those
-    of `uniforms`.
+    """Which samples ``(samples,)`` belong to a share of the data: a function of the keys alone, by other bits than
+    those of `uniforms`.
     """
     bits = _shift_right(mix(mix(keys ^ _MIX1) + _GAMMA), 11)
     return bits < int(share * (1 << 53))

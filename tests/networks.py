@@ -17,8 +17,10 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
+from posthoc_uq.posteriors.blocks import kinds_restored
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.randomness import sample_keys
+from posthoc_uq.wrapping import HEADS, head_class
 
 # Methods, likelihoods, heads
 
@@ -50,12 +52,23 @@ def without_training() -> list[str]:
     return [name for name in METHODS if not short(name).trains]
 
 
+def can(posterior: uq.Posterior, *needs: str) -> bool:
+    """Whether the posterior's blocks have all these capabilities."""
+    return posterior.capabilities.issuperset(needs)
+
+
+def heads_of(posterior: uq.Posterior) -> list[str]:
+    """The heads that can serve it."""
+    return [head for head in HEADS if can(posterior, *head_class(head).needs)]
+
+
 @contextmanager
 def registries_restored() -> Generator[None]:
-    """Within it, methods may be registered that are not to stay."""
+    """Within it, methods and classes of blocks may be registered that are not to stay."""
     methods, families = dict(METHODS), dict(FAMILIES)
     try:
-        yield
+        with kinds_restored():
+            yield
     finally:
         for table, before in ((METHODS, methods), (FAMILIES, families)):
             table.clear()

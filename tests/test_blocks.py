@@ -1,20 +1,24 @@
 """Blocks from outside of the package: registered, drawn from, kept in files, and refused where they cannot serve."""
 
+import importlib
+import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from networks import registries_restored
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors import blocks
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import BLOCKS, Block, Factor, Settings, Shape, kinds_restored
+from posthoc_uq.posteriors.blocks import BLOCKS, Block, Factor, Settings
 from posthoc_uq.posteriors.capabilities import (
     DRAWS,
     FORM,
@@ -27,61 +31,9 @@ from posthoc_uq.posteriors.capabilities import (
 from posthoc_uq.posteriors.diagonal import DiagonalBlock, DiagonalFactor
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.record import Evidence
-from posthoc_uq.posteriors.specs import TensorSpec
 from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
 
 SPIKE = "spike_slab"
-
-
-class SpikeFactor(Factor):
-    """Weights that are zero with some probability, and else Gaussian: no Gaussian, and not symmetric."""
-
-    centred = False
-
-    def __init__(self, mean: Tensor, variances: Tensor, inclusion: Tensor) -> None:
-        self.mean, self.variances, self.inclusion = mean, variances, inclusion
-
-    def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
-        kept = torch.rand(like.shape, generator=generator).to(like) < self.inclusion
-        slab = self.mean + self.variances.sqrt() * torch.randn(like.shape, generator=generator).to(like)
-        return torch.where(kept, slab, torch.zeros_like(slab))
-
-
-def spike_block() -> type[Block]:
-    class SpikeBlock(Block):
-        kind = SPIKE
-        makes = SpikeFactor
-        trained = True
-        tunable = frozenset()
-
-        def __init__(self, mean: Tensor, variances: Tensor, inclusion: Tensor) -> None:
-            self.mean, self.variances, self.inclusion = mean, variances, inclusion
-
-        def factor(self, settings: Settings) -> SpikeFactor:
-            return SpikeFactor(self.mean, self.variances, self.inclusion)
-
-        def tensors(self) -> dict[str, Tensor]:
-            return {"mean": self.mean, "variances": self.variances, "inclusion": self.inclusion}
-
-        def attributes(self) -> dict[str, Any]:
-            return {}
-
-        @classmethod
-        def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-            return {
-                "mean": TensorSpec(shape),
-                "variances": TensorSpec(shape, non_negative=True),
-                "inclusion": TensorSpec(shape, non_negative=True, largest=1.0),
-            }
-
-        @classmethod
-        def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
-            return cls(tensors["mean"], tensors["variances"], tensors["inclusion"])
-
-        def summary(self) -> dict[str, Any]:
-            return {"included": float(self.inclusion.mean())}
-
-    return SpikeBlock
 
 
 def network() -> nn.Module:
@@ -109,10 +61,15 @@ def posterior_with(model: nn.Module, method: str, made: Mapping[str, Block]) -> 
     return posterior
 
 
+def spike_block() -> type[Block]:
+    """The class of blocks of ``drawn_method.py``, defined anew and registered."""
+    sys.modules.pop("drawn_method", None)
+    return importlib.import_module("drawn_method").SpikeBlock
+
+
 @pytest.fixture
-def spikes(monkeypatch: pytest.MonkeyPatch) -> Generator[tuple[nn.Module, Posterior]]:
-    monkeypatch.setitem(FAMILIES, SPIKE, (SPIKE,))
-    with kinds_restored():
+def spikes() -> Generator[tuple[nn.Module, Posterior]]:
+    with registries_restored():
         kind, model, generator = spike_block(), network(), torch.Generator().manual_seed(1)
         made: dict[str, Block] = {}
         for name, shape in (("0", (1, 4, 4)), ("2", (1, 3, 5))):
@@ -267,9 +224,10 @@ def test_built_in_blocks_say_what_they_can_do() -> None:
 
 def test_two_classes_of_one_kind_are_an_error() -> None:
     before = dict(BLOCKS)
-    with kinds_restored():
+    with registries_restored():
         first = spike_block()
         assert BLOCKS[SPIKE] is first
+        del METHODS[SPIKE]
         again = spike_block()  # the same definition once more, as a cell of a notebook that runs again
         assert BLOCKS[SPIKE] is again
         with pytest.raises(

@@ -38,7 +38,7 @@ def option_names() -> Iterator[tuple[str, str]]:
         yield from ((name, field.name) for field in fields(kind))
 
 
-@pytest.mark.parametrize(("name", "option"), option_names())
+@pytest.mark.parametrize(("name", "option"), list(option_names()))
 def test_options_of_wrong_types_and_out_of_range(name: str, option: str) -> None:
     """By the type of the field. A value is right, or is refused by the option's name."""
     kind, declared = METHODS[name], get_type_hints(METHODS[name])[option]

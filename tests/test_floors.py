@@ -211,3 +211,37 @@ class TestReading:
         (package / "other.py").write_text("import house.top")
         rows = rows_of(self.TABLE.replace("`top.py`", "`top.py`, `other.py`"))
         assert upward_imports(package, rows) == ["house.other imports house.top"]
+
+
+def test_no_test_imports_another() -> None:
+    """What several tests share stands in files of its own."""
+    tests = Path(__file__).parent
+    for file in sorted(tests.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.split(".")[-1].startswith("test_")], file.name
+
+
+LONG = {"fit", "tune", "evaluate", "MomentsPredictor.__init__"}
+"""What users call by keywords: its parameters are its options, and its docstring explains each."""
+
+
+def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function of a module with its qualified name."""
+    for node in ast.iter_child_nodes(tree):
+        name = f"{prefix}{getattr(node, 'name', '')}"
+        if isinstance(node, ast.FunctionDef):
+            yield name, node
+        yield from functions_of(node, f"{name}." if isinstance(node, ast.ClassDef) else prefix)
+
+
+def test_modules_and_functions_stay_small() -> None:
+    """At most 400 lines a module, and 60 lines and 10 parameters a function."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        code = file.read_text(encoding="utf-8")
+        assert code.count("\n") <= 400, file
+        for name, node in functions_of(ast.parse(code)):
+            count = len(node.args.args) + len(node.args.kwonlyargs) - ("." in name)
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert name in LONG or (count <= 10 and lines <= 60), (file, name, count, lines)

@@ -19,6 +19,7 @@ from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance,
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.inference.training import Step
 from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.loaders import Batch
@@ -401,7 +402,7 @@ def test_the_step_adds_up(train_mean: bool, body_kind: str) -> None:
     objective, field, network = objective_of(
         net, points, n_draws=2, samples=40, train_mean=train_mean, body=body_kind
     )
-    terms = objective.backward(Batch((x,), y), 4, Checks())
+    terms = objective.backward(Batch((x,), y), Step(4), Checks())
     found = {name: t.grad.clone() for name, t in objective.tensors().items()}
     generator = objective._generator(4, 1)
     fit = 0.0
@@ -456,7 +457,7 @@ def test_the_largest_of_several_sets_counts() -> None:
     assert found.total.tolist() == pytest.approx(alone, rel=1e-9)
     assert chosen == int(np.argmax(alone))
     x, y = joined[:4], torch.tensor([0, 1, 0, 1])
-    terms = several.backward(Batch((x,), y), 2, Checks())
+    terms = several.backward(Batch((x,), y), Step(2), Checks())
     assert float(terms["KL mean part"] + terms["KL covariance part"]) == pytest.approx(max(alone), rel=1e-9)
 
 

@@ -20,7 +20,7 @@ from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
-from posthoc_uq.inference.training import Group, Objective, TrainingOptions, _State, cosine, train
+from posthoc_uq.inference.training import Group, Objective, Step, TrainingOptions, _State, cosine, train
 from posthoc_uq.loaders import Batch, BatchReader
 from posthoc_uq.storage.snapshot import read_snapshot
 
@@ -46,8 +46,8 @@ class Quadratic(Objective):
     def tensors(self) -> dict[str, Tensor]:
         return {"w": self.w}
 
-    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
-        self.seeds.append(seed)
+    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+        self.seeds.append(step.seed)
         loss = 0.5 * (self.w - batch.targets.float().mean()).square().sum()
         if len(self.seeds) - 1 == self.broken:
             loss = loss * float("nan")

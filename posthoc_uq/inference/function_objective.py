@@ -32,7 +32,7 @@ from posthoc_uq.inference.function_kl import (
 )
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.training import Group, Objective
+from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import mixed_seed
@@ -195,7 +195,8 @@ class FunctionSpaceObjective(Objective):
         device = next(iter(self._field.means.values())).device
         return torch.Generator(device).manual_seed(mixed_seed(*words))
 
-    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+        seed = step.seed
         generator, shares = self._generator(seed, _WEIGHTS), list[Tensor]()
         deviations: dict[str, Tensor] = {}
         for _ in range(self._options.n_draws):  # one graph at a time: each is freed before the next

@@ -76,6 +76,25 @@ class TrainingOptions:
         check_function("schedule", self.schedule, "from the progress in [0, 1) to a factor on the rates")
 
 
+@dataclass(frozen=True)
+class Step:
+    """The seed of a training step, and its place in the training.
+
+    Attributes:
+        seed: of all random numbers of the step.
+        epoch: number of the epoch, from 0.
+        batch: number of the batch in the epoch, from 0.
+        batches: batches of an epoch; 0 while unknown.
+        progress: the share of the training that is over, in [0, 1).
+    """
+
+    seed: int
+    epoch: int = 0
+    batch: int = 0
+    batches: int = 0
+    progress: float = 0.0
+
+
 class Objective(ABC):
     """What is trained: named tensors, and a loss whose stochastic gradients can be computed for a batch."""
 
@@ -93,7 +112,7 @@ class Objective(ABC):
         """Every tensor that is trained, by name."""
 
     @abstractmethod
-    def backward(self, batch: Batch, seed: int, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
         """Add the gradients of one step's loss to the tensors' ``grad``; return the loss (``"loss"``) and its parts,
         scalars, for the record. Values that the host must see go to `checks`, which are looked at afterwards.
         """
@@ -279,7 +298,7 @@ class _Run:
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = Checks(), dict[str, float]()
         with self._explained(batch, f"batch {state.batch} of the loader"):
-            terms = self._objective.backward(batch, mixed_seed(self._seed, _STEP, state.step), checks)
+            terms = self._objective.backward(batch, self._present_step(), checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
         ]
@@ -313,6 +332,11 @@ class _Run:
 
     def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
         return explained(lambda: self._objective.network, batch, what, LOADER)
+
+    def _present_step(self) -> Step:
+        state = self.state
+        seed = mixed_seed(self._seed, _STEP, state.step)
+        return Step(seed, state.epoch, state.batch, state.length, self._progress())
 
     def _progress(self) -> float:
         """How much of the training is over, in [0, 1)."""
