@@ -91,9 +91,8 @@ def prepare(
         layers = {t.layer.name: t.layer for t in chosen if not _may_be_no_layer(t)}
     failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
     # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
-    undecided = {
-        t.layer.name for t in broken if _may_be_no_layer(t) and (selection == "all" or callable(selection))
-    }
+    unnamed = selection == "all" or callable(selection)
+    undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
     errors = {name: reason for name, reason in failures.items() if name not in undecided}
     if errors and unsupported == "raise":
         listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
