@@ -107,7 +107,7 @@ def tune(
         raise PosthocUQError(
             f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
-    request = _TuneRequest(
+    request = _Request(
         _criterion(criterion, loader),
         None if divergence is None else POSITIVE("divergence, a budget in nats,", divergence),
         None if temperature is None else flag("temperature", temperature),
@@ -151,7 +151,7 @@ def tune(
 
 
 @dataclass(frozen=True)
-class _TuneRequest:
+class _Request:
     """The checked arguments of a call of `tune`; see there."""
 
     criterion: str
@@ -166,14 +166,10 @@ class _TuneRequest:
 
 
 def _by_evidence(
-    posterior: Posterior, loader: Iterable[Any] | None, request: _TuneRequest, per_layer: bool
+    posterior: Posterior, loader: Iterable[Any] | None, request: _Request, per_layer: bool
 ) -> Trials:
-    if (
-        loader is not None
-        or request.temperature
-        or request.parameters is not None
-        or request.grid is not None
-    ):
+    other_goals = request.parameters is not None or request.grid is not None
+    if loader is not None or request.temperature or other_goals:
         raise PosthocUQError(
             "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
             "parameters and prior_precisions out, or take criterion='likelihood'."
@@ -184,11 +180,7 @@ def _by_evidence(
 
 
 def _by_faithfulness(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    predictor: Predictor,
-    reader: BatchReader,
-    request: _TuneRequest,
+    posterior: Posterior, loader: Iterable[Any], predictor: Predictor, reader: BatchReader, request: _Request
 ) -> Trials:
     _tunes_temperature(posterior, request.temperature)
     if request.parameters is not None or request.grid is not None or request.noise:
@@ -266,7 +258,7 @@ def _by_likelihood(
     loader: Iterable[Any],
     predictor: Predictor,
     reader: BatchReader,
-    request: _TuneRequest,
+    request: _Request,
     faithful_value: Any,
 ) -> Trials:
     names, seed = _names_to_tune(posterior, request.parameters, request.noise), request.seed
