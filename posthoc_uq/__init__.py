@@ -30,6 +30,7 @@ from posthoc_uq.methods import (
     Dense,
     Diagonal,
     FunctionSpace,
+    LatentBinary,
     Method,
     register_method,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "Faithful",
     "FunctionSpace",
     "Gaussian",
+    "LatentBinary",
     "Likelihood",
     "LinearizedPredictor",
     "Method",

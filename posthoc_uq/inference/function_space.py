@@ -23,8 +23,9 @@ from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.training import cosine, train
+from posthoc_uq.inference.training import train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.record import Evidence, Record

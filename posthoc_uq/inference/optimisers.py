@@ -1,11 +1,11 @@
-"""The state of any torch optimiser as plain tensors and plain values, and back: no pickle."""
+"""The default optimiser and its schedule; the state of any torch optimiser as plain tensors and values, no pickle."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
 from contextlib import suppress
-from math import isfinite
+from math import cos, isfinite, pi
 from typing import Any
 
 import torch
@@ -22,6 +22,19 @@ _INTEGERS = {
 }
 _FLOATS = {str(kind): kind for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def cosine(progress: float, floor: float = 0.05) -> float:
+    """From 1 down to `floor` as `progress` goes from 0 to 1: the default schedule of learning rates."""
+    return floor + (1 - floor) * 0.5 * (1 + cos(pi * min(1.0, progress)))
+
+
+def adam(groups: list[dict[str, Any]]) -> Optimizer:
+    """The default optimiser: Adam with betas (0.9, 0.99), fused where the device has that."""
+    device = groups[0]["params"][0].device.type
+    return torch.optim.Adam(
+        groups, betas=(0.9, 0.99), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
+    )
 
 
 def optimiser_state(optimiser: Optimizer) -> tuple[dict[str, Any], Tensors]:

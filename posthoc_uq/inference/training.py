@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from math import cos, inf, isfinite, pi
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Tensors, other_data
-from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
+from posthoc_uq.inference.optimisers import adam, cosine, optimiser_state, restore_optimiser
 from posthoc_uq.inference.resumable import check_training
 from posthoc_uq.loaders import Batch, BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
@@ -141,17 +141,13 @@ class _State:
     done: bool = False
 
 
-def cosine(progress: float, floor: float = 0.05) -> float:
-    """From 1 down to `floor` as `progress` goes from 0 to 1: the default schedule of learning rates."""
-    return floor + (1 - floor) * 0.5 * (1 + cos(pi * min(1.0, progress)))
-
-
-def adam(groups: list[Group]) -> Optimizer:
-    """The default optimiser: Adam with betas (0.9, 0.99), fused where the device has that."""
-    device = groups[0]["params"][0].device.type
-    return torch.optim.Adam(
-        groups, betas=(0.9, 0.99), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
-    )
+def best_epoch(history: list[dict[str, float]]) -> int:
+    """The number, from 1, of the epoch whose tensors a training ended with: that of the least validation NLL, or the
+    last; what is not finite is never the least.
+    """
+    losses = [entry.get("validation NLL", inf) for entry in history]
+    finite = [loss if isfinite(loss) else inf for loss in losses]
+    return finite.index(min(finite)) + 1 if "validation NLL" in history[0] else len(history)
 
 
 def train(

@@ -19,6 +19,7 @@ from posthoc_uq.methods.efb import EFB
 from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.kfac import KFAC
+from posthoc_uq.methods.latent_binary import LatentBinary
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.values import shown
 
@@ -31,6 +32,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "FunctionSpace",
+    "LatentBinary",
     "Method",
     "method_of",
     "register_method",
@@ -62,7 +64,7 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     return kind
 
 
-for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace):
+for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, LatentBinary):
     register_method(_kind)
 
 

@@ -78,7 +78,8 @@ class Posterior(Adjustable):
         self.blocks = dict(blocks)
         self.members = {name: list(inner) for name, inner in members.items()}
         self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
-        self.centre = dict(centre or {})
+        self._layout = Layout(self.layers, self.members)
+        self.centre = dict(centre or {}) | self._layout.means(self.blocks, self.original)
         self.mean = {name: self.centre.get(name, own) for name, own in self.original.items()}
         self.likelihood = likelihood
         self.evidence = evidence
@@ -94,7 +95,6 @@ class Posterior(Adjustable):
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
         self._begin(settings or Hyperparameters(float(evidence.samples)))
-        self._layout = Layout(self.layers, self.members)
         self._cache = FactorCache()
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:

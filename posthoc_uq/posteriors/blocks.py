@@ -201,6 +201,12 @@ class Block(ABC):
         """
         return sum(spec.numbers for spec in cls.specs(shape, {}).values())
 
+    def own_mean(self) -> Tensor | None:
+        """The mean of the weights, ``(G, m, n)``, of blocks that know it themselves; of all others it is the model's
+        own, or the posterior's centre.
+        """
+        return None
+
     def fault(self) -> str | None:
         """What is wrong with its tensors taken together, in words; what each must be by itself is in `specs`."""
         return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from posthoc_uq.devices import host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.blocks import Block
 
 
 class Layout:
@@ -52,6 +53,21 @@ class Layout:
             return by_layer[inner[0]]
         parts = [host_double(by_layer[name]).expand(self._layers[name].parameters) for name in inner]
         return torch.cat(parts).reshape(1, 1, -1)
+
+    def means(self, blocks: Mapping[str, Block], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What blocks know themselves that their weights are on average, by parameter name.
+
+        Args:
+            blocks: by name; as a rule they know nothing of it.
+            like: parameters of the same number format and device.
+        """
+        means: dict[str, Tensor] = {}
+        for name, block in blocks.items():
+            mean = block.own_mean()
+            for layer, matrix in [] if mean is None else self.split(name, mean):
+                for parameter, tensor in layer.to_parameters(matrix).items():
+                    means[parameter] = tensor.to(like[parameter])
+        return means
 
     def split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
         """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""

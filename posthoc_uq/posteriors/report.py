@@ -28,6 +28,7 @@ COLUMNS = {
     "corrected": "share of the weights whose information the low rank overstates, so that it is corrected",
     "change": "size of that correction, relative to the exact diagonal (Frobenius norms)",
     "median sd, largest sd": "standard deviations of the layer's weights",
+    "density, mean inclusion": "share of the weights that are more likely on than off; mean probability of being on",
 }
 
 

@@ -21,6 +21,7 @@ class TensorSpec:
         padded: whether columns of zeros may stand among the orthonormal ones.
         symmetric: whether its matrices are symmetric, with a diagonal that is not negative.
         largest: no number is larger, whatever its sign.
+        bits: whether it holds bytes of packed bits (uint8), which are kept as they are, rather than numbers.
     """
 
     shape: tuple[int | None, ...]
@@ -29,6 +30,7 @@ class TensorSpec:
     padded: bool = False
     symmetric: bool = False
     largest: float = LARGEST
+    bits: bool = False
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape has the right one."""

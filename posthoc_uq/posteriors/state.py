@@ -64,11 +64,23 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
             }
             for name, block in posterior.blocks.items()
         },
-        "centre": dict(posterior.centre),
+        "centre": _own_centre(posterior),
         "features": None
         if posterior.features is None
         else {"attributes": posterior.features.attributes(), "tensors": posterior.features.tensors()},
     }
+
+
+def _own_centre(posterior: Posterior) -> dict[str, Tensor]:
+    """The part of the centre that no block knows itself."""
+    known = {
+        parameter
+        for name, block in posterior.blocks.items()
+        if block.own_mean() is not None
+        for layer in posterior.members[name]
+        for parameter in posterior.layers[layer].parameter_names
+    }
+    return {name: tensor for name, tensor in posterior.centre.items() if name not in known}
 
 
 def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:

@@ -25,7 +25,7 @@ _CHUNK_BYTES = 4 * 2**20  # most of a compressed chunk, inflated; h5py chooses a
 _ATTRIBUTE_BYTES = 32 * 1024  # HDF5 allows 64 KiB
 _ATTRIBUTE_ITEMS = 1000
 _MOST_ATTRIBUTES = 10_000  # of one object
-_DTYPES = ("<f8", "<f4", "<f2", "<u2")
+_DTYPES = ("<f8", "<f4", "<f2", "<u2", "|u1")
 _NAME_CHARACTERS = " !\"#$&'()*+,-.:;<=>?@[\\]^_`{|}~"
 _FRAME = struct.Struct("<cQ")
 

@@ -372,7 +372,7 @@ def _restore(
     """A dataset's numbers as the tensor that was saved; half formats as float32, or all as `wanted`."""
     if dtype == "bfloat16":
         tensor = tensor.view(torch.bfloat16)
-    if wanted is not None or dtype in ("bfloat16", "float16"):
+    if not spec.bits and (wanted is not None or dtype in ("bfloat16", "float16")):
         tensor = tensor.to(torch.float32 if wanted is None else wanted)
     fault = complaint(spec, tensor)
     if fault is not None:

@@ -24,7 +24,9 @@ _PROBES = 32
 
 
 def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
-    """What is wrong with the numbers of a tensor of floating point, in words, or None."""
+    """What is wrong with the numbers of a tensor, in words, or None."""
+    if spec.bits != (tensor.dtype == torch.uint8):
+        return "does not hold packed bits" if spec.bits else "holds packed bits in place of numbers"
     if not bool(torch.isfinite(tensor).all()):
         return "holds NaN or infinity"
     if not tensor.numel():

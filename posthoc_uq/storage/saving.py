@@ -79,9 +79,11 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
     for name, block in state["blocks"].items():
         formats: dict[str, str] = {}
         for tensor_name, tensor in block["tensors"].items():
-            _check(name, tensor_name, specs[name][tensor_name], tensor, dtype)
-            formats[tensor_name] = schema.dtype_name(dtype or tensor.dtype)
-            arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, dtype or tensor.dtype)
+            spec = specs[name][tensor_name]
+            wanted = tensor.dtype if spec.bits else dtype or tensor.dtype
+            _check(name, tensor_name, spec, tensor, wanted)
+            formats[tensor_name] = schema.dtype_name(wanted)
+            arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, wanted)
         blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
     centre: dict[str, str] = {}
     for name, tensor in state["centre"].items():  # in its own precision: it is what the network predicts with

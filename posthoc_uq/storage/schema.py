@@ -20,6 +20,7 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float32": (torch.float32, "<f4"),
     "float16": (torch.float16, "<f2"),
     "bfloat16": (torch.bfloat16, "<u2"),
+    "uint8": (torch.uint8, "|u1"),  # packed bits
 }
 
 CENTRE = "centre"  # the group of parameters that stand in place of the model's own
