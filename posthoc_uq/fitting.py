@@ -111,8 +111,8 @@ def fit(
     task.observe()
     del task.prepared
     if posterior.likelihood.noise_variance is not None:
-        posterior.record.tuning.setdefault("noise variance", noise_origin)
-    posterior.record.head = {"name": request.head, "options": {}}
+        posterior.history.tuning.setdefault("noise variance", noise_origin)
+    posterior.history.head = {"name": request.head, "options": {}}
     _set_prior(posterior, request, task, kept_inputs)
     if val_loader is not None and not request.method.trains:
         readers: dict[str, Any] = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
@@ -205,7 +205,7 @@ def _fitted(task: Task, method: Method, features: FeatureSource | None) -> Poste
 
 def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: KeptInputs) -> None:
     """Set the prior precision that was asked for, or the scale of a training."""
-    head, prior, seed = posterior.record.head, request.prior, task.settings.seed
+    head, prior, seed = posterior.history.head, request.prior, task.settings.seed
     if posterior.widening is None:  # it has no prior precision or scale to set
         head["criterion"] = "given"
     elif request.faithful is not None:
@@ -217,7 +217,7 @@ def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: 
     elif isinstance(prior, float):
         head["criterion"] = "given"
         posterior.prior_precision = prior
-        posterior.record.tuning["prior precision"] = "given"
+        posterior.history.tuning["prior precision"] = "given"
     else:
         head["criterion"] = "evidence"
         maximise_evidence(posterior)

@@ -40,16 +40,16 @@ SPREAD = 0.3  # prior deviation of the logarithm of a temperature, so that a few
 
 @contextmanager
 def restored_on_error(posterior: Posterior) -> Generator[None]:
-    """Restore the hyperparameters, and the record of how they were found, if the search fails."""
+    """Restore the hyperparameters, and the history of how they were found, if the search fails."""
     settings = posterior.settings
-    record = posterior.record
-    records = {name: dict(getattr(record, name)) for name in ("tuning", "calibration", "head", "faithful")}
+    history = posterior.history
+    records = {name: dict(getattr(history, name)) for name in ("tuning", "calibration", "head", "faithful")}
     try:
         yield
     except BaseException:
         posterior.settings = settings
         for name, value in records.items():
-            setattr(record, name, value)
+            setattr(history, name, value)
         raise
 
 
@@ -239,14 +239,14 @@ class HeldOutSearch:
         name = ABOUT[self.posterior.widening or "scale"].label
         self.trials.given_up = max(0.0, loss - best)
         allowed = self._share_of(best) if loss <= best + self._share_of(best) else SLACK
-        self.posterior.record.tuning[name] = (
+        self.posterior.history.tuning[name] = (
             f"the widest with a validation NLL of at most {allowed:.2g} above the best; {loss - best:.2g} given up"
         )
         if self._tempered:
             self._note_temperature()
 
     def _note_temperature(self) -> None:
-        self.posterior.record.tuning["temperature"] = "validation NLL, and a log-normal prior around 1"
+        self.posterior.history.tuning["temperature"] = "validation NLL, and a log-normal prior around 1"
         low, high = (10.0**decade for decade in _TEMPERATURES)
         if not 1.05 * low < self.posterior.temperature < high / 1.05:
             self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
@@ -290,7 +290,7 @@ class HeldOutSearch:
                 shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
         self.posterior.settings = self._best
-        self.posterior.record.tuning[name.replace("_", " ")] = "validation NLL"
+        self.posterior.history.tuning[name.replace("_", " ")] = "validation NLL"
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""

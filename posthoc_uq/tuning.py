@@ -93,8 +93,7 @@ def tune(
         progress: show a bar.
         **options: of the head, as in `wrap`.
 
-    Referral thresholds belong to the hyperparameters that they were set for: a search that changes these warns that
-    the thresholds no longer apply.
+    Referral thresholds belong to the hyperparameters they were set for; a search that changes these warns of it.
 
     Returns:
         All trials. Printed, they begin with the chosen trial and the nats given up against the best for a wider
@@ -144,7 +143,7 @@ def tune(
         faithful_value = _recorded_faithful_value(posterior, name)
         predictor = wrap(model_of(posterior), posterior, name, **head_options)
         recorded_options = plain_options(options or _recorded_options(posterior, name))
-        posterior.record.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
+        posterior.history.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
         if request.criterion == "faithful":
             return _by_faithfulness(posterior, loader, predictor, reader, request)
         return _by_likelihood(posterior, loader, predictor, reader, request, faithful_value)
@@ -175,7 +174,7 @@ def _by_evidence(
             "parameters and prior_precisions out, or take criterion='likelihood'."
         )
     trials = maximise_evidence(posterior, per_layer=per_layer, noise=request.noise)
-    posterior.record.head |= {"criterion": request.criterion} if posterior.record.head else {}
+    posterior.history.head |= {"criterion": request.criterion} if posterior.history.head else {}
     return trials
 
 
@@ -214,18 +213,20 @@ def settle_faithful(
         seed: of the draws.
         matched: whether each prior precision has its own temperature.
     """
-    earlier = posterior.record.faithful
+    earlier = posterior.history.faithful
     if earlier and posterior.temperature == earlier["temperature"]:  # matched by that search: take it back
         posterior.temperature = earlier["network_temperature"]
     network_temperature = posterior.temperature
     search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched)
     reached = search.run(divergence)
-    record, name = posterior.record, search.name
-    record.tuning[ABOUT[name].label] = f"faithful through head={predictor.head!r}: {reached}"
-    record.tuning.pop("temperature", None)
+    history, name = posterior.history, search.name
+    history.tuning[ABOUT[name].label] = f"faithful through head={predictor.head!r}: {reached}"
+    history.tuning.pop("temperature", None)
     if posterior.temperature != network_temperature:
-        record.tuning["temperature"] = "the one at which the mean entropy on the same inputs is the network's"
-    record.faithful = {
+        history.tuning["temperature"] = (
+            "the one at which the mean entropy on the same inputs is the network's"
+        )
+    history.faithful = {
         "head": predictor.head,
         "value": posterior.settings.plain()[name],
         "temperature": posterior.temperature,
@@ -304,7 +305,7 @@ def _return_to_faithful(
     """Set the faithful prior, from which a search on held-out data goes upwards: the recorded one if it was found with
     the same head, budget and settings, or else that of the held-out inputs.
     """
-    recorded = posterior.record.faithful
+    recorded = posterior.history.faithful
     same = recorded and (recorded["head"], recorded["budget"], recorded["settings"]) == (
         predictor.head,
         divergence,
@@ -322,8 +323,8 @@ def _recorded_faithful_value(posterior: Posterior, head: str) -> Any:
     """The recorded faithful prior precision (or scale), if it belongs to this head and the present settings; None
     otherwise.
     """
-    recorded = posterior.record.faithful
-    if not recorded or posterior.record.head.get("criterion") != "faithful":
+    recorded = posterior.history.faithful
+    if not recorded or posterior.history.head.get("criterion") != "faithful":
         return None
     same = (recorded["head"], recorded["settings"]) == (head, other_settings(posterior))
     return recorded["value"] if same else None
@@ -356,8 +357,8 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forget_calibration(posterior: Posterior, head: str) -> None:
-    if head == "moments" and posterior.record.calibration:
-        posterior.record.calibration = {}  # it does not belong to the hyperparameters that are tried
+    if head == "moments" and posterior.history.calibration:
+        posterior.history.calibration = {}  # it does not belong to the hyperparameters that are tried
         warn_user("tune leaves the moments head's calibration out; calibrate again.")
 
 

@@ -290,8 +290,8 @@ def test_tuning(name: str, criterion: str) -> None:
             assert posterior.settings.plain() == before
             return
         tune()
-    assert posterior.record.head["criterion"] == criterion
-    assert bool(posterior.record.faithful) == (criterion != "evidence")
+    assert posterior.history.head["criterion"] == criterion
+    assert bool(posterior.history.faithful) == (criterion != "evidence")
     assert posterior.settings.plain() != before or not posterior.takes_prior
     assert all(0 < value < float("inf") for value in posterior.settings.plain().values())
 

@@ -29,8 +29,8 @@ from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.dense import DenseBlock
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
-from posthoc_uq.posteriors.record import Evidence
 
 CASES = [
     ("diagonal", "", 0, 1.0),

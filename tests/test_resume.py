@@ -82,7 +82,7 @@ def test_a_killed_fit_goes_on_to_the_same_bits(
         torch.set_num_threads(threads)
     resumed = uq.load(folder / f"{name}.h5", model())
     assert resumed.scale == whole.scale == SAMPLES
-    assert resumed.record.fit["samples"] == SAMPLES
+    assert resumed.history.fit["samples"] == SAMPLES
     assert resumed.evidence.log_likelihood == whole.evidence.log_likelihood
     for block, expected in whole.blocks.items():
         for tensor, value in expected.tensors().items():
@@ -378,7 +378,7 @@ def test_a_share_of_the_data_for_the_bases() -> None:
         )
         error = torch.linalg.matrix_norm(half.blocks[name].dense() - block.dense())
         assert bool((error < 0.5 * torch.linalg.matrix_norm(block.dense())).all())
-    assert half.scale == SAMPLES and half.record.fit["basis fraction"] == 0.5
+    assert half.scale == SAMPLES and half.history.fit["basis fraction"] == 0.5
     with pytest.raises(PosthocUQError, match="picks none of the 90 samples"):
         uq.fit(model(), _loader(), basis_fraction=1e-9, **options)
     for wrong in (0.0, 1.5, -1.0):

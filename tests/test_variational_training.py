@@ -303,8 +303,8 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(scenario: str, tmp_p
             fitted(scenario, path, Fragile(after))
     found = fitted(scenario, path, Fragile(None))
     assert same(whole, found) and not path.exists()
-    assert found.record.fit["epochs"] == whole.record.fit["epochs"]
-    assert found.record.fit["loss"] == whole.record.fit["loss"]
+    assert found.history.fit["epochs"] == whole.history.fit["epochs"]
+    assert found.history.fit["loss"] == whole.history.fit["loss"]
 
 
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
         for _ in range(2):  # noise variance and prior precision in turn
             noise_edges = _set_noise_scale(posterior, trials)
             prior_edges = _set_prior(posterior, per_layer, trials)
-        posterior.record.tuning["noise variance"] = "by the log marginal likelihood"
-    posterior.record.tuning["prior precision"] = "by the log marginal likelihood"
+        posterior.history.tuning["noise variance"] = "by the log marginal likelihood"
+    posterior.history.tuning["prior precision"] = "by the log marginal likelihood"
     trials.at_edge = noise_edges + prior_edges
     trials.chosen = trials.best
     warn_edges(trials)

@@ -30,7 +30,7 @@ def watch_features(task: Task, source: FeatureSource | None) -> ClassGrams | Non
 def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) -> None:
     """Give a Laplace posterior the feature statistics of all data, by an extra pass where no sweep showed the data."""
     if grams is None:
-        posterior.record.fit["novelty"], posterior.record.novelty = _NONE, "posterior"
+        posterior.history.fit["novelty"], posterior.history.novelty = _NONE, "posterior"
         return
     task.observe()
     posterior.features = grams.result(task.settings.dtype)
@@ -48,7 +48,7 @@ def trained_features(
         network: the model at the posterior's mean.
     """
     if source is None:
-        posterior.record.fit["novelty"], posterior.record.novelty = _NONE, "posterior"
+        posterior.history.fit["novelty"], posterior.history.novelty = _NONE, "posterior"
         return
     settings = task.settings
     grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)

@@ -28,7 +28,7 @@ from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import model_device, replicate
@@ -85,11 +85,11 @@ def train_over_functions(
     task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
-    record = _record(options, context, history, task, samples, network.last.name)
-    posterior = _posterior(task, field, objective.likelihood(), record, samples, tau)
-    posterior.record.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    notes = _fit_notes(options, context, history, task, samples, network.last.name)
+    posterior = _posterior(task, field, objective.likelihood(), notes, samples, tau)
+    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.learn_noise:
-        posterior.record.tuning["noise variance"] = "learned with the posterior"
+        posterior.history.tuning["noise variance"] = "learned with the posterior"
     return posterior
 
 
@@ -97,7 +97,7 @@ def _posterior(
     task: Task,
     field: MeanField,
     likelihood: Likelihood,
-    record: dict[str, Any],
+    notes: dict[str, Any],
     samples: int,
     prior_precision: float,
 ) -> Posterior:
@@ -110,7 +110,7 @@ def _posterior(
         {name: parameter.detach() for name, parameter in task.model.named_parameters()},
         likelihood,
         Evidence(samples, noise_power=0),  # the variances do not follow a later change of the noise variance
-        Record(record, dict(task.prepared.deterministic)),
+        History(notes, dict(task.prepared.deterministic)),
         centre={name: mean.detach() for name, mean in field.means.items()} if field.train_mean else None,
         settings=Hyperparameters(float(samples), prior_precision),
     )
@@ -284,7 +284,7 @@ def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, T
     return tensors | {name: buffer.detach().to(device) for name, buffer in twin.named_buffers()}
 
 
-def _record(
+def _fit_notes(
     options: FunctionSpaceOptions,
     context: Context,
     history: list[dict[str, float]],

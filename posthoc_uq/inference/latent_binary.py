@@ -18,10 +18,10 @@ from posthoc_uq.inference.latent_start import begin
 from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import best_epoch, train
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.latent_binary import LatentBinaryBlock
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
 from posthoc_uq.posteriors.random_scale import RandomScale
-from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.settings import Hyperparameters, LayerPriors
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import replicate
@@ -76,10 +76,10 @@ def train_latent_binary(task: Task, options: LatentBinaryOptions, prior_precisio
         {name: parameter.detach() for name, parameter in model.named_parameters()},
         objective.likelihood(),
         Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
-        Record(_record(options, history, task, samples, blocks), dict(task.prepared.deterministic)),
+        History(_fit_notes(options, history, task, samples, blocks), dict(task.prepared.deterministic)),
         settings=Hyperparameters(float(samples), _priors(layers, prior_precision)),
     )
-    tuning = posterior.record.tuning
+    tuning = posterior.history.tuning
     tuning["prior precision"] = "by the size of each layer's weights" if prior_precision is None else "given"
     if options.learn_noise:
         tuning["noise variance"] = "learned with the posterior"
@@ -174,7 +174,7 @@ def _check_trained(blocks: dict[str, LatentBinaryBlock]) -> None:
             )
 
 
-def _record(
+def _fit_notes(
     options: LatentBinaryOptions,
     history: list[dict[str, float]],
     task: Task,

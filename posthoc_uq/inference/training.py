@@ -285,10 +285,8 @@ class _Run:
         self._end_epoch(batches_seen)
 
     def _step(self, batch: Batch, samples: int) -> None:
-        state, where = (
-            self.state,
-            f"Step {self.state.step} (epoch {self.state.epoch + 1}, batch {self.state.batch})",
-        )
+        state = self.state
+        where = f"Step {state.step} (epoch {state.epoch + 1}, batch {state.batch})"
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.methods.base import Method
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.record import Evidence, Record
+from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.values import COUNT, put_numbers
 
 
@@ -87,7 +87,7 @@ class Curvature(Method):
             {name: parameter.detach() for name, parameter in task.model.named_parameters()},
             settings.likelihood,
             _evidence(task),
-            Record(fit=record, deterministic=dict(task.prepared.deterministic)),
+            History(fit=record, deterministic=dict(task.prepared.deterministic)),
         )
         posterior.model = task.model
         return posterior

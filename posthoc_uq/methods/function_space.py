@@ -97,7 +97,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
         assert curvature is not None
         posterior = curvature.fit(task)
         posterior.method = self.name
-        posterior.record.fit["curvature"] = curvature.name
+        posterior.history.fit["curvature"] = curvature.name
         return posterior
 
     def _start(self, task: Task) -> Posterior | None:

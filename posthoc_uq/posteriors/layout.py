@@ -1,4 +1,4 @@
-"""Where layers stand in the blocks of a posterior: a block of one layer has its shape, one of several is a row."""
+"""Where layers are in the blocks of a posterior: a block of one layer has its shape, one of several layers is a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posthoc_uq.posteriors.blocks import Block
 
 
 class Layout:
-    """Between the matrices of blocks and those of layers, all ``(groups, outputs, inputs)``.
+    """Converts between the matrices of blocks and those of layers, all ``(groups, outputs, inputs)``.
 
     Args:
         layers: by name.
@@ -26,7 +26,7 @@ class Layout:
         self._layers, self._members = layers, members
 
     def shape(self, block: str) -> tuple[int, int, int]:
-        """Of a block's matrix."""
+        """The shape of a block's matrix."""
         if block in self._layers:
             return self._layers[block].matrix_shape
         return 1, 1, sum(self._layers[name].parameters for name in self._members[block])
@@ -45,7 +45,7 @@ class Layout:
         raise PosthocUQError(f"The posterior has no layer '{layer}'; it has {list(self._layers)[:8]}.")
 
     def prior(self, block: str, prior: Any) -> Any:
-        """The prior precision of a block's weights, out of one for all or by layer."""
+        """The prior precision of a block's weights, from one number for all layers or one by layer."""
         if not isinstance(prior, Mapping):
             return prior
         by_layer, inner = cast(Mapping[str, Any], prior), self._members[block]

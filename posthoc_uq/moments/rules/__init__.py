@@ -2,13 +2,13 @@
 
 from posthoc_uq.moments import fallback
 from posthoc_uq.moments.rules import affine, arithmetic, attention, elementwise, normalisation, pooling, shape
-from posthoc_uq.moments.tensor import MomentTensor, Noises, Pass, Rules
+from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosteriors
 
 __all__ = [
     "MomentTensor",
-    "Noises",
     "Pass",
     "Rules",
+    "WeightPosteriors",
     "affine",
     "arithmetic",
     "attention",
