@@ -185,7 +185,7 @@ class LatentLayer:
 def _apply(call: AffineCall, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The call with another input, weight and bias."""
     if call.kind in _CONVOLUTIONS:
-        return _CONVOLUTIONS[call.kind](input, weight, bias, **call.rest)
+        return _CONVOLUTIONS[call.kind](input, weight, bias, **call.options)
     return F.linear(input, weight.t() if call.kind == "matmul" else weight, bias)
 
 
