@@ -127,10 +127,9 @@ class LatentLayer:
             generator: of the weights.
         """
         assert self.flow is not None
-        tensors, sides = self.tensors, ([self._axis], [0])
-        along = tensors["along"]
-        drawn = torch.tensordot(mean, along, sides).flatten()
-        spread = torch.tensordot(variance, along.square(), sides).flatten()
+        along, axis = self.tensors["along"], self._axis
+        drawn = (mean.movedim(axis, -1) @ along).flatten()
+        spread = (variance.movedim(axis, -1) @ along.square()).flatten()
         drawn = drawn + spread.clamp(min=LEAST_VARIANCE).sqrt() * _normal(drawn, generator)
         return self.log_reverse_of(z, drawn)
 
