@@ -250,8 +250,9 @@ class Likelihood(ABC):
             PosthocUQError: this likelihood has none.
         """
         raise PosthocUQError(
-            f"Likelihood {self.name!r} does not say how far a prediction is from the network's own; give it a method "
-            f"divergence(outputs, prediction), or choose prior_precision='evidence' or a number."
+            f"Likelihood {self.name!r} does not say how far a prediction is from the network's own, which a faithful "
+            f"prior needs; give it a method divergence(outputs, prediction), or find the prior precision by the "
+            f"evidence or by the likelihood of held-out data."
         )
 
     @property

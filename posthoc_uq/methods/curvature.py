@@ -29,8 +29,8 @@ class Curvature(Method):
 
     Attributes:
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, ``"empirical"``
-            targets, or ``"auto"``: exact where outputs and samples are few, else drawn, up to three a sample; the
-            report says what was used.
+            targets, or ``"auto"``: exact where outputs and samples are few, else drawn, up to three a sample;
+            targets for a likelihood of your own that has neither. The report says what was used.
         n_samples: labels drawn per sample with ``fisher="mc"``; more than 1 with ``"auto"`` draws as many.
     """
 
