@@ -527,6 +527,42 @@ def test_export_of_both_forms(tmp_path: Path) -> None:
         torch.testing.assert_close(exported.module()(x[:7]).probs, masked(x[:7]).softmax(-1))
 
 
+# Heads and devices
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("flow", [False, True])
+def test_every_head_serves_the_median_model(flow: bool, certain: bool) -> None:
+    model = mlp().double()
+    posterior = posterior_of(model, random_chances(model), flow=flow)
+    median, x = uq.median_model(posterior, certain=certain), inputs_of(4, dtype=torch.float64)
+    masked = uq.sparse_model(model, posterior, "masked")
+    for head in ("sampling", "moments", "linearized"):
+        prediction = uq.wrap(model, median, head=head)(x)
+        expected = masked(x).softmax(-1)
+        difference = float((prediction.probs - expected).detach().abs().max())
+        assert difference < (1e-6 if certain else 0.35)
+        assert bool((prediction.functional_variance() > 0).all()) != certain
+
+
+@pytest.mark.device
+def test_all_of_it_on_a_device(device: torch.device) -> None:
+    model = conv_net().to(device)
+    posterior, x = posterior_of(model, random_chances(conv_net()), flow=True), inputs_of(2, 4, 4).to(device)
+    here = posterior_of(conv_net(), random_chances(conv_net()), flow=True)
+    table, known = uq.density(posterior, x), uq.inclusion(posterior)
+    assert table.to_dict() == uq.density(here, x.cpu()).to_dict()
+    torch.testing.assert_close(known.first.inputs.cpu(), uq.inclusion(here).first.inputs)
+    plots.inclusion(posterior)
+    with torch.no_grad():
+        expected = uq.sparse_model(conv_net(), here, "masked")(x.cpu())
+        for layout in ("masked", "auto", *(["csr"] if device.type == "cuda" else [])):
+            outputs = uq.sparse_model(model, posterior, layout)(x)
+            torch.testing.assert_close(outputs.cpu(), expected, rtol=1e-3, atol=1e-3)
+        predictor = uq.wrap(model, uq.median_model(posterior, certain=True))
+        torch.testing.assert_close(predictor(x).probs.cpu(), expected.softmax(-1), rtol=1e-3, atol=1e-3)
+
+
 # Other posteriors, and the report
 
 

@@ -8,9 +8,10 @@ from math import prod
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 from torch import Tensor
 
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.plots.style import COLOURS, GREY, REFERENCE, clean, new_figure, percent
 from posthoc_uq.posteriors.base import Posterior
@@ -30,10 +31,10 @@ def inclusion(
     """How the inclusion probabilities of each layer are distributed; and where the first layer's inputs are an image, a
     map of them.
 
-    The dashed line is at 0.5; weights right of it are in the median model, and their share stands above the panel. Of
-    the two maps, one has the probability that at least one weight of the pixel is on, which is near 1 everywhere if the
-    layer has many outputs; the other the mean inclusion of the pixel's weights. Several channels are taken together. Of
-    a convolution the map has the positions of the kernel.
+    Shares are on a logarithmic scale. The dashed line is at 0.5; weights right of it are in the median model, and their
+    share stands above the panel. Of the two maps, one has the probability that at least one weight of the pixel is on,
+    which is near 1 everywhere if the layer has many outputs; the other the mean inclusion of the pixel's weights.
+    Several channels are taken together. Of a convolution the map has the positions of the kernel.
 
     Args:
         posterior: by ``method="latent_binary"``.
@@ -65,8 +66,11 @@ def inclusion(
         row[0].set_ylabel("share of weights")
     upper.supxlabel("inclusion probability", fontsize="medium")
     if maps:
-        for axes, (title, values) in zip(lower.subplots(1, 2), maps.items(), strict=True):
-            image = axes.imshow(values.cpu().numpy(), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        # means are small where few weights are on, so their colours end at the largest
+        for axes, (title, values), most in zip(lower.subplots(1, 2), maps.items(), (1, None), strict=True):
+            image = axes.imshow(
+                values.cpu().numpy(), cmap="viridis", vmin=0, vmax=most, interpolation="nearest"
+            )
             axes.set_title(title, loc="left", fontsize="medium")
             axes.set(xticks=[], yticks=[])
             lower.colorbar(image, ax=axes)
@@ -82,8 +86,9 @@ def _histogram(axes: Axes, layer: LayerInclusion, bins: int) -> None:
     axes.axvline(0.5, color=GREY, linewidth=1, linestyle=REFERENCE)
     kept = percent((chances > 0.5).mean(), None)
     axes.set_title(f"{layer.layer}: {kept} kept", loc="left", fontsize="medium")
-    axes.set(xlim=(0, 1), ylim=(0, None))
+    axes.set(xlim=(0, 1), yscale="log", ylim=(0.5 / chances.size, 1.5))
     axes.yaxis.set_major_formatter(FuncFormatter(percent))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     clean(axes)
 
 
@@ -95,7 +100,7 @@ def _maps(first: LayerInclusion, kind: str, shape: Sequence[int] | None) -> dict
                 f"shape= is for a linear first layer; the kernel of '{first.layer}' says its own."
             )
         sides, what = tuple(first.positions.shape), "position of the kernel"
-        mean = first.weights.double().mean((0, 1))
+        mean = as_double(first.weights).mean((0, 1))
     elif shape is None:
         return {}
     else:
@@ -105,7 +110,7 @@ def _maps(first: LayerInclusion, kind: str, shape: Sequence[int] | None) -> dict
                 f"shape must be (height, width) or (channels, height, width) of the {len(first.inputs)} inputs of "
                 f"'{first.layer}', not {sides}."
             )
-        by_input = first.weights.double().mean(1 if kind == "matmul" else 0)
+        by_input = as_double(first.weights).mean(1 if kind == "matmul" else 0)
         mean = by_input.reshape(-1, *sides[-2:]).mean(0)
     chances = first.positions.reshape(-1, *sides[-2:])
     return {f"{what}: some weight on": any_of(chances, (0,)), f"{what}: mean inclusion": mean}

@@ -99,7 +99,7 @@ def sparse_model(model: nn.Module, posterior: Posterior, layout: Layout = "auto"
         return twin
     held = dict(twin.named_parameters())
     linear = [layer.weight for layer in posterior.layers.values() if layer.kind == "linear"]
-    chosen = {id(held[name]) for name in linear if layout == "csr" or _density(values[name]) <= SPARSE}
+    chosen = {id(held[name]) for name in linear if layout == "csr" or _is_sparse(values[name])}
     if _replaceable(twin, chosen):
         return _compressed(cast(nn.Linear, twin)).eval()
     replaced: dict[int, SparseLinear] = {}  # a module in two places stays one
@@ -111,8 +111,9 @@ def sparse_model(model: nn.Module, posterior: Posterior, layout: Layout = "auto"
     return twin
 
 
-def _density(weight: Tensor) -> float:
-    return float((weight != 0).float().mean())
+def _is_sparse(weight: Tensor) -> bool:
+    """Whether compressed rows are worth it, on a device that has them."""
+    return weight.device.type in ("cpu", "cuda") and float((weight != 0).float().mean()) <= SPARSE
 
 
 def _compressed(linear: nn.Linear) -> SparseLinear:
