@@ -106,7 +106,7 @@ class _Probe:
         for name in layers:
             uses = first.order.count(name)
             if uses != 1 or not first.given[name].is_floating_point():
-                raise BrokenChainError(f"layer '{name}' was seen {uses} times in one pass")
+                raise BrokenChainError(f"layer '{name}' was seen {uses} times in one pass, not once")
         self.order = first.order
         self._shapes = {name: output.shape for name, output in first.given.items()}
         generator = torch.Generator().manual_seed(_SEED)
