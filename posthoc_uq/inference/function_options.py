@@ -30,9 +30,9 @@ class FunctionSpaceOptions(TrainingOptions):
 
     Attributes:
         context: where the network is to be uncertain: ``"monochrome"`` images, a ``"uniform"`` box, the training
-            ``"batch"``, a loader or a tensor of unlabelled inputs, a callable ``(n, generator)``, a list of pairs
-            ``(share, context)``, or one of `posthoc_uq.contexts`. By default half batch, half monochrome for images,
-            the box for vectors.
+            ``"batch"``; from Python also a loader or a tensor of unlabelled inputs, a callable ``(n, generator)``, a
+            list of pairs ``(share, context)``, or one of `posthoc_uq.contexts`. By default half batch, half monochrome
+            for images, the box for vectors.
         n_context: context points a step; by default 32, or the last layer's dimensions where these are fewer.
         n_sets: sets of context points a step; the one with the largest divergence counts.
         n_draws: draws of the weights a step.
