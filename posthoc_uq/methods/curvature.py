@@ -67,7 +67,7 @@ class Curvature(Method):
         blocks, settings = self.blocks(task), task.settings
         tracked = task.prepared.capture.tracked.values()
         served = sum(t.engine == "backpack" for t in tracked)
-        record: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "fisher": settings.fisher,
             "seed": settings.seed,
             "samples": task.summary.samples,
@@ -75,10 +75,10 @@ class Curvature(Method):
             "layers caught by call interception": len(tracked) - served,
             **{f"seconds, {what}": value for what, value in task.seconds.items()},
         }
-        record |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
-        record |= self.described()
-        record |= {"processes": world()} if world() > 1 else {}
-        record |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
+        facts |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
+        facts |= self.described()
+        facts |= {"processes": world()} if world() > 1 else {}
+        facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
         posterior = Posterior(
             self.name,
             task.layers,
@@ -87,7 +87,7 @@ class Curvature(Method):
             {name: parameter.detach() for name, parameter in task.model.named_parameters()},
             settings.likelihood,
             _evidence(task),
-            History(fit=record, deterministic=dict(task.prepared.deterministic)),
+            History(fit=facts, deterministic=dict(task.prepared.deterministic)),
         )
         posterior.model = task.model
         return posterior
