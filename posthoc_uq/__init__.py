@@ -4,6 +4,7 @@
 model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
 """
 
+from posthoc_uq.activations import ConditionalInverseCDF, InverseCDF
 from posthoc_uq.errors import (
     CorruptPosteriorError,
     NonFiniteError,
@@ -51,6 +52,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "ClassPrediction",
+    "ConditionalInverseCDF",
     "CorruptPosteriorError",
     "Curvature",
     "Dense",
@@ -60,6 +62,7 @@ __all__ = [
     "Faithful",
     "FunctionSpace",
     "Gaussian",
+    "InverseCDF",
     "Likelihood",
     "LinearizedPredictor",
     "Method",
