@@ -22,12 +22,13 @@ from posthoc_uq.randomness import isolated_random_state, mixed_seed, sample_keys
 def show_to_context(
     loader: Iterable[Any],
     reader: BatchReader,
-    context: Context,
+    context: Context | None,
     seed: int,
     progress: bool,
     content: Content | None = None,
 ) -> int:
-    """One pass over the training data without the model: shows a context the inputs, and counts them.
+    """One pass over the training data without the model: shows a context the inputs, if there is one, and
+    counts them.
 
     Args:
         content: is shown every batch, where one is given.
@@ -38,10 +39,10 @@ def show_to_context(
     """
     generator = torch.Generator().manual_seed(mixed_seed(seed, 1))
     samples = 0
-    with isolated_random_state(seed), Bar(loader, "context", progress) as bar:
+    with isolated_random_state(seed), Bar(loader, "counting" if context is None else "context", progress) as bar:
         for index, (batch, count) in enumerate(own_batches(loader, reader)):
             checks = Checks()
-            if context.needs_data:
+            if context is not None and context.needs_data:
                 shown = single_input(batch)
                 checks.later(torch.isfinite(shown).all(), partial(_require_finite, index))
                 context.observe(shown, generator)

@@ -11,7 +11,7 @@ from math import ceil, exp, inf, isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posthoc_uq.contexts import Context, Mixture
 from posthoc_uq.contexts.mixture import default_context, resolve_context
@@ -22,6 +22,7 @@ from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQE
 from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
+from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import cosine, train
@@ -29,14 +30,13 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.settings import Hyperparameters
-from posthoc_uq.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import replicate
 from posthoc_uq.warned import warn_user
 
 FUNCTION_SPACE = "function_space"  # the method's name
 PRIOR_PRECISION = 1.0  # where none is given
 N_CONTEXT = 32
-_INITIALISATION = 201  # stream of the seed
 _SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
 
@@ -232,8 +232,8 @@ def _prior(
     """The prior, and whether its moments are those of the field's own means."""
     pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
     if options.prior_mean == "random_init":
-        with isolated_random_state(mixed_seed(task.settings.seed, _INITIALISATION)):
-            parameters = _initialised(task.model, pretrained)
+        seed = task.settings.seed
+        parameters = initialised(task.model, pretrained, seed, "prior_mean='random_init'")
     else:
         parameters = pretrained
     frozen = (
@@ -245,29 +245,6 @@ def _prior(
     return FunctionPrior(
         network, parameters, options.prior_mean, precision, options.prior_body_variance
     ), frozen
-
-
-def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers of a new initialisation; a batch normalisation has none of the data's statistics then."""
-    device = model_device(model)
-    own = replicate(model, {name: p.clone() for name, p in trained.items()})
-    own = own.to("cpu")  # whose random numbers are the same for every device
-    kept: list[str] = []
-    for prefix, module in own.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.clone())
-        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            reset()
-        else:
-            kept += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-    if kept:
-        warn_user(
-            f"prior_mean='random_init' keeps {len(kept)} trained parameters whose modules have no reset_parameters(), "
-            f"{kept[0]!r} among them."
-        )
-    tensors = {name: p.detach().to(device) for name, p in own.named_parameters()}
-    return tensors | {name: buffer.detach().to(device) for name, buffer in own.named_buffers()}
 
 
 def _record(

@@ -19,6 +19,7 @@ from posthoc_uq.methods.efb import EFB
 from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.kfac import KFAC
+from posthoc_uq.methods.utvi import UTVI
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.values import shown
 
@@ -27,6 +28,7 @@ __all__ = [
     "INF",
     "KFAC",
     "METHODS",
+    "UTVI",
     "Curvature",
     "Dense",
     "Diagonal",
@@ -62,7 +64,7 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     return kind
 
 
-for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace):
+for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, UTVI):
     register_method(_kind)
 
 

@@ -12,6 +12,9 @@ from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.posteriors.record import Evidence
 
+ALL_WEIGHTS = "of all weights"
+"""What a training's record says of its prior where that is one and the same for every weight."""
+
 
 def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -> Posterior:
     """``N(., 1 / precision)`` over the weights of a posterior's layers.
@@ -48,11 +51,13 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
 
 def training_precisions(posterior: Posterior) -> dict[str, float]:
     """The precisions by layer of the prior that a training measured its posterior against: of the last layer's weights
-    the posterior's prior precision, and of all others where the training gave them a variance.
+    the posterior's prior precision, and of all others where the training gave them a variance; or of all weights alike.
 
     Raises:
         PosthocUQError: the posterior does not say which layer that was.
     """
+    if posterior.record.fit.get("prior") == ALL_WEIGHTS:
+        return {name: posterior.layer_prior(name) for name in posterior.layers}
     last, body = posterior.record.fit.get("last layer"), posterior.record.fit.get("prior body variance", 0.0)
     if last not in posterior.layers:
         raise PosthocUQError(
