@@ -90,9 +90,10 @@ def requested(
     check_selection(layers)
     seed = SEED("seed", others["seed"])
     own = dict(options)
-    faithful, noise = Faithful(own.pop("divergence", Faithful.divergence)), own.pop("noise_variance", None)
+    said, noise = {name: own.pop(name) for name in ("divergence",) if name in own}, own.pop("noise_variance", None)
     resolved = resolve_likelihood(likelihood, noise)
     chosen = method_of(method, own)
+    faithful = Faithful(**said) if said or chosen.narrowed else Faithful(None)
     if chosen.trains:
         chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:

@@ -27,8 +27,9 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
-from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.warned import warn_user
+
+DRAWS = 64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
 
 
 def kl_weight(epoch: int, floor: float = 0.0) -> float:
@@ -158,14 +159,14 @@ class MomentObjective(Objective):
             )
         self._checked = True
 
-    def _score(self, mean: Tensor, variance: Tensor, targets: Tensor, draws: int = DRAWS) -> Tensor:
+    def _score(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
         """The log-likelihood of every sample, ``(samples,)``, in nats."""
         likelihood = self._likelihood
         if self._log_noise is not None:
             likelihood = likelihood.with_noise(self._log_noise.exp())
         if self._options.objective == "expected":
-            return likelihood.expected_log_prob(mean, variance, targets, draws)
-        return likelihood.predictive_log_prob(mean, variance, targets, draws)
+            return likelihood.expected_log_prob(mean, variance, targets, DRAWS)
+        return likelihood.predictive_log_prob(mean, variance, targets, DRAWS)
 
     def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
         targets, field = cast(Tensor, batch.targets), self._field

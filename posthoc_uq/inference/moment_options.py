@@ -66,8 +66,8 @@ class MomentOptions(TrainingOptions):
             `MomentsPredictor`.
     """
 
-    lr: float = 1e-4
-    log_variance_lr: float = 1e-2
+    lr: float = 1e-3
+    log_variance_lr: float = 3e-2
     start: Start = "trained"
     initial: Posterior | None = None
     initial_log_variance: float = -10.0

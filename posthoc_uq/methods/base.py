@@ -71,6 +71,13 @@ class Method(ABC):
         return False
 
     @property
+    def narrowed(self) -> bool:
+        """Whether a fit goes on to narrow the variances that were found as far as a faithful posterior needs, where it
+        is not told otherwise.
+        """
+        return True
+
+    @property
     def head(self) -> str:
         """The head that its posteriors are made for."""
         return "sampling" if self.trains else "linearized"

@@ -22,7 +22,7 @@ class UTVI(MomentOptions, Method):
 
     ``q = N(mu, diag sigma^2)`` over the weights, trained by ``sum_n E[log p(y_n | f)] - phi KL(q || N(mu_p, I / tau))``
     with ``f ~ N(m_n, s_n^2)``, the moments of the outputs, which one pass carries through the network by the unscented
-    transform; ``phi`` is halved every epoch (Schodt 2024, "Few-sample variational inference of Bayesian neural networks
+    transform; ``phi`` is halved from epoch to epoch (Schodt 2024, "Few-sample variational inference of Bayesian neural networks
     with arbitrary nonlinearities"). Its head is ``"moments"``, whose rules are those of the training.
 
     Every step is a pass of moments and its gradients, about four to six plain steps, and draws nothing. It is the one
@@ -52,6 +52,10 @@ class UTVI(MomentOptions, Method):
     @property
     def head(self) -> str:
         return "moments"
+
+    @property
+    def narrowed(self) -> bool:
+        return self.objective == "expected"  # else the propagated variance is what was trained to predict
 
     def passes(self) -> int:
         return self.epochs + 2  # once to count the samples, once for what enters the last layer
