@@ -1,8 +1,8 @@
 """Activations that moments pass through: any function of an entry, and the inverse of a prior's distribution function.
 
-Under the moments head, and in a training by moments, a function given to `elementwise` is taken at three points of every
-entry's Gaussian, and one given to `jointly` at ``2 d + 1`` points of the joint one of its d arguments; anywhere else both
-just call it.
+Under the moments head, and in a training by moments, a function given to `elementwise` is taken at three points of
+every entry's Gaussian, and one given to `jointly` at ``2 d + 1`` points of the joint one of its d arguments; anywhere
+else both just call it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         x: of any shape.
     """
     if has_torch_function((x,)):
-        return cast(Tensor, handle_torch_function(elementwise, (x,), function, x))
+        return handle_torch_function(elementwise, (x,), function, x)
     return function(x)
 
 
@@ -44,14 +44,14 @@ def jointly(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         inputs: of one shape.
     """
     if has_torch_function(inputs):
-        return cast(Tensor, handle_torch_function(jointly, inputs, function, *inputs))
+        return handle_torch_function(jointly, inputs, function, *inputs)
     return function(*inputs)
 
 
 def at_mean(x: Tensor) -> Tensor:
     """``x`` itself; where moments are carried, its mean as a certain number."""
     if has_torch_function((x,)):
-        return cast(Tensor, handle_torch_function(at_mean, (x,), x))
+        return handle_torch_function(at_mean, (x,), x)
     return x
 
 
@@ -98,7 +98,9 @@ class InverseCDF(nn.Module):
         super().__init__()
         check_function("quantile", quantile, "from probabilities to values")
         if quantile is not None and (mean, deviation) != (0.0, 1.0):
-            raise PosthocUQError("mean and deviation are those of the normal prior; leave them out with quantile=.")
+            raise PosthocUQError(
+                "mean and deviation are those of the normal prior; leave them out with quantile=."
+            )
         self.mean, self.deviation, self.quantile = float(mean), POSITIVE("deviation", deviation), quantile
         self.log_scale = nn.Parameter(torch.tensor(log(POSITIVE("scale", scale))))
 
@@ -137,11 +139,17 @@ class ConditionalInverseCDF(nn.Module):
     """
 
     def __init__(
-        self, prior: Callable[..., tuple[Tensor, Tensor]], *, given: str = "unscented", scale: float = PROBIT_SCALE
+        self,
+        prior: Callable[..., tuple[Tensor, Tensor]],
+        *,
+        given: str = "unscented",
+        scale: float = PROBIT_SCALE,
     ) -> None:
         super().__init__()
         if not callable(cast(Any, prior)):
-            raise PosthocUQError("prior must be a function of the other outputs that gives a mean and a deviation.")
+            raise PosthocUQError(
+                "prior must be a function of the other outputs that gives a mean and a deviation."
+            )
         self.prior, self.given = prior, one_of("given", given, ("unscented", "mean"))
         self.log_scale = nn.Parameter(torch.tensor(log(POSITIVE("scale", scale))))
 

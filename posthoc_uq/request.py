@@ -90,7 +90,10 @@ def requested(
     check_selection(layers)
     seed = SEED("seed", others["seed"])
     own = dict(options)
-    said, noise = {name: own.pop(name) for name in ("divergence",) if name in own}, own.pop("noise_variance", None)
+    said, noise = (
+        {name: own.pop(name) for name in ("divergence",) if name in own},
+        own.pop("noise_variance", None),
+    )
     resolved = resolve_likelihood(likelihood, noise)
     chosen = method_of(method, own)
     faithful = Faithful(**said) if said or chosen.narrowed else Faithful(None)

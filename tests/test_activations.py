@@ -66,7 +66,9 @@ def test_its_derivatives() -> None:
 
 
 def test_a_prior_by_its_quantiles() -> None:
-    module = uq.InverseCDF(quantile=lambda p: -(1 - p).log() / 3.0).double()  # an exponential distribution of rate 3
+    module = uq.InverseCDF(
+        quantile=lambda p: -(1 - p).log() / 3.0
+    ).double()  # an exponential distribution of rate 3
     u = torch.rand(20000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = module((u / (1 - u)).log() / 1.702)  # so that the sigmoid is uniform
     assert float(values.mean()) == pytest.approx(1 / 3, rel=0.03)

@@ -39,7 +39,10 @@ def show_to_context(
     """
     generator = torch.Generator().manual_seed(mixed_seed(seed, 1))
     samples = 0
-    with isolated_random_state(seed), Bar(loader, "counting" if context is None else "context", progress) as bar:
+    with (
+        isolated_random_state(seed),
+        Bar(loader, "counting" if context is None else "context", progress) as bar,
+    ):
         for index, (batch, count) in enumerate(own_batches(loader, reader)):
             checks = Checks()
             if context is not None and context.needs_data:

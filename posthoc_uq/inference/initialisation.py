@@ -14,9 +14,7 @@ from posthoc_uq.warned import warn_user
 _INITIALISATION = 201  # stream of random numbers from the seed
 
 
-def initialised(
-    model: nn.Module, trained: Mapping[str, Tensor], seed: int, option: str
-) -> dict[str, Tensor]:
+def initialised(model: nn.Module, trained: Mapping[str, Tensor], seed: int, option: str) -> dict[str, Tensor]:
     """Parameters and buffers of a new initialisation; batch normalisations lose the data's statistics.
 
     Args:

@@ -1,5 +1,5 @@
-"""The objective of unscented-transform variational inference (Schodt 2024, "Few-sample variational inference of Bayesian
-neural networks with arbitrary nonlinearities").
+"""The objective of unscented-transform variational inference (Schodt 2024, "Few-sample variational inference of
+Bayesian neural networks with arbitrary nonlinearities").
 
     sum_n log-likelihood(m_n, s_n^2) - phi KL(q || p),    q = N(mu, diag sigma^2),    p = N(mu_p, I / tau)
 

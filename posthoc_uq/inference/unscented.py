@@ -1,4 +1,4 @@
-"""``method="utvi"``: mean-field variational inference by propagated moments, begun at a trained network (Schodt 2024)."""
+"""``method="utvi"``: mean-field variational inference by propagated moments (Schodt 2024)."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ def _field(task: Task, options: MomentOptions) -> MeanField:
 
 def _check_initial(initial: Posterior, trained: Mapping[str, Tensor], train_mean: bool) -> None:
     if initial.centre and not train_mean:
-        raise PosthocUQError("A posterior with a mean of its own cannot begin a training with train_mean=False.")
+        raise PosthocUQError(
+            "A posterior with a mean of its own cannot begin a training with train_mean=False."
+        )
     for name, own in trained.items():
         original = initial.original.get(name)
         if original is None or original.shape != own.shape or not torch.equal(original.to(own), own):
@@ -189,6 +191,10 @@ def _record(
         "prior mean": options.prior_mean,
         "least KL weight": options.kl_floor,
         "relu": options.relu,
-        **({name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]} if history else {}),
+        **(
+            {name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]}
+            if history
+            else {}
+        ),
         **{f"seconds, {what}": value for what, value in task.seconds.items()},
     }

@@ -22,8 +22,8 @@ class UTVI(MomentOptions, Method):
 
     ``q = N(mu, diag sigma^2)`` over the weights, trained by ``sum_n E[log p(y_n | f)] - phi KL(q || N(mu_p, I / tau))``
     with ``f ~ N(m_n, s_n^2)``, the moments of the outputs, which one pass carries through the network by the unscented
-    transform; ``phi`` is halved from epoch to epoch (Schodt 2024, "Few-sample variational inference of Bayesian neural networks
-    with arbitrary nonlinearities"). Its head is ``"moments"``, whose rules are those of the training.
+    transform; ``phi`` is halved from epoch to epoch (Schodt 2024, "Few-sample variational inference of Bayesian neural
+    networks with arbitrary nonlinearities"). Its head is ``"moments"``, whose rules are those of the training.
 
     Every step is a pass of moments and its gradients, about four to six plain steps, and draws nothing. It is the one
     to take where the moments head is to predict: the variances are found for that head's own approximation. With

@@ -58,9 +58,7 @@ def propagate(
         outputs: Any = output_tensor(run())
     if not isinstance(outputs, MomentTensor):
         return OutputMoments(outputs, torch.zeros_like(outputs), None, known.used)
-    return OutputMoments(
-        outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, known.used
-    )
+    return OutputMoments(outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, known.used)
 
 
 def running_module(network: nn.Module) -> str:

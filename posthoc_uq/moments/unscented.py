@@ -197,8 +197,8 @@ def _flat(tensor: Tensor) -> Tensor | None:
 def unscented_joint(
     function: Callable[..., Tensor], means: list[Tensor], variances: list[Tensor | None]
 ) -> Moments:
-    """Mean and variance of ``f(x_1, ..., x_d)`` place by place, for independent Gaussians, by ``2 d + 1`` points: all at
-    their means, and one at a time ``sqrt(d + kappa)`` deviations up or down, ``kappa = max(3 - d, 0)``.
+    """Mean and variance of ``f(x_1, ..., x_d)`` place by place, for independent Gaussians, by ``2 d + 1`` points: all
+    at their means, and one at a time ``sqrt(d + kappa)`` deviations up or down, ``kappa = max(3 - d, 0)``.
 
     Args:
         function: of as many tensors of one shape; the same shape comes out.

@@ -98,7 +98,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 _ = moments(ours.predictor, x) if name == OURS else theirs(MuVar(x))
             if turn:
                 taken.append(time.perf_counter() - begun)
-    content = {"NLL": scores, "seconds of training": lasting, "seconds a batch": {n: min(t) for n, t in times.items()}}
+    content = {
+        "NLL": scores,
+        "seconds of training": lasting,
+        "seconds a batch": {n: min(t) for n, t in times.items()},
+    }
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "beside_fastbnns.json").write_text(json.dumps(content, indent=1) + "\n")
     print(marked(table(content), options.smoke))
@@ -107,7 +111,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(content: dict[str, Any]) -> str:
     """NLL, its spread over seeds, seconds of a training and of a batch."""
-    lines = ["| package | NLL | spread over seeds | training, s | batch of 1024, ms |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| package | NLL | spread over seeds | training, s | batch of 1024, ms |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, scores in content["NLL"].items():
         values, seconds = torch.tensor(scores), content["seconds of training"][name]
         spread = float(values.std()) if len(scores) > 1 else 0.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from drawn_weights import DrawnWeights, density, train_drawn
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from drawn_weights import DrawnWeights, density, train_drawn
 from problem import EDGE, FreshData, deviation, least_nll, network, sample
 from torch import Tensor, nn
 
@@ -199,14 +199,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     stamped(predictions(grid, drawn, curves, options.draws[0]), options.smoke).savefig(
         options.output / "figure1.png", dpi=110
     )
-    stamped(costs(scores, times, options.draws, options.local), options.smoke).savefig(options.output / "figure2.png", dpi=110)
+    stamped(costs(scores, times, options.draws, options.local), options.smoke).savefig(
+        options.output / "figure2.png", dpi=110
+    )
     print(f"\n{marked(table(content), options.smoke)}\n\nPictures: {options.output}")
     return content
 
 
 def table(content: dict[str, Any]) -> str:
     """NLL with its spread over seeds, and times as multiples of UTVI's and of the plain network's."""
-    lines = ["| method | NLL | spread over seeds | time / UTVI | time / network |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| method | NLL | spread over seeds | time / UTVI | time / network |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     times = content["seconds a batch"]
     for name, scores in content["NLL"].items():
         mean, spread = spread_of(scores)
@@ -235,7 +240,9 @@ def predictions(
         panel.plot(x, mean, color="#0072B2", linewidth=1.2, label="mean and 1 sd")
         for sign in (-1, 1):
             edge = x + sign * deviation(x)
-            panel.plot(x, edge, color="#404040", linestyle="--", linewidth=0.8, label="truth" if sign > 0 else None)
+            panel.plot(
+                x, edge, color="#404040", linestyle="--", linewidth=0.8, label="truth" if sign > 0 else None
+            )
         panel.set(title=name, xlabel="x", ylim=(-1.6, 1.6))
     panels[0].set_ylabel("y")
     panels[0].legend(frameon=False, fontsize=8)
@@ -259,11 +266,21 @@ def costs(
         left.axhline(mean, color=color, label=name)
         left.axhspan(mean - spread, mean + spread, color=color, alpha=0.15)
         right.axhline(times[name] / times[UTVI], color=color, label=name)
-    kinds = (("draws of the weights", by_weights, draws, "#D55E00"), ("at each activation", at_activations, local, "#CC79A7"))
+    kinds = (
+        ("draws of the weights", by_weights, draws, "#D55E00"),
+        ("at each activation", at_activations, local, "#CC79A7"),
+    )
     for label, named, counts, color in kinds:
         places, names = [log2(count) for count in counts], [named(count) for count in counts]
         pairs = [spread_of(scores[name]) for name in names]
-        left.errorbar(places, [m for m, _ in pairs], [s for _, s in pairs], color=color, label=f"MCVI, {label}", capsize=3)
+        left.errorbar(
+            places,
+            [m for m, _ in pairs],
+            [s for _, s in pairs],
+            color=color,
+            label=f"MCVI, {label}",
+            capsize=3,
+        )
         right.plot(places, [times[name] / times[UTVI] for name in names], "o-", color=color)
     left.set(xlabel="log2 draws", ylabel="NLL, nats", title="held-out NLL")
     right.set(xlabel="log2 draws", ylabel="multiple of UTVI's", yscale="log", title="time of a batch of 1024")

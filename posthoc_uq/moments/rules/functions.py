@@ -1,4 +1,4 @@
-"""Functions that a model hands over as a whole, by `posthoc_uq.activations`: of one entry, or of several at one place."""
+"""Functions that a model hands over as a whole (`posthoc_uq.activations`): of one entry, or of several at a place."""
 
 from __future__ import annotations
 
