@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from problem import SLOPE, FreshData, network, sample
+from drawn_activation import SLOPE
+from problem import FreshData, network, sample
 from torch import Tensor, nn
 
 START = -10.0
