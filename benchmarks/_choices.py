@@ -126,11 +126,11 @@ class Fits:
                 name: getattr(posterior, name)
                 for name in ("prior_precision", "temperature", "scale", "residual_weight")
             }
-            self._key, self._found = key, (seconds, posterior, kept | {"head": dict(posterior.record.head)})
+            self._key, self._found = key, (seconds, posterior, kept | {"head": dict(posterior.history.head)})
         seconds, posterior, kept = self._found
         for name, value in kept.items():
             if name == "head":
-                posterior.record.head = dict(value)
+                posterior.history.head = dict(value)
             else:
                 setattr(posterior, name, value)
         return seconds, posterior

@@ -33,7 +33,7 @@ DENSE_LIMIT = 5_000
 """Parameters up to which the dense posterior is measured; it takes the square of their number."""
 SWEEPS = ("bases", "eigenvalues and diagonal", "Kronecker factors", "eigenvalues", "diagonal", "Fisher")
 FIXED = ("eigenbases", "sparsification")
-"""Names under which a fit's record keeps its times."""
+"""Names under which a fit's history keeps its times."""
 
 
 def methods_for(model: nn.Module, batches: Batches) -> list[str]:
@@ -90,7 +90,7 @@ def trial(model: nn.Module, batches: Batches, options: Options, evidence: bool =
     before, _ = seconds(lambda: plain_pass(model, batches))
     fit, posterior = seconds(lambda: fitted(model, batches, options))
     after, _ = seconds(lambda: plain_pass(model, batches))
-    times = posterior.record.fit
+    times = posterior.history.fit
     on_top = seconds(lambda: tuned(posterior))[0] if evidence else float("nan")
     return Trial(
         (before + after) / 2,

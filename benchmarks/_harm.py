@@ -80,7 +80,7 @@ def measured(pair: Pair, seed: int, name: str) -> dict[str, Any]:
         "temperature": posterior.temperature,
         "scale": posterior.scale,
         "prior precision": posterior.prior_precision,
-        "found": {key: str(value) for key, value in posterior.record.tuning.items()},
+        "found": {key: str(value) for key, value in posterior.history.tuning.items()},
         "warnings": sorted({str(warning.message)[:300] for warning in caught}),
     }
 

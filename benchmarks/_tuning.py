@@ -42,7 +42,7 @@ def measured(pair: Pair, seed: int) -> dict[str, Any]:
     model, split = trained(pair, seed), pair.split(seed)
     posterior = uq.fit(model, loader(split.train), progress=False, **pair.options)
     kept = {name: getattr(posterior, name) for name in ("prior_precision", "temperature", "scale")}
-    records = {name: dict(getattr(posterior.record, name)) for name in ("tuning", "head", "faithful")}
+    records = {name: dict(getattr(posterior.history, name)) for name in ("tuning", "head", "faithful")}
     order = torch.randperm(len(split.test.targets), generator=torch.Generator().manual_seed(seed))
     half = len(order) // 2
     test = _part(split.test, order[half:][:TEST])
@@ -56,7 +56,7 @@ def measured(pair: Pair, seed: int) -> dict[str, Any]:
             for attribute, value in kept.items():
                 setattr(posterior, attribute, value)
             for attribute, record in records.items():
-                setattr(posterior.record, attribute, dict(record))
+                setattr(posterior.history, attribute, dict(record))
             _tune(posterior, _part(split.test, order[:samples]), **options)
             found[f"{name}, {samples}"] = scores() | {"temperature": posterior.temperature}
     return found

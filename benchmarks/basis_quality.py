@@ -164,7 +164,7 @@ def measure(
     for name, x in data.foreign.items():
         outside = predict(x)[1]
         line |= {f"AUROC {name}, {score}": ood_auroc(inside[score], outside[score]) for score in inside}
-    line["fit, s"] = sum(v for k, v in posterior.record.fit.items() if k.startswith("seconds"))
+    line["fit, s"] = sum(v for k, v in posterior.history.fit.items() if k.startswith("seconds"))
     return line
 
 

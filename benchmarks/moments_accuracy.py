@@ -201,7 +201,7 @@ def cnn_rows(
                             )
                         head = {"head": f"diag, rho {rho:g}{calibrated}"}
                         rows.append(label | head | compare(case, predictor, reference))
-                        posterior.record.calibration = {}
+                        posterior.history.calibration = {}
                         _say(rows[-1])
     return rows
 

@@ -32,6 +32,7 @@ from posthoc_uq.methods import (
     Dense,
     Diagonal,
     FunctionSpace,
+    LatentBinary,
     Method,
     register_method,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "FunctionSpace",
     "Gaussian",
     "InverseCDF",
+    "LatentBinary",
     "Likelihood",
     "LinearizedPredictor",
     "Method",

@@ -279,8 +279,8 @@ def originals(folder: Path) -> list[tuple[str, Path, Callable[[Path, random.Rand
         likelihood = options.get("likelihood", "classification")
         path = folder / f"{method}.h5"
         posterior = fit(method)
-        posterior.record.calibration = _CALIBRATION if method == "inf" else {}
-        posterior.record.referral = _REFERRAL if method in ("inf", "kfac") else {}
+        posterior.history.calibration = _CALIBRATION if method == "inf" else {}
+        posterior.history.referral = _REFERRAL if method in ("inf", "kfac") else {}
         uq.save(posterior, path)
 
         def read(path: Path, source: random.Random, likelihood: str = likelihood) -> None:

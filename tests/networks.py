@@ -30,7 +30,14 @@ def steady(progress: float) -> float:
     return 1.0
 
 
-SHORT: dict[str, Any] = {"epochs": 1, "n_context": 3, "val_draws": 2, "rank": 6, "schedule": steady}
+SHORT: dict[str, Any] = {
+    "epochs": 1,
+    "n_context": 3,
+    "val_draws": 2,
+    "rank": 6,
+    "schedule": steady,
+    "warm_up": 0.0,
+}
 """Values of options that make a fit short, for every method that has an option of the name."""
 
 

@@ -9,9 +9,9 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.record import Evidence
 
 GROUPS, OUTPUTS, INPUTS = 2, 7, 9
 SCALE, TAU = 50.0, 1.3

@@ -17,9 +17,9 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.state import posterior_state
 from posthoc_uq.storage import userblock
 
@@ -99,7 +99,7 @@ def make(
         }
         members = {name: [name] for name in layers}
     mean = {name: p.detach() for name, p in model.named_parameters()}
-    record = Record(
+    history = History(
         fit or {"seed": 7, "rank": 2, "seconds": {"sweep": 0.25, "basis": 1.5}},
         {"norm.weight": "BatchNorm"},
         {"prior_precision": "by the log marginal likelihood"},
@@ -107,7 +107,7 @@ def make(
     evidence = Evidence(100, -12.345678901234567)
     if isinstance(likelihood, Gaussian):
         evidence.squared_residuals, evidence.targets = 3.3, 100 * likelihood.noise_variance.numel()
-    posterior = Posterior(kind, layers, blocks, members, mean, likelihood or Categorical(), evidence, record)
+    posterior = Posterior(kind, layers, blocks, members, mean, likelihood or Categorical(), evidence, history)
     values = {"scale": 123.1, "residual_weight": 0.7, "noise_scale": 1.2, "temperature": 1.1}
     posterior.adjust(**{name: value for name, value in values.items() if name in posterior.tunable})
     posterior.prior_precision = {name: 0.1 * (i + 1) for i, name in enumerate(layers)}

@@ -503,7 +503,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
             _net(), loader, method="inf", seed=three, rank=four, fisher="mc", residual_weight=three / 3
         )
         assert all(torch.equal(value, found.variance()[name]) for name, value in expected.variance().items())
-        assert found.record.fit["rank"] == 4 and type(found.record.fit["rank"]) is int
+        assert found.history.fit["rank"] == 4 and type(found.history.fit["rank"]) is int
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from posthoc_uq.posteriors.capabilities import (
 )
 from posthoc_uq.posteriors.diagonal import DiagonalBlock, DiagonalFactor
 from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.posteriors.record import Evidence
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
 
 SPIKE = "spike_slab"
@@ -170,7 +170,7 @@ def test_what_a_posterior_cannot_do_is_refused_in_one_sentence(spikes: tuple[nn.
             PosthocUQError, match=rf"^head='{head}' needs {needs}, {end}; head='sampling' does not\.$"
         ):
             uq.wrap(model, posterior, head=head)
-    posterior.record.head = {"name": "linearized", "options": {}, "criterion": "given"}
+    posterior.history.head = {"name": "linearized", "options": {}, "criterion": "given"}
     assert uq.wrap(model, posterior).head == "sampling"  # the default is one that it can serve
     for work, words in (
         (
@@ -209,10 +209,10 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
     ):
         with pytest.raises(PosthocUQError, match=words):
             setattr(posterior, name, 2.0)
-    posterior.record.head = {"name": "linearized", "options": {}, "criterion": "given"}
+    posterior.history.head = {"name": "linearized", "options": {}, "criterion": "given"}
     with pytest.warns(UserWarning, match="worse than the model's own"):
         uq.tune(posterior, loader, parameters=(), n_samples=4, progress=False)
-    assert posterior.temperature != 1.0 and posterior.record.head["name"] == "sampling"
+    assert posterior.temperature != 1.0 and posterior.history.head["name"] == "sampling"
 
 
 def test_built_in_blocks_say_what_they_can_do() -> None:
@@ -296,17 +296,17 @@ def test_who_tells_novelty_is_a_plain_value(tmp_path: Path) -> None:
     predictor = uq.wrap(model, posterior)
     with pytest.raises(PosthocUQError, match="keeps nothing of the last layer's inputs"):
         predictor.novelty(x)
-    posterior.record.fit["novelty"] = "in other words"
+    posterior.history.fit["novelty"] = "in other words"
     with pytest.raises(PosthocUQError, match="keeps nothing of the last layer's inputs"):
         predictor.novelty(x)
-    posterior.record.novelty = "posterior"
+    posterior.history.novelty = "posterior"
     expected = predictor.novelty(x, of="top")
     assert torch.equal(predictor.novelty(x), expected)
     uq.save(posterior, tmp_path / "p.h5")
-    assert uq.load(tmp_path / "p.h5", model).record.novelty == "posterior"
+    assert uq.load(tmp_path / "p.h5", model).history.novelty == "posterior"
     state = posterior_state(posterior)
     del state["attributes"]["record"]["novelty"]
     mean = dict(model.named_parameters())
-    assert posterior_from_state(state, mean).record.novelty == "posterior"
+    assert posterior_from_state(state, mean).history.novelty == "posterior"
     del state["attributes"]["record"]["fit"]["novelty"]
-    assert not posterior_from_state(state, mean).record.novelty
+    assert not posterior_from_state(state, mean).history.novelty

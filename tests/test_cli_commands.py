@@ -82,7 +82,7 @@ class TestFit:
         assert_same_posterior(found, expected, 1e-6)
         assert found.prior_precision == 5.0 and found.scale == 36
         assert found.evidence.log_likelihood == pytest.approx(expected.evidence.log_likelihood)
-        fitted = found.record.fit
+        fitted = found.history.fit
         assert fitted["model"] == f"{place / 'nets.py'}:net" and fitted["images"] == "3 x own size"
         assert fitted["fisher"] == "exact" and fitted["fisher chosen"] == "auto"
 
@@ -145,8 +145,8 @@ class TestFit:
     def test_held_out_data_tune_it(self, place: Path) -> None:
         fit(place, "tuned.h5", "--val-data", place / "val")
         found = uq.load(place / "tuned.h5", trained(place))
-        assert "validation NLL of at most 0.01 above the best" in found.record.tuning["prior precision"]
-        assert found.record.head == {"name": "linearized", "options": {}, "criterion": "likelihood"}
+        assert "validation NLL of at most 0.01 above the best" in found.history.tuning["prior precision"]
+        assert found.history.head == {"name": "linearized", "options": {}, "criterion": "likelihood"}
         said = failure(
             *[
                 "fit",
@@ -236,7 +236,7 @@ class TestTune:
         assert said["given up"] == pytest.approx(trials.given_up, abs=1e-9)
         assert said["validation NLL"] == pytest.approx(least + said["given up"])
         head = {"name": "sampling", "options": {"novelty": True, "n_samples": 6}, "criterion": "likelihood"}
-        assert uq.load(output, trained(place)).record.head == head == said["searched through"]
+        assert uq.load(output, trained(place)).history.head == head == said["searched through"]
         with torch.no_grad():
             x, y = tensors(place / "val")
             alone = nn.functional.cross_entropy(trained(place)(x), y)
@@ -248,7 +248,7 @@ class TestTune:
         found = uq.load(copy, trained(place))
         assert found.temperature == said["hyperparameters"]["temperature"] != 1.0
         assert (
-            found.record.tuning["temperature"].startswith("validation NLL") and found.prior_precision == 5.0
+            found.history.tuning["temperature"].startswith("validation NLL") and found.prior_precision == 5.0
         )
         run("tune", copy, *model_options(place), "--data", place / "val", "--no-temperature")
         assert uq.load(copy, trained(place)).temperature == found.temperature
@@ -623,7 +623,7 @@ class TestEvaluate:
         scores = ["--referral-rate", 0.3, "--referral-score", "entropy,mutual_information"]
         page = copy.with_suffix(".html")
         result = run("evaluate", copy, place / "val", *options, *scores, "--report", page)
-        referral = uq.load(copy, trained(place)).record.referral
+        referral = uq.load(copy, trained(place)).history.referral
         entropy, information = (own["threshold"] for own in referral["scores"].values())
         rule = f"entropy above {entropy:.6g} or mutual_information above {information:.6g}"
         assert f"referral: {rule}; kept in {copy}" in result.stdout

@@ -131,10 +131,10 @@ def test_a_copy_takes_the_way_that_was_settled() -> None:
     """Recorded or whole passes, draw by draw or together: the original does not differ from its copy by rounding."""
     predictor = _predictor("diag", "last", "sampling")
     predictor(_data(7))
-    predictor.ensemble.cut.refuse("for a test")
+    predictor.ensemble.fixed_part.refuse("for a test")
     predictor.ensemble._chunks = dict.fromkeys(predictor.ensemble._chunks, 1)
     for copied in (copy.deepcopy(predictor), _saved(predictor)):
-        assert copied.ensemble.cut.features((_data(7),), {}) is None
+        assert copied.ensemble.fixed_part.features((_data(7),), {}) is None
         assert copied.ensemble._chunks == predictor.ensemble._chunks
         assert torch.equal(copied(_data(7)).probs, predictor(_data(7)).probs)
 

@@ -331,7 +331,7 @@ def test_a_likelihood_object_brings_its_noise() -> None:
     _refused(PosthocUQError, "brings its own noise", lambda: _fit(likelihood=gaussian, noise_variance=0.1))
     x = _x()
     posterior = uq.fit(nn.Linear(4, 1), [(x, x[:, 0])], likelihood=gaussian, progress=False)
-    assert posterior.record.tuning["noise variance"] == "given"
+    assert posterior.history.tuning["noise variance"] == "given"
     assert posterior.noise_variance.tolist() == [0.3]
 
 

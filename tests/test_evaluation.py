@@ -434,7 +434,7 @@ class TestReferral:
 
     def test_no_threshold(self, images):
         model, posterior, (x, _), _ = images
-        posterior.record.referral = {}
+        posterior.history.referral = {}
         predictor = uq.wrap(model, posterior, n_samples=2)
         with pytest.raises(uq.PosthocUQError, match="No referral threshold"):
             uq.refer(predictor, predictor(x))
@@ -475,8 +475,8 @@ class TestReferral:
 
         uq.save(posterior, tmp_path / "p.h5")
         loaded = uq.load(tmp_path / "p.h5", model)
-        assert loaded.record.referral == posterior.record.referral
-        kept = loaded.record.referral
+        assert loaded.history.referral == posterior.history.referral
+        kept = loaded.history.referral
         assert {len(own["quantiles"]) for own in kept["scores"].values()} == {200} == {len(kept["shares"])}
         again = uq.wrap(model, loaded, n_samples=12)
         with torch.no_grad():
@@ -507,7 +507,7 @@ class TestReferral:
         ]
         assert len(set(lines)) > 1 and {e.data for e in shown} == {"test", "noise"}
         assert re.findall(r"referred by ([a-z ]+)</div>", page) == [line for line in lines if line]
-        predictor.posterior.record.referral = {}
+        predictor.posterior.history.referral = {}
         assert "Referred by" not in str(evaluation)
 
     def test_one_of_several_scores_that_is_nan_refers(self, images, compared):

@@ -10,7 +10,7 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.faithful import TOLERANCE
-from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.inference.kept_inputs import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import sample_keys
@@ -114,7 +114,7 @@ def test_a_second_search_compares_with_the_network_and_not_with_the_first(classi
     assert posterior.prior_precision == pytest.approx(first, rel=0.05)
     posterior.temperature = 2.0  # the user's own, which the network is compared at
     uq.tune(posterior, [x], criterion="faithful", progress=False)
-    assert posterior.record.faithful["network_temperature"] == 2.0
+    assert posterior.history.faithful["network_temperature"] == 2.0
 
 
 def test_divergences_of_the_likelihoods():
@@ -157,7 +157,7 @@ def test_the_default_keeps_the_networks_predictions(classifier):
     assert (probs.argmax(1) == own.argmax(1)).float().mean() >= 0.97  # a tie may fall to the other side
     assert float((own * (own.log() - probs.log())).sum(1).mean().detach()) <= 0.0021
     assert float(predictor.functional_variance(x).mean()) > 1e-4  # and is no point estimate
-    kept = posterior.record.faithful
+    kept = posterior.history.faithful
     assert 0 < kept["divergence"] <= kept["budget"] == 0.002
     assert "faithful through head='linearized'" in str(posterior.report())
 
@@ -170,7 +170,7 @@ def test_every_method_and_head_stays_within_the_budget(method, head):
     own = model(x).softmax(1).detach()
     probs = uq.wrap(model, posterior)(x).probs.detach()
     divergence = float((own * (own.log() - probs.log())).sum(1).mean())
-    assert divergence == pytest.approx(posterior.record.faithful["divergence"], abs=1e-5)
+    assert divergence == pytest.approx(posterior.history.faithful["divergence"], abs=1e-5)
     assert 0.0007 < divergence <= 0.002
 
 
@@ -217,7 +217,7 @@ def test_a_prior_that_nothing_bounds_ends_at_an_edge_that_is_said():
     posterior = uq.fit(model, [(x, y)], likelihood="regression", progress=False)
     own = 1 / torch.cat([p.flatten() for p in model.parameters()]).square().mean().item()
     assert posterior.prior_precision >= own / 101
-    assert "the widest prior that is looked at" in posterior.record.tuning["prior precision"]
+    assert "the widest prior that is looked at" in posterior.history.tuning["prior precision"]
 
 
 def test_weights_of_nothing():
@@ -259,7 +259,7 @@ def test_per_layer_priors_move_together(classifier):
     uq.tune(posterior, [x], criterion="faithful", head="linearized", progress=False)
     prior = posterior.prior_precision
     assert prior[names[1]] / prior[names[0]] == pytest.approx(100.0)
-    assert posterior.record.faithful["value"] == prior
+    assert posterior.history.faithful["value"] == prior
 
 
 def test_what_cannot_be_reached_is_said_aloud():
@@ -278,7 +278,7 @@ def test_what_cannot_be_reached_is_said_aloud():
     model, x = Brittle(), torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     with pytest.warns(UserWarning, match="narrowest posterior"):
         posterior = uq.fit(model, [x], method="diag", head="sampling", progress=False)
-    assert posterior.record.faithful["divergence"] > 0.002
+    assert posterior.history.faithful["divergence"] > 0.002
 
 
 def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(classifier, tmp_path):
@@ -286,8 +286,8 @@ def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(classifier, 
     posterior = uq.fit(model, [(x, y)], head="moments", progress=False)
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model)
-    assert loaded.record.head == {"name": "moments", "options": {}, "criterion": "faithful"}
-    assert loaded.record.faithful == posterior.record.faithful
+    assert loaded.history.head == {"name": "moments", "options": {}, "criterion": "faithful"}
+    assert loaded.history.faithful == posterior.history.faithful
     assert loaded.settings == posterior.settings
     assert torch.equal(uq.wrap(model, loaded)(x).probs, uq.wrap(model, posterior)(x).probs)
     with pytest.warns(UserWarning, match=r"found for head='moments'.*criterion='faithful', head='sampling'"):
@@ -316,7 +316,7 @@ def test_a_likelihood_of_the_users_without_a_divergence_takes_the_evidence(class
 
     model, x, y = classifier
     posterior = uq.fit(model, [(x, y)], likelihood=Own(), head="sampling", progress=False)
-    assert posterior.record.head["criterion"] == "evidence"
+    assert posterior.history.head["criterion"] == "evidence"
     with pytest.raises(uq.PosthocUQError, match="no prediction that could be faithful"):
         uq.fit(model, [(x, y)], likelihood=Own(), prior_precision="faithful", progress=False)
     with pytest.raises(uq.PosthocUQError, match="divergence"):

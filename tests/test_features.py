@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.features import FeatureCache
+from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import replicate
@@ -165,7 +165,7 @@ def test_draws_are_those_of_whole_models(name: str, options: dict[str, Any]) -> 
     predictor = uq.wrap(model, posterior, "sampling", n_samples=5, **options)
     for _ in range(2):
         torch.testing.assert_close(predictor.outputs(*args, **kwargs), expected, rtol=1e-9, atol=1e-9)
-    assert predictor.ensemble.cut.refused is None
+    assert predictor.ensemble.fixed_part.refused is None
     features = predictor.features(*args, **kwargs)
     assert features is not None
     few = predictor.outputs(*(x[:3] for x in args), **{k: _first(v, 3) for k, v in kwargs.items()})
@@ -325,10 +325,10 @@ class Branching(nn.Module):
         (Remembering, ["head.weight", "head.bias"], "keeps something of a pass"),
     ],
 )
-def test_no_cut_where_it_is_not_certain(build: Any, covered: list[str], reason: str | None) -> None:
-    cut = Cut(build().eval(), covered)
-    assert cut.features((torch.randn(3, 4),), {}) is None
-    assert cut.refused is None if reason is None else reason in (cut.refused or "")
+def test_no_fixed_part_where_it_is_not_certain(build: Any, covered: list[str], reason: str | None) -> None:
+    fixed_part = FixedPart(build().eval(), covered)
+    assert fixed_part.features((torch.randn(3, 4),), {}) is None
+    assert fixed_part.refused is None if reason is None else reason in (fixed_part.refused or "")
 
 
 def test_another_way_than_the_recorded_one_runs_whole_models() -> None:
@@ -349,7 +349,7 @@ def test_gradients_with_respect_to_inputs_are_those_of_whole_models() -> None:
     x = x.clone().requires_grad_()
     predictor = uq.wrap(model, posterior, "sampling", n_samples=4, batched=False)
     predictor(x).probs[:, 0].sum().backward()
-    assert predictor.ensemble.cut.refused is None
+    assert predictor.ensemble.fixed_part.refused is None
     draws, twin = posterior.sample(4, torch.Generator().manual_seed(0)), replicate(model)
     y = x.detach().clone().requires_grad_()
     whole = [
@@ -403,7 +403,7 @@ def test_situations_are_settled_one_by_one() -> None:
     with torch.inference_mode():
         assert torch.equal(predictor.outputs(x), plain)
         assert torch.equal(predictor.outputs(x.clone()), plain)
-    assert predictor.ensemble.cut.refused is None
+    assert predictor.ensemble.fixed_part.refused is None
 
 
 def test_features_of_another_shape_of_model_are_refused() -> None:

@@ -69,7 +69,7 @@ def test_variances_stay_as_they_were_trained_where_no_faithful_posterior_is_aske
     ours = {name: variance * (narrowed.scale / 32) for name, variance in narrowed.variance().items()}
     for name, variance in trained.variance().items():
         torch.testing.assert_close(variance, ours[name])
-    assert trained.record.head["name"] == "sampling" and not trained.record.faithful
+    assert trained.history.head["name"] == "sampling" and not trained.history.faithful
     with pytest.raises(PosthocUQError, match="prior_precision='evidence' or a number"):
         uq.fit(model, batches(), divergence=None)
 
@@ -162,7 +162,7 @@ def test_round_trip_with_every_head(head: str, train_mean: bool, tmp_path: Path)
         for name, mean in posterior.mean.items():
             assert torch.equal(loaded.mean[name], mean)
             assert torch.equal(loaded.variance()[name], posterior.variance()[name])
-        assert loaded.record == posterior.record and loaded.prior_precision == posterior.prior_precision
+        assert loaded.history == posterior.history and loaded.prior_precision == posterior.prior_precision
         first, second = (uq.wrap(model, p, head)(probe()) for p in (posterior, loaded))
         assert torch.equal(first.probs, second.probs)
     uq.save(loaded, tmp_path / "again.h5")
@@ -340,10 +340,10 @@ def test_what_does_not_apply_says_so() -> None:
 def test_held_out_data_tune_scale_and_temperature() -> None:
     posterior = fitted(net())
     trials = uq.tune(posterior, batches(), progress=False, max_evaluations=4)
-    assert len(trials.trials) >= 3 and "given up" in posterior.record.tuning["scale"]
+    assert len(trials.trials) >= 3 and "given up" in posterior.history.tuning["scale"]
     assert {trial["prior precision"] for trial in trials.trials} == {1.0}
     uq.tune(posterior, batches(), temperature=True, progress=False)
-    assert posterior.record.tuning["temperature"].startswith("validation NLL")
+    assert posterior.history.tuning["temperature"].startswith("validation NLL")
 
 
 def test_report_says_how_it_came_about() -> None:
@@ -417,7 +417,7 @@ def test_without_epochs_the_curvature_s_own(curvature: str | None) -> None:
     )
     expected = uq.fit(model, batches(), method=curvature or "inf", fisher="exact", progress=False)
     assert posterior.method == "function_space" and posterior.prior_precision == expected.prior_precision
-    assert posterior.record.fit["curvature"] == (curvature or "inf")
+    assert posterior.history.fit["curvature"] == (curvature or "inf")
     first, second = (
         uq.wrap(model, p, "linearized").functional_covariance(probe(), joint=True)
         for p in (posterior, expected)
@@ -501,7 +501,7 @@ def test_context_points_are_no_more_than_dimensions_by_default() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="n_context")
         posterior = fitted(net(), n_context=None, epochs=1)
-    assert posterior.record.fit["n_context"] == 9  # 8 features and a bias, where 32 is the default otherwise
+    assert posterior.history.fit["n_context"] == 9  # 8 features and a bias, where 32 is the default otherwise
 
 
 def test_a_training_of_too_few_steps_says_so() -> None:
@@ -631,13 +631,13 @@ def test_noise_is_given_estimated_or_learned() -> None:
     assert given.noise_variance.tolist() == [0.7]
     estimated = fitted(model, **settings)
     torch.testing.assert_close(estimated.noise_variance.float(), residuals.detach())
-    assert "mean squared residual" in estimated.record.tuning["noise variance"]
+    assert "mean squared residual" in estimated.history.tuning["noise variance"]
     # From ten times too much, learning comes close to the residuals' variance, output by output.
     learned = fitted(
         model, noise_variance=residuals * 10, learn_noise=True, epochs=20, layers="last", **settings
     )
     torch.testing.assert_close(learned.noise_variance.float(), residuals.detach(), rtol=0.3, atol=0)
-    assert learned.record.tuning["noise variance"] == "learned with the posterior"
+    assert learned.history.tuning["noise variance"] == "learned with the posterior"
     before = learned.variance()
     learned.noise_scale = 4.0  # of the predictive alone
     assert all(torch.equal(v, before[n]) for n, v in learned.variance().items())

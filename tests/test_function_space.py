@@ -15,10 +15,11 @@ import posthoc_uq as uq
 from posthoc_uq.contexts import Context
 from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance, relative_noise
+from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance, relative_function_noise
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.inference.training import Step
 from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.loaders import Batch
@@ -272,7 +273,7 @@ def test_noise_is_relative_to_the_prior() -> None:
     prior = torch.stack([torch.diag(torch.tensor([1.0, 3.0])), torch.diag(torch.tensor([10.0, 30.0]))])[
         :, None
     ]
-    assert relative_noise(prior, 0.1).flatten().tolist() == pytest.approx([0.2, 2.0])
+    assert relative_function_noise(prior, 0.1).flatten().tolist() == pytest.approx([0.2, 2.0])
 
 
 def test_gradient_of_the_divergence() -> None:
@@ -401,7 +402,7 @@ def test_the_step_adds_up(train_mean: bool, body_kind: str) -> None:
     objective, field, network = objective_of(
         net, points, n_draws=2, samples=40, train_mean=train_mean, body=body_kind
     )
-    terms = objective.backward(Batch((x,), y), 4, Checks())
+    terms = objective.backward(Batch((x,), y), Step(4), Checks())
     found = {name: t.grad.clone() for name, t in objective.tensors().items()}
     generator = objective._generator(4, 1)
     fit = 0.0
@@ -456,7 +457,7 @@ def test_the_largest_of_several_sets_counts() -> None:
     assert found.total.tolist() == pytest.approx(alone, rel=1e-9)
     assert chosen == int(np.argmax(alone))
     x, y = joined[:4], torch.tensor([0, 1, 0, 1])
-    terms = several.backward(Batch((x,), y), 2, Checks())
+    terms = several.backward(Batch((x,), y), Step(2), Checks())
     assert float(terms["KL mean part"] + terms["KL covariance part"]) == pytest.approx(max(alone), rel=1e-9)
 
 

@@ -220,7 +220,7 @@ def test_what_would_not_be_read_is_not_written(tmp_path: Path) -> None:
         with pytest.raises(PosthocUQError, match=f"no file can keep: .*{name} must be"):
             uq.save(posterior, tmp_path / "p.h5")
         setattr(posterior, name, back)
-    posterior.record.tuning["long"] = "x" * 5000
+    posterior.history.tuning["long"] = "x" * 5000
     with pytest.raises(PosthocUQError, match=r"no file can keep: .*'long'"):
         uq.save(posterior, tmp_path / "p.h5")
     assert not list(tmp_path.iterdir())

@@ -134,9 +134,9 @@ def test_what_it_chooses_is_what_one_would_get_by_asking(
     found = _fit(outputs, loader, method=method, **given)
     expected = _fit(outputs, loader, method=method, **given | explicit)
     _assert_same(found, expected)
-    assert found.record.fit["fisher"] == expected.record.fit["fisher"] == explicit["fisher"]
-    assert found.record.fit.get("labels drawn per sample") == explicit.get("n_samples")
-    assert found.record.fit["fisher chosen"] == "auto" and "fisher chosen" not in expected.record.fit
+    assert found.history.fit["fisher"] == expected.history.fit["fisher"] == explicit["fisher"]
+    assert found.history.fit.get("labels drawn per sample") == explicit.get("n_samples")
+    assert found.history.fit["fisher chosen"] == "auto" and "fisher chosen" not in expected.history.fit
     assert f"fisher: {explicit['fisher']}, chosen by 'auto'" in str(found.report()).splitlines()
 
 
@@ -146,10 +146,10 @@ def test_the_number_of_samples_decides_and_not_how_they_are_batched(monkeypatch:
     for samples, labels in ((40, 1), (39, 2)):
         for batch in (6, 40):
             found = _fit(MANY, list(x[:samples].split(batch)), method="diag")
-            assert found.record.fit["fisher"] == "mc"
-            assert found.record.fit["labels drawn per sample"] == labels
-    assert _fit(3, list(x.split(6))).record.fit["fisher"] == "mc"
-    assert _fit(3, list(x[1:].split(6))).record.fit["fisher"] == "exact"
+            assert found.history.fit["fisher"] == "mc"
+            assert found.history.fit["labels drawn per sample"] == labels
+    assert _fit(3, list(x.split(6))).history.fit["fisher"] == "mc"
+    assert _fit(3, list(x[1:].split(6))).history.fit["fisher"] == "exact"
 
 
 class _Broken:

@@ -24,7 +24,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.dense import DenseBlock
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.record import Evidence
+from posthoc_uq.posteriors.history import Evidence
 
 FAMILIES: list[dict[str, Any]] = [
     {"method": "diag"},
@@ -233,7 +233,7 @@ def test_products_with_the_covariance_of_a_last_layer(options: dict[str, Any]) -
     rows = nn.functional.pad(model[:2](x).detach(), (0, 1), value=1.0)
     eye = torch.eye(7, dtype=torch.float64).repeat(6, 1, 1)
     expected = blocks_of(dense_covariance(model, posterior, x), 6)
-    torch.testing.assert_close(weights.own_product("2", rows)(eye), expected)
+    torch.testing.assert_close(weights.output_product("2", rows)(eye), expected)
 
 
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)

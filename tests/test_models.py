@@ -69,7 +69,7 @@ def test_main_job(name, tmp_path):
     )
     assert sum(mean.numel() for mean in posterior.mean.values()) == weighted + attention
     if deterministic is not None:
-        assert len(posterior.record.deterministic) == deterministic
+        assert len(posterior.history.deterministic) == deterministic
     draws = posterior.sample(2, torch.Generator().manual_seed(0))
     assert all(torch.isfinite(draw).all() for draw in draws.values())
     path = tmp_path / "model.inf.h5"

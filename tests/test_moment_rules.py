@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import posthoc_uq.moments.rules  # noqa: F401
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.moments.tensor import MomentTensor, Noises, Pass, Rules, moments_of
+from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosteriors, moments_of
 
 Function = Callable[[Tensor], Any]
 
@@ -22,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def run(function: Callable[..., Any], *pairs: tuple[Tensor, Tensor], **rules: Any) -> Any:
-    with Pass(Rules(**rules), Noises({})):
+    with Pass(Rules(**rules), WeightPosteriors({})):
         return function(*(MomentTensor(m, v) for m, v in pairs))
 
 
@@ -615,7 +615,7 @@ def test_gradients_flow_through_factors_that_depend_on_the_input() -> None:
     m, v = randn(3), torch.rand(3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
     def loss(x: Tensor) -> Tensor:
-        with Pass(Rules(), Noises({})):
+        with Pass(Rules(), WeightPosteriors({})):
             found = MomentTensor(x, v) * torch.sin(x) @ torch.cos(x).unsqueeze(1)
         return found.moment_variance.sum() + found.moment_mean.sum()
 

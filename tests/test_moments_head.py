@@ -27,9 +27,9 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
-from posthoc_uq.posteriors.record import Evidence
 from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
 
 METHODS = without_training()
@@ -384,13 +384,13 @@ def test_threads_and_copies_predict_the_same() -> None:
 def test_gradients_by_the_posteriors_variances() -> None:
     net = small_net().double()
     predictor = MomentsPredictor(net, fitted(net, "diag", 50.0, (2, 8, 8), 4), weights="marginal")
-    noise = predictor.noises[1]
+    layer = predictor.noises[1]
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
-    start = noise.variances.detach().clone()
+    start = layer.variances.detach().clone()
 
     def loss(variances: Tensor) -> Tensor:
-        noise.joined = noise.summed = None
-        noise.variances = variances
+        layer.joined = layer.summed = None
+        layer.variances = variances
         mean, variance, _ = predictor.propagate(x)
         return mean.sum() + variance.log().sum()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.inference.labels import resolve_fisher
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.predictions.base import cat
 
 SAMPLES = 60
@@ -141,8 +141,8 @@ class TestFit:
             prior_precision=1.0,
             n_context=6,
         )
-        losses = found.record.fit["loss"]
-        assert found.record.head["criterion"] == "faithful" and losses[-1] < losses[0]
+        losses = found.history.fit["loss"]
+        assert found.history.head["criterion"] == "faithful" and losses[-1] < losses[0]
         assert torch.isfinite(uq.wrap(network, found)(data()[0]).mean).all()
 
     def test_score_by_autograd(self):
@@ -161,7 +161,7 @@ class TestFit:
         assert resolve_fisher("auto", 1, 1, 60, Poisson()) == ("exact", 1)
         assert resolve_fisher("auto", 1, 1, 60, Drawn()) == ("mc", 3)
         assert resolve_fisher("auto", 1, 100, 10**6, Exact()) == ("exact", 1)
-        assert fit(network, "diag", Drawn()).record.fit["fisher"] == "mc"
+        assert fit(network, "diag", Drawn()).history.fit["fisher"] == "mc"
         with pytest.raises(uq.PosthocUQError, match="no exact expectation over labels; take fisher='mc'"):
             fit(network, "diag", Drawn(), fisher="exact")
         with pytest.raises(uq.PosthocUQError, match="draws no labels"):
@@ -178,7 +178,7 @@ class TestFit:
             fit(network, "diag", Bare(), fisher="empirical").likelihood.check(x, y[1:])
 
     def test_another_exposure_is_another_fit(self):
-        assert plain(Poisson(2.0)) == plain(Poisson(2.0)) != plain(Poisson(1.0))
+        assert as_plain(Poisson(2.0)) == as_plain(Poisson(2.0)) != as_plain(Poisson(1.0))
 
 
 class TestTune:
@@ -196,21 +196,21 @@ class TestTune:
 
     def test_the_default_is_faithful(self, network):
         found = fit(network, prior_precision=None, divergence=0.01)
-        assert found.record.head["criterion"] == "faithful"
+        assert found.history.head["criterion"] == "faithful"
         x, prediction = data()[0], uq.wrap(network, found)(data()[0])
-        assert found.record.faithful["divergence"] <= 0.01
+        assert found.history.faithful["divergence"] <= 0.01
         # KL(Poisson || mixture) in full: sum over counts
         outputs = network(x).detach()
         logs = [Poisson().log_prob(outputs, torch.full_like(outputs, k)) for k in range(60)]
         other = [prediction.log_prob(torch.full_like(outputs, k)) for k in range(60)]
         terms = [a.exp() * (a - b) for a, b in zip(logs, other, strict=True)]
         truth = float(torch.stack(terms).sum(0).mean())
-        assert found.record.faithful["divergence"] == pytest.approx(truth, rel=0.2)
+        assert found.history.faithful["divergence"] == pytest.approx(truth, rel=0.2)
 
     def test_held_out_data(self, network):
         found = fit(network)
         trials = uq.tune(found, [data(40, seed=3)], progress=False)
-        assert found.record.head["criterion"] == "likelihood" and found.temperature == 1.0
+        assert found.history.head["criterion"] == "likelihood" and found.temperature == 1.0
         x, y = data(40, seed=3)
         own = -float(uq.wrap(network, found)(x).log_prob(y).mean())
         best = min(trial["validation NLL"] for trial in trials.trials)
@@ -226,7 +226,7 @@ class TestTune:
         class Plain(Poisson):
             divergence = uq.Likelihood.divergence
 
-        assert fit(network, "kfac", Plain(), prior_precision=None).record.head["criterion"] == "evidence"
+        assert fit(network, "kfac", Plain(), prior_precision=None).history.head["criterion"] == "evidence"
 
 
 def gaussian_truth(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

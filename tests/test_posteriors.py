@@ -29,8 +29,8 @@ from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.dense import DenseBlock
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
-from posthoc_uq.posteriors.record import Evidence
 
 CASES = [
     ("diagonal", "", 0, 1.0),
@@ -386,7 +386,7 @@ def test_the_report_says_everything_once_and_explains_its_columns(method):
     }
     columns = {column for column in lines[table].split("  ") if column}
     assert {column.strip() for column in columns} - {"layer", "kind"} == explained
-    assert "prior precision" not in explained
+    assert ("prior precision" in explained) == isinstance(posterior.prior_precision, dict)
     if posterior.takes_prior:
         posterior.prior_precision = {"0": 1.0, "2": 2.0}
         assert "  prior precision: of the layer's weights" in str(posterior.report()).splitlines()

@@ -23,7 +23,7 @@ from posthoc_uq import contexts
 from posthoc_uq.curvature.content import Content, batch_hash
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import sample_keys
@@ -82,7 +82,7 @@ def test_a_killed_fit_goes_on_to_the_same_bits(
         torch.set_num_threads(threads)
     resumed = uq.load(folder / f"{name}.h5", model())
     assert resumed.scale == whole.scale == SAMPLES
-    assert resumed.record.fit["samples"] == SAMPLES
+    assert resumed.history.fit["samples"] == SAMPLES
     assert resumed.evidence.log_likelihood == whole.evidence.log_likelihood
     for block, expected in whole.blocks.items():
         for tensor, value in expected.tensors().items():
@@ -378,7 +378,7 @@ def test_a_share_of_the_data_for_the_bases() -> None:
         )
         error = torch.linalg.matrix_norm(half.blocks[name].dense() - block.dense())
         assert bool((error < 0.5 * torch.linalg.matrix_norm(block.dense())).all())
-    assert half.scale == SAMPLES and half.record.fit["basis fraction"] == 0.5
+    assert half.scale == SAMPLES and half.history.fit["basis fraction"] == 0.5
     with pytest.raises(PosthocUQError, match="picks none of the 90 samples"):
         uq.fit(model(), _loader(), basis_fraction=1e-9, **options)
     for wrong in (0.0, 1.5, -1.0):
@@ -404,7 +404,7 @@ def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> No
 
 
 def _told_apart(first: Any, second: Any) -> bool:
-    return json.dumps(plain(first)) != json.dumps(plain(second))
+    return json.dumps(as_plain(first)) != json.dumps(as_plain(second))
 
 
 class _Rate:

@@ -44,8 +44,8 @@ from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.likelihoods import Bernoulli, Gaussian, Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.posteriors.history import HEADS
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.record import HEADS
 from posthoc_uq.storage import inspect, load, save, userblock
 
 
@@ -195,7 +195,7 @@ def test_inspect_tells_all(saved: tuple[Path, nn.Module, Posterior]) -> None:
     json.dumps(found)
     assert found["method"] == "inf" and found["format_version"] == 5 and found["bytes"] == path.stat().st_size
     assert found["scale"] == posterior.scale and found["prior_precision"] == posterior.prior_precision
-    assert found["likelihood"] == {"name": "classification"} and found["fit"] == posterior.record.fit
+    assert found["likelihood"] == {"name": "classification"} and found["fit"] == posterior.history.fit
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert found["layers"]["body.a/b"]["weight_shape"] == [4, 1, 2, 2]
     block = found["blocks"]["body.a/b"]
@@ -209,7 +209,7 @@ def test_a_long_record_is_kept_whole(tmp_path: Path) -> None:
     posterior = make(
         "diag", model, fit={"text": "x" * 200_000, "list": [0.1] * 20_000, "big": 2**80, "nul": "a\0b"}
     )
-    posterior.record.deterministic = {f"layer{i}.weight": "BatchNorm" for i in range(5000)}
+    posterior.history.deterministic = {f"layer{i}.weight": "BatchNorm" for i in range(5000)}
     save(posterior, tmp_path / "p.h5")
     assert plain(load(tmp_path / "p.h5", model)) == plain(posterior)
 
@@ -468,19 +468,19 @@ def test_the_head_and_the_faithful_prior_come_back_and_are_shown(tmp_path: Path)
     model, path = make_model(), tmp_path / "p.h5"
     posterior = make("inf", model)
     assert set(HEADS) == set(wrapping.HEADS)
-    posterior.record.head = {
+    posterior.history.head = {
         "name": "moments",
         "options": {"link": "mc", "n_draws": 50},
         "criterion": "evidence",
     }
     for value, divergence in ((3.5, 0.009), (dict(posterior.prior_precision), float("inf"))):
-        posterior.record.faithful = faithful(value=value, divergence=divergence)
+        posterior.history.faithful = faithful(value=value, divergence=divergence)
         save(posterior, path)
-        loaded = load(path, model).record
-        assert loaded.head == posterior.record.head and loaded.faithful == posterior.record.faithful
+        loaded = load(path, model).history
+        assert loaded.head == posterior.history.head and loaded.faithful == posterior.history.faithful
         found = inspect(path)
         json.dumps(found, allow_nan=False)
-        assert found["head"] == posterior.record.head and found["faithful"]["value"] == value
+        assert found["head"] == posterior.history.head and found["faithful"]["value"] == value
         text = str(found)
         assert (
             "moments (link mc, n_draws 50)" in text and "evidence" in text and "of at most 0.01 nats" in text
@@ -491,8 +491,8 @@ def test_files_without_head_and_faithful_prior_load(saved: tuple[Path, nn.Module
     path, model, _ = saved
     for entry in ("head", "faithful"):
         edit_state(path, lambda state, entry=entry: state["attributes"]["record"].pop(entry))
-    record = load(path, model).record
-    assert record.head == {} == record.faithful and inspect(path)["head"] == {}
+    history = load(path, model).history
+    assert history.head == {} == history.faithful and inspect(path)["head"] == {}
 
 
 def test_a_faithful_prior_without_settings_loads(saved: tuple[Path, nn.Module, Posterior]) -> None:
@@ -505,7 +505,7 @@ def test_a_faithful_prior_without_settings_loads(saved: tuple[Path, nn.Module, P
         state["attributes"]["record"]["faithful"] = kept
 
     edit_state(path, forget)
-    assert load(path, model).record.faithful == faithful(settings={})
+    assert load(path, model).history.faithful == faithful(settings={})
     assert inspect(path)["faithful"]["value"] == 3.5
 
 
@@ -870,9 +870,9 @@ def test_a_referral_in_a_file_is_read_as_it_was(
 ) -> None:
     path, model, _ = saved
     edit_state(path, put("attributes", "record", "referral", value=kept))
-    assert load(path, model).record.referral == kept == inspect(path)["referral"]
+    assert load(path, model).history.referral == kept == inspect(path)["referral"]
     save(load(path, model), path)
-    assert load(path, model).record.referral == kept
+    assert load(path, model).history.referral == kept
 
 
 def referral(*keys: str, value: object, base: dict[str, Any] = REFERRAL) -> Callable[[dict], None]:
@@ -996,8 +996,8 @@ DESCRIPTIONS: dict[str, Callable[[dict], None]] = {
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_descriptions_that_do_not_hold(case: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
-    posterior.record.head = {"name": "linearized", "options": {}, "criterion": "faithful"}
-    posterior.record.faithful = faithful()
+    posterior.history.head = {"name": "linearized", "options": {}, "criterion": "faithful"}
+    posterior.history.faithful = faithful()
     save(posterior, path)
     edit_state(path, DESCRIPTIONS[case])
     with pytest.raises(CorruptPosteriorError):

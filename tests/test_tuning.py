@@ -89,7 +89,7 @@ def test_noise_by_evidence_and_by_default(regression):
     model, x, y = regression
     posterior = uq.fit(model, [(x, y)], likelihood="regression", progress=False)
     assert posterior.noise_scale == 1.0
-    assert posterior.record.tuning["noise variance"].startswith("mean squared residual")
+    assert posterior.history.tuning["noise variance"].startswith("mean squared residual")
     before = posterior.log_marginal_likelihood().item()
     trials = uq.tune(posterior, noise=True)
     assert posterior.noise_scale != 1.0
@@ -139,8 +139,8 @@ def test_the_widest_that_held_out_data_hardly_mind(classifier, head):
     model, train, held_out = classifier
     posterior = uq.fit(model, train, head=head, progress=False)
     trials = uq.tune(posterior, held_out, progress=False)
-    faithful = posterior.record.faithful["value"]  # of a budget of its own, on held-out inputs
-    assert posterior.record.faithful["budget"] == 0.02
+    faithful = posterior.history.faithful["value"]  # of a budget of its own, on held-out inputs
+    assert posterior.history.faithful["budget"] == 0.02
     chosen, best = _loss(model, posterior, held_out), trials.best["validation NLL"]
     assert posterior.prior_precision >= faithful * (1 - 1e-9)
     assert chosen <= best + 0.01 + 1e-6
@@ -148,8 +148,8 @@ def test_the_widest_that_held_out_data_hardly_mind(classifier, head):
     for trial in trials.trials:  # none that is wider was within reach
         if trial["prior precision"] < posterior.prior_precision * (1 - 1e-9):
             assert trial["validation NLL"] > best + 0.01
-    assert "given up" in posterior.record.tuning["prior precision"] and "given up" in str(trials)
-    assert posterior.record.head["criterion"] == "likelihood"
+    assert "given up" in posterior.history.tuning["prior precision"] and "given up" in str(trials)
+    assert posterior.history.head["criterion"] == "likelihood"
 
 
 def test_held_out_data_that_ask_for_certainty_narrow_the_posterior(classifier):
@@ -160,18 +160,18 @@ def test_held_out_data_that_ask_for_certainty_narrow_the_posterior(classifier):
     x = torch.cat([batch[0] for batch in held_out])
     own = [(x, model(x).argmax(1))]
     uq.tune(posterior, own, divergence=0.3, temperature=False, progress=False)
-    assert posterior.record.faithful["value"] == faithful  # the one on record, of the same budget
+    assert posterior.history.faithful["value"] == faithful  # the one on record, of the same budget
     assert posterior.prior_precision > 1.5 * faithful
 
 
 def test_a_faithful_prior_without_settings_is_found_anew(classifier):
     model, train, held_out = classifier
     posterior = uq.fit(model, train, divergence=0.3, progress=False)
-    settings = posterior.record.faithful["settings"]
-    posterior.record.faithful |= {"settings": {}, "value": 1e-3}  # as `load` gives it of a file without them
+    settings = posterior.history.faithful["settings"]
+    posterior.history.faithful |= {"settings": {}, "value": 1e-3}  # as `load` gives it of a file without them
     uq.tune(posterior, held_out, divergence=0.3, temperature=False, progress=False)
-    assert posterior.record.faithful["settings"] == settings
-    assert posterior.record.faithful["value"] > 1e-2
+    assert posterior.history.faithful["settings"] == settings
+    assert posterior.history.faithful["value"] > 1e-2
 
 
 def test_what_is_asked_for_is_searched(classifier):
@@ -246,7 +246,7 @@ def test_a_good_network_gives_up_a_tenth_for_what_is_wider_than_its_fit(good_net
             assert trial["validation NLL"] > 1.1 * best and trial["prior precision"] < own
     slack = min(t["prior precision"] for t in trials.trials if t["validation NLL"] <= best + 0.01)
     assert slack < posterior.prior_precision, "a hundredth of a nat alone would have allowed more"
-    assert f"at most {0.1 * best:.2g} above the best" in posterior.record.tuning["prior precision"]
+    assert f"at most {0.1 * best:.2g} above the best" in posterior.history.tuning["prior precision"]
 
 
 @pytest.mark.parametrize("found", ["by the fit", "by held-out inputs", "in a grid"])
@@ -269,7 +269,7 @@ def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(good_
     assert 1.1 * best < chosen <= best + 0.01
     wanted = own if grid is None else min(value for value in grid if value > own)
     assert posterior.prior_precision == pytest.approx(wanted, rel=1e-6)
-    assert "at most 0.01 above the best" in posterior.record.tuning["prior precision"]
+    assert "at most 0.01 above the best" in posterior.history.tuning["prior precision"]
 
 
 def test_a_density_gives_up_a_hundredth_whatever_the_unit_of_its_targets(regression):
@@ -283,7 +283,7 @@ def test_a_density_gives_up_a_hundredth_whatever_the_unit_of_its_targets(regress
             scaled[2].bias *= unit
         posterior = uq.fit(scaled, [(x[::2], unit * y[::2])], likelihood="regression", progress=False)
         trials[name] = uq.tune(posterior, [(x[1::2], unit * y[1::2])], progress=False)
-        assert "at most 0.01 above the best" in posterior.record.tuning["prior precision"]
+        assert "at most 0.01 above the best" in posterior.history.tuning["prior precision"]
     assert trials["small"].best["validation NLL"] < 0 < trials["large"].best["validation NLL"]
 
 
@@ -297,7 +297,7 @@ def test_fit_tunes_at_once(classifier):
         two.scale,
         two.temperature,
     )
-    assert one.record.tuning == two.record.tuning
+    assert one.history.tuning == two.history.tuning
 
 
 def test_a_temperature_beside_the_prior_or_alone(classifier):
@@ -312,7 +312,7 @@ def test_a_temperature_beside_the_prior_or_alone(classifier):
         return _loss(model, posterior, held_out) + np.log(posterior.temperature) ** 2 / (2 * 0.3**2 * samples)
 
     best, found = goal(), posterior.temperature
-    assert found != 1.0 and posterior.record.tuning["temperature"].startswith("validation NLL")
+    assert found != 1.0 and posterior.history.tuning["temperature"].startswith("validation NLL")
     for temperature in np.logspace(-1, 1, 21):
         posterior.temperature = float(temperature)
         assert goal() >= best - 1e-4
@@ -342,8 +342,8 @@ def test_regression_on_held_out_data(regression):
     model, x, y = regression
     posterior = uq.fit(model, [(x[:50], y[:50])], likelihood="regression", progress=False)
     uq.tune(posterior, [(x[50:], y[50:])], noise=True, progress=False)
-    assert "given up" in posterior.record.tuning["prior precision"]
-    assert posterior.record.tuning["noise"] == "validation NLL"
+    assert "given up" in posterior.history.tuning["prior precision"]
+    assert posterior.history.tuning["noise"] == "validation NLL"
     assert torch.isfinite(uq.wrap(model, posterior)(x).variance).all()
 
 
@@ -424,7 +424,7 @@ def test_binary_labels_of_every_form(shape, dtype):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     posterior = uq.fit(model, [(x, y)], val_loader=[(x, y)], likelihood="binary", progress=False)
-    assert posterior.record.head["criterion"] == "likelihood"
+    assert posterior.history.head["criterion"] == "likelihood"
     uq.tune(posterior, [(x, y)], temperature=True, progress=False)
     assert posterior.temperature > 0
 
@@ -603,7 +603,7 @@ class TestHeads:
             uq.tune(self.posterior, [self.held_out], criterion="evidence")
 
     def test_a_failure_gives_the_record_back(self):
-        before = dict(self.posterior.record.tuning)
+        before = dict(self.posterior.history.tuning)
 
         class Failing(list):
             passes = 0
@@ -616,7 +616,7 @@ class TestHeads:
 
         with pytest.raises(OSError, match="gone"):
             uq.tune(self.posterior, Failing([self.held_out]), progress=False)
-        assert self.posterior.record.tuning == before and self.posterior.prior_precision == 1.0
+        assert self.posterior.history.tuning == before and self.posterior.prior_precision == 1.0
 
     def test_a_calibration_is_left_out_of_the_search(self):
         predictor = uq.wrap(self.model, self.posterior, "moments")
@@ -630,7 +630,7 @@ class TestHeads:
                 head="moments",
                 progress=False,
             )
-        assert len(trials.trials) == 1 and self.posterior.record.calibration == {}
+        assert len(trials.trials) == 1 and self.posterior.history.calibration == {}
 
     def test_an_option_of_another_head(self):
         with pytest.raises(uq.PosthocUQError, match="takes no option"):

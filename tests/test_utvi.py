@@ -360,8 +360,8 @@ def test_held_out_data_choose_the_epoch() -> None:
     model, x = mlp(), inputs_of(4)
     data = batches(x, targets_of(model, x, "classification"))
     posterior = fit(model, data, uq.UTVI(epochs=4, lr=0.3), val_loader=data)
-    losses = posterior.record.fit["validation NLL"]
-    assert posterior.record.fit["epoch taken"] == losses.index(min(losses)) + 1 and len(losses) == 4
+    losses = posterior.history.fit["validation NLL"]
+    assert posterior.history.fit["epoch taken"] == losses.index(min(losses)) + 1 and len(losses) == 4
     mean, variance, _ = uq.wrap(model, posterior).propagate(x)  # type: ignore[operator]
     found = -uq.Categorical().predictive_log_prob(mean, variance, torch.cat([y for _, y in data])).mean()
     assert float(found) == pytest.approx(min(losses), rel=1e-4)

@@ -19,8 +19,8 @@ import posthoc_uq as uq
 from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
-from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
-from posthoc_uq.inference.training import Group, Objective, Step, TrainingOptions, _State, cosine, train
+from posthoc_uq.inference.optimisers import cosine, optimiser_state, restore_optimiser
+from posthoc_uq.inference.training import Group, Objective, Step, TrainingOptions, _State, train
 from posthoc_uq.loaders import Batch, BatchReader
 from posthoc_uq.storage.snapshot import read_snapshot
 
@@ -303,8 +303,8 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(scenario: str, tmp_p
             fitted(scenario, path, Fragile(after))
     found = fitted(scenario, path, Fragile(None))
     assert same(whole, found) and not path.exists()
-    assert found.record.fit["epochs"] == whole.record.fit["epochs"]
-    assert found.record.fit["loss"] == whole.record.fit["loss"]
+    assert found.history.fit["epochs"] == whole.history.fit["epochs"]
+    assert found.history.fit["loss"] == whole.history.fit["loss"]
 
 
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:

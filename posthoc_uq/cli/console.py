@@ -79,8 +79,8 @@ class WrongUsage(click.UsageError):
 
 @contextmanager
 def usage_in_one_line(path: str) -> Generator[None]:
-    """Turn click's errors of usage, of four lines, into `WrongUsage`; a help text that it shows as one stays. `path`
-    is the command's, for errors that do not know theirs.
+    """Turn click's four-line usage errors into `WrongUsage`; errors by which click shows help stay. `path` names the
+    command, for errors without a context.
     """
     try:
         yield
@@ -125,7 +125,7 @@ def _errors_as_lines(ctx: click.Context) -> Generator[None]:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    if _rank():  # every process warns of the same
+    if _rank():  # every process gives the same warnings; only the first shows them
         return
     line = f"Warning: {_one_line(str(message))}"
     bars: Any = sys.modules.get("tqdm")
@@ -136,7 +136,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _rank() -> str:
-    """Which of several processes speaks, where it is not the first."""
+    """A prefix that names the process, in every process but the first."""
     number = os.environ.get("RANK", "0")
     return "" if number == "0" or os.environ.get("WORLD_SIZE", "1") == "1" else f"[rank {number}] "
 
@@ -144,7 +144,7 @@ def _rank() -> str:
 def sentence(error: BaseException) -> str:
     """One line that says what went wrong."""
     text = str(error)
-    if text.startswith("LayerGradients ") and "Original Traceback" in text:  # from a loader's worker process
+    if text.startswith("Caught ") and "Original Traceback" in text:  # from a loader's worker process
         return _cut(_one_line(text.strip().splitlines()[-1]))
     if isinstance(error, PosthocUQError):
         return _one_line(text)
@@ -162,9 +162,7 @@ def _cut(text: str) -> str:
 
 
 def say(text: str, as_json: bool = False) -> None:
-    """Print a line for people: on stdout, or not at all where a JSON object is wanted there, or in other processes
-    than the first.
-    """
+    """Print a line for people on stdout: only in the first process, and not where a JSON object is wanted there."""
     if not as_json and not _rank():
         click.echo(printable(text, keep="\n\t"))
 
@@ -190,5 +188,5 @@ def close_names(name: str, names: list[str]) -> str:
     """`` Close names: a, b.`` for a mistyped one, or nothing."""
     from difflib import get_close_matches
 
-    found = get_close_matches(name, names, n=4, cutoff=0.6)
-    return f" Close names: {', '.join(found)}." if found else ""
+    close = get_close_matches(name, names, n=4, cutoff=0.6)
+    return f" Close names: {', '.join(close)}." if close else ""

@@ -58,7 +58,7 @@ class Data:
 def data_of(
     spec: str,
     source: Source,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     labels: bool,
     split: str,
@@ -72,7 +72,7 @@ def data_of(
         spec: a folder of images, ``torchvision:NAME``, or the import path of a function that returns a data set
             or loader.
         source: the model, whose transform images go through.
-        given: the options.
+        options: those of the command, by name.
         labels: whether labels are wanted where the folder has class folders.
         split: which part to take where ``--split`` does not say.
         numbered: give the items' numbers in the place of labels.
@@ -82,33 +82,33 @@ def data_of(
     Raises:
         PosthocUQError: there are no such data, or they do not fit the model.
     """
-    name, cut = _parsed_split(given["split"] or split)
+    name, cut = _parsed_split(options["split"] or split)
     if spec.startswith("torchvision:"):
-        images, names, labelled = _torchvision(spec, name, source, labels, given), None, labels
+        images, names, labelled = _torchvision(spec, name, source, labels, options), None, labels
         files = None
     elif os.path.exists(spec):
-        if given["split"] is not None and name:
+        if options["split"] is not None and name:
             raise PosthocUQError(
                 f"--split {name} is for named data sets; give the folder '{spec}/{name}' itself."
             )
-        images, labelled, names = _folder(spec, source, labels, given, name or split)
+        images, labelled, names = _folder(spec, source, labels, options, name or split)
         files = images.files
     elif is_import_path(spec):
-        return _foreign(spec, name, cut, given, divided)
+        return _imported(spec, name, cut, options, divided)
     else:
         raise PosthocUQError(
             f"There is no folder '{spec}'; data are a folder of images, torchvision:NAME, or package.module:function."
         )
-    chosen = _chosen(len(images), cut, given["limit"])
-    if len(chosen) == 0:
+    taken = _chosen(len(images), cut, options["limit"])
+    if len(taken) == 0:
         raise PosthocUQError(
-            f"--split {given['split'] or split} leaves nothing of the {len(images)} items of '{spec}'."
+            f"--split {options['split'] or split} leaves nothing of the {len(images)} items of '{spec}'."
         )
-    picked: Any = images if len(chosen) == len(images) else Subset(images, chosen)
+    picked: Any = images if len(taken) == len(images) else Subset(images, taken)
     loader = ImageLoader(
         picked,
-        given["batch_size"],
-        _workers(given["workers"], len(chosen), source.device),
+        options["batch_size"],
+        _workers(options["workers"], len(taken), source.device),
         _sampler(picked, divided),
         indexed=numbered,
         skip=skip,
@@ -117,7 +117,7 @@ def data_of(
 
 
 def _folder(
-    folder: str, source: Source, labels: bool, given: Mapping[str, Any], part: str
+    folder: str, source: Source, labels: bool, options: Mapping[str, Any], part: str
 ) -> tuple[FolderImages, bool, list[str] | None]:
     """A folder's images, whether they have labels, and the names of the outputs where each has a class folder; `part`
     is the part of the data that the command is about.
@@ -131,19 +131,19 @@ def _folder(
             f"There are no images in the folder '{folder}' (.jpg, .png, .webp and the like)."
         )
     classes = sorted({file.split(os.sep)[0] for file in files if os.sep in file})
-    plain = FolderImages(folder, files, None, source.transform)
+    unlabelled = FolderImages(folder, files, None, source.transform)
     if not classes or not labels:
-        return plain, False, None
+        return unlabelled, False, None
     stray = [file for file in files if os.sep not in file]
     if stray:
         raise PosthocUQError(
             f"'{folder}' has class folders, and images beside them that belong to none, such as '{stray[0]}'; move "
             f"them away."
         )
-    if given["class_map"] is None and all(file.count(os.sep) > 1 for file in files):
+    if options["class_map"] is None and all(file.count(os.sep) > 1 for file in files):
         _warn_of_level(folder, classes, part)
-    outputs = _outputs(plain, source)
-    index = folder_labels(classes, outputs, given["class_map"], folder)
+    outputs = _outputs(unlabelled, source)
+    index = folder_labels(classes, outputs, options["class_map"], folder)
     numbers = [index[file.split(os.sep)[0]] for file in files]
     names = sorted(index, key=lambda name: index[name])
     complete = [index[name] for name in names] == list(range(outputs))
@@ -151,12 +151,14 @@ def _folder(
 
 
 def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
-    """Class folders that hold folders alone are likely the parts of a data set, one level above its classes."""
-    meant = next((name for name in (part, "train") if name in classes), classes[0])
+    """Warn of class folders that hold only folders: they are likely the parts of a data set, one level above its
+    classes.
+    """
+    likely = next((name for name in (part, "train") if name in classes), classes[0])
     more = ", ..." if len(classes) > _SHOWN else ""
     warnings.warn(
         f"The class folders of '{folder}' ({', '.join(classes[:_SHOWN])}{more}) hold no images themselves, only "
-        f"folders of them; each counts as one class. Perhaps '{os.path.join(folder, meant)}' is meant?",
+        f"folders of them; each counts as one class. Perhaps '{os.path.join(folder, likely)}' is meant?",
         stacklevel=2,
     )
 
@@ -173,7 +175,7 @@ def _outputs(images: FolderImages, source: Source) -> int:
 
 
 def _torchvision(
-    spec: str, split: str | None, source: Source, labels: bool, given: Mapping[str, Any]
+    spec: str, split: str | None, source: Source, labels: bool, options: Mapping[str, Any]
 ) -> WrappedImages:
     """One of torchvision's data sets, by the name of its class."""
     import torchvision
@@ -184,62 +186,62 @@ def _torchvision(
             f"torchvision has no data set '{name}'.{close_names(name, list(library.__all__))}"
         )
     kind: Any = getattr(library, name)
-    known = inspect.signature(kind).parameters
-    options: dict[str, Any] = {"root": given["data_root"]} if "root" in known else {}
-    if "train" in known:
+    parameters = inspect.signature(kind).parameters
+    arguments: dict[str, Any] = {"root": options["data_root"]} if "root" in parameters else {}
+    if "train" in parameters:
         if split not in ("train", "test"):
             raise PosthocUQError(
                 f"'{spec}' has the splits train and test, not {split!r}; a part is train[50000:]."
             )
-        options["train"] = split == "train"
-    elif "split" in known and split:
-        options["split"] = split
-    if "download" in known:
-        options["download"] = given["download"]
+        arguments["train"] = split == "train"
+    elif "split" in parameters and split:
+        arguments["split"] = split
+    if "download" in parameters:
+        arguments["download"] = options["download"]
     try:
-        dataset = kind(**options)
+        dataset = kind(**arguments)
     except Exception as error:
         reason = " ".join(str(error).split()).split("You can use download=True")[0].strip()
         raise PosthocUQError(
-            f"'{spec}' cannot be read from '{given['data_root']}' ({reason.rstrip('.')}); see --data-root, --split and "
-            f"--download."
+            f"'{spec}' cannot be read from '{options['data_root']}' ({reason.rstrip('.')}); see --data-root, --split "
+            f"and --download."
         ) from error
     return WrappedImages(dataset, labels, source.transform)
 
 
-def _foreign(spec: str, split: str | None, cut: slice, given: Mapping[str, Any], divided: bool) -> Data:
-    """What the user's function returns; its items are inputs already, so that no transform is applied."""
+def _imported(spec: str, split: str | None, cut: slice, options: Mapping[str, Any], divided: bool) -> Data:
+    """What the user's function returns. Its items are model inputs already, so no transform is applied."""
     function = import_object(spec)
     if not callable(function):
         raise PosthocUQError(
             f"'{spec}' is a {type(function).__name__}; it must be a function that returns data."
         )
-    takes = "split" in inspect.signature(function).parameters
-    found: Any = function(split=split) if takes else function()
-    if isinstance(found, DataLoader) or not isinstance(found, Dataset):
-        if isinstance(found, (str, torch.Tensor, nn.Module)) or not isinstance(found, Iterable):
+    takes_split = "split" in inspect.signature(function).parameters
+    returned: Any = function(split=split) if takes_split else function()
+    if isinstance(returned, DataLoader) or not isinstance(returned, Dataset):
+        if isinstance(returned, (str, torch.Tensor, nn.Module)) or not isinstance(returned, Iterable):
             raise PosthocUQError(
-                f"'{spec}' returned a {type(found).__name__}; it must return a torch Dataset or DataLoader."
+                f"'{spec}' returned a {type(returned).__name__}; it must return a torch Dataset or DataLoader."
             )
-        if cut != slice(None) or given["limit"] is not None:
+        if cut != slice(None) or options["limit"] is not None:
             raise PosthocUQError(f"'{spec}' returns a loader; --limit and parts of a split need a Dataset.")
-        return Data(cast(Iterable[Any], found), spec, None, True, None)
-    if isinstance(found, IterableDataset) or not hasattr(found, "__len__"):
-        if cut != slice(None) or given["limit"] is not None:
+        return Data(cast(Iterable[Any], returned), spec, None, True, None)
+    if isinstance(returned, IterableDataset) or not hasattr(returned, "__len__"):
+        if cut != slice(None) or options["limit"] is not None:
             raise PosthocUQError(
                 f"'{spec}' returns a stream; --limit and parts of a split need a Dataset with a length."
             )
-        return Data(DataLoader(found, given["batch_size"]), spec, None, True, None)
-    size = len(cast(Any, found))
-    chosen = _chosen(size, cut, given["limit"])
-    if not chosen:
+        return Data(DataLoader(returned, options["batch_size"]), spec, None, True, None)
+    size = len(cast(Any, returned))
+    taken = _chosen(size, cut, options["limit"])
+    if not taken:
         raise PosthocUQError(f"'{spec}' returned a data set of {size} items, of which none is taken.")
-    picked: Dataset[Any] = found if len(chosen) == size else Subset(found, chosen)
-    workers = given["workers"] or 0  # items in memory, as most are, gain nothing by a process of their own
+    picked: Dataset[Any] = returned if len(taken) == size else Subset(returned, taken)
+    workers = options["workers"] or 0  # items in memory, as most are, gain nothing by a process of their own
     loader: Any = DataLoader(
-        picked, given["batch_size"], sampler=_sampler(picked, divided), num_workers=workers
+        picked, options["batch_size"], sampler=_sampler(picked, divided), num_workers=workers
     )
-    return Data(loader, spec, None, True, None, rows=list(chosen))
+    return Data(loader, spec, None, True, None, rows=list(taken))
 
 
 def _parsed_split(text: str) -> tuple[str | None, slice]:
@@ -262,10 +264,10 @@ def _sampler(dataset: Any, divided: bool) -> Any:
     return DistributedSampler(dataset, shuffle=False) if divided and world() > 1 else None
 
 
-def _workers(given: int | None, items: int, device: torch.device) -> int:
+def _workers(workers: int | None, items: int, device: torch.device) -> int:
     """Processes that read images while the model runs; on a CPU they share the cores with it."""
-    if given is not None:
-        return given
+    if workers is not None:
+        return workers
     if items <= _SMALL:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,8 +18,8 @@ def summary(kind: type) -> str:
 
 
 def described(kind: Any, section: str) -> dict[str, str]:
-    """What the docstring of a class or function says of each name in a section, such as ``"Attributes"``; of a class,
-    its bases are asked as well, and its own words come before theirs.
+    """What the docstring of a class or function says of each name in a section, such as ``"Attributes"``. For a class,
+    the docstrings of its bases count too, and its own comes first.
     """
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__) if isinstance(kind, type) else [kind]:
@@ -51,10 +51,10 @@ def _entries(text: str, section: str) -> dict[str, str]:
             entries[name] = entry[2]
         elif name and line:
             entries[name] += " " + line.strip()
-    return {name: _begun(_without_marks(entry), entry) for name, entry in entries.items()}
+    return {name: _capitalised(_without_marks(entry), entry) for name, entry in entries.items()}
 
 
-def _begun(text: str, written: str) -> str:
+def _capitalised(text: str, written: str) -> str:
     """With a capital letter, unless it begins with something from the code."""
     return text[:1].upper() + text[1:] if written[:1].isalpha() else text
 

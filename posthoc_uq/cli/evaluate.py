@@ -47,7 +47,7 @@ from posthoc_uq.cli.registry import RegistryCommand
 @names_option
 @prediction_options
 @data_options
-def command(file: str, data: str, as_json: bool, **given: Any) -> None:
+def command(file: str, data: str, as_json: bool, **options: Any) -> None:
     """Measure on labelled DATA how good predictions are, and their uncertainties, with the posterior in FILE and by the
     model alone.
 
@@ -57,14 +57,14 @@ def command(file: str, data: str, as_json: bool, **given: Any) -> None:
       posthoc-uq evaluate model.h5 test/ --model nets.py:cnn --weights w.pt --report report.html --referral-rate 0.05
       posthoc-uq evaluate model.h5 torchvision:FashionMNIST --model nets.py:cnn --weights w.pt --json
     """
-    if given["referral_score"] is not None and given["referral_rate"] is None:
+    if options["referral_score"] is not None and options["referral_rate"] is None:
         raise click.UsageError("--referral-score belongs to --referral-rate.")
-    names = [name for name, _ in given["ood"]]
+    names = [name for name, _ in options["ood"]]
     if len(set(names)) < len(names):
         raise click.UsageError("--ood: every set of foreign data needs a name of its own.")
     from posthoc_uq.cli import evaluating
 
-    summary = evaluating.evaluate_file(file, data, given, progress())
+    summary = evaluating.evaluate_file(file, data, options, progress())
     if as_json:
         print_json({key: value for key, value in summary.items() if key != "text"})
         return

@@ -20,23 +20,23 @@ from posthoc_uq.evaluation import evaluate
 from posthoc_uq.posteriors.referral import rule_of
 
 
-def evaluate_file(path: str, spec: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Evaluate, write what was asked for, set the threshold; all numbers as plain values."""
     check_posterior_file(path)
-    outputs = [given[name] for name in ("report", "csv_path", "json_file") if given[name] is not None]
+    outputs = [options[name] for name in ("report", "csv_path", "json_file") if options[name] is not None]
     for output in outputs:
         check_output(output)
-    source = source_of(given)
+    source = source_of(options)
     posterior = posterior_of(path, source)
-    data = data_of(spec, source, given, labels=True, split="test")
+    data = data_of(spec, source, options, labels=True, split="test")
     if not data.labelled:
         raise PosthocUQError(f"An evaluation needs labels, and '{spec}' has no class folders.")
     foreign = {
-        name: data_of(str(data_spec), source, {**given, "split": None}, labels=False, split="test").loader
-        for name, data_spec in given["ood"]
+        name: data_of(str(data_spec), source, {**options, "split": None}, labels=False, split="test").loader
+        for name, data_spec in options["ood"]
     }
-    predictor = predictor_of(source, posterior, given)
-    score = given["referral_score"]
+    predictor = predictor_of(source, posterior, options)
+    score = options["referral_score"]
     several = isinstance(score, tuple)
     evaluation = evaluate(
         {"model alone": source.model, f"{posterior.method}, {predictor.head}": predictor},
@@ -44,26 +44,26 @@ def evaluate_file(path: str, spec: str, given: Mapping[str, Any], progress: bool
         ood_loaders=foreign,
         score=None if several else score,
         joint=[score] if several else (),
-        class_names=output_names(source, data, given["class_names"]),
+        class_names=output_names(source, data, options["class_names"]),
         display=None if data.files is None else source.transform.display,
         progress=progress,
     )
     threshold = None
-    if given["referral_rate"] is not None:
-        threshold = evaluation.set_referral(given["referral_rate"], score)
-    if given["csv_path"] is not None:
-        evaluation.to_csv(given["csv_path"])
-    if given["json_file"] is not None:
-        evaluation.to_json(given["json_file"])
-    if given["report"] is not None:
-        evaluation.report(given["report"], title=f"How far to trust {source.spec}")
+    if options["referral_rate"] is not None:
+        threshold = evaluation.set_referral(options["referral_rate"], score)
+    if options["csv_path"] is not None:
+        evaluation.to_csv(options["csv_path"])
+    if options["json_file"] is not None:
+        evaluation.to_json(options["json_file"])
+    if options["report"] is not None:
+        evaluation.report(options["report"], title=f"How far to trust {source.spec}")
     if threshold is not None:
         rewrite(posterior, path, None)
     return {
         **evaluation.to_dict(),
         "threshold": threshold,
         "score": (score or evaluation.default_score) if threshold is not None else None,
-        "rule": rule_of(posterior.record.referral) if threshold is not None else None,
+        "rule": rule_of(posterior.history.referral) if threshold is not None else None,
         "head": predictor.identity(),
         "written": outputs,
         "text": str(evaluation),

@@ -73,7 +73,7 @@ def _annotations(kind: type) -> dict[str, Any]:
 
 
 def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
-    """An annotation that may stand there as text; None for one whose names the module does not have."""
+    """An annotation, evaluated if it is text; None if it uses names that its module lacks."""
     if not isinstance(annotation, str):
         return annotation
     try:
@@ -120,7 +120,7 @@ class OneOf(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
     """A value of one of several types: a type, or a single value of a `Literal`, whichever fits the text first."""
 
     def __init__(self, forms: Sequence[Any]) -> None:
-        # What fits fewest texts is tried first: 3 is a whole number before it is a number, and a number before a text.
+        # The strictest type is tried first: 3 is read as a whole number, else as a number, else as text.
         ranks = {bool: 1, int: 2, float: 3, str: 5}
         unique = dict.fromkeys(forms)
         self._forms = sorted(unique, key=lambda form: 0 if isinstance(form, _Value) else ranks.get(form, 4))
@@ -155,7 +155,7 @@ def _converted(text: str, form: Any) -> Any:
     """A text as a value of a type.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such value.
     """
     if isinstance(form, _Value):
         if text.lower() != str(form.value).lower():
@@ -192,8 +192,8 @@ class _Mebibytes(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 
 
 def parameter_type(annotations: Sequence[Any], default: Any = None) -> click.ParamType | None:  # pyright: ignore[reportMissingTypeArgument]
-    """How the text of an option becomes a value of one of these types; None where that is a pair of flags. The text
-    ``none`` is a value where the types have None and the default is something else.
+    """The click type that reads a value of one of these types; None where the option is a pair of flags. The text
+    ``none`` is allowed where the types include None and the default is something else.
     """
     forms = list(dict.fromkeys(form for annotation in annotations for form in _forms(annotation)))
     if default is not None and any(type(None) in get_args(annotation) for annotation in annotations):

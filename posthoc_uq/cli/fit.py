@@ -80,7 +80,7 @@ _fit_options = several_options(
 @click.option("--output", "-o", required=True, metavar="FILE", help="The posterior's file.")
 @_fit_options
 @data_options
-def command(data: str, output: str, as_json: bool, **given: Any) -> None:
+def command(data: str, output: str, as_json: bool, **options: Any) -> None:
     """Fit a posterior over a model's weights on DATA, and write it to a file.
 
     DATA is a folder of images (with a folder for each class, or without classes), torchvision:NAME, or
@@ -100,8 +100,8 @@ def command(data: str, output: str, as_json: bool, **given: Any) -> None:
     """
     from posthoc_uq.cli import fitting
 
-    with fitting.process_group(given):
-        summary = fitting.fit_and_save(data, output, given, progress())
+    with fitting.process_group(options):
+        summary = fitting.fit_and_save(data, output, options, progress())
     if as_json:
         print_json({key: value for key, value in summary.items() if key != "text"})
     else:

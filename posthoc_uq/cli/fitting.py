@@ -22,44 +22,46 @@ from posthoc_uq.storage import save
 
 
 @contextmanager
-def process_group(given: dict[str, Any]) -> Generator[None]:
+def process_group(options: dict[str, Any]) -> Generator[None]:
     """Join the group of processes that torchrun started, if it did; on GPUs, each takes its own."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
         return
-    wanted = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.startswith("cuda"):
-        given["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device_named(given["device"]))
-    dist.init_process_group("nccl" if wanted.startswith("cuda") else "gloo")
+    device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda"):
+        options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device_named(options["device"]))
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def fit_and_save(spec: str, output: str, given: Mapping[str, Any], progress: bool) -> dict[str, Any]:
-    """Fit and save; what there is to say about it, as plain values."""
-    arguments: dict[str, Any] = dict(given["arguments"])
-    arguments["method"] = _method(arguments["method"], given["method_options"])
+def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: bool) -> dict[str, Any]:
+    """Fit and save; the facts that the command prints, as plain values."""
+    arguments: dict[str, Any] = dict(options["arguments"])
+    arguments["method"] = _method(arguments["method"], options["method_options"])
     arguments["layers"] = _layers(arguments["layers"])
-    others = {n: given[n] for n in ("divergence", "noise_variance") if given[n] is not None}
+    likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}
     check_output(output)
     if arguments["likelihood"] == "regression" and os.path.isdir(spec):
         raise PosthocUQError(
             f"A regression needs targets that are numbers, and the folder '{spec}' has images alone; give the data as "
             f"package.module:function."
         )
-    source = source_of(given)
-    data = data_of(spec, source, given, labels=not given["unlabelled"], split="train", divided=True)
-    held_out = _held_out(source, given)
-    posterior = fit(source.model, data.loader, val_loader=held_out, progress=progress, **arguments, **others)
-    posterior.record.fit |= {"model": source.spec, "data": data.spec}
+    source = source_of(options)
+    data = data_of(spec, source, options, labels=not options["unlabelled"], split="train", divided=True)
+    held_out = _held_out(source, options)
+    posterior = fit(
+        source.model, data.loader, val_loader=held_out, progress=progress, **arguments, **likelihood_options
+    )
+    posterior.history.fit |= {"model": source.spec, "data": data.spec}
     if data.files is not None or spec.startswith("torchvision:"):
-        posterior.record.fit["images"] = source.transform.text
-    dtype = None if given["save_dtype"] is None else getattr(torch, given["save_dtype"])
-    compression: Literal["gzip"] | None = "gzip" if given["compress"] else None
-    _saved(lambda: save(posterior, output, dtype=dtype, compression=compression))
+        posterior.history.fit["images"] = source.transform.text
+    dtype = None if options["save_dtype"] is None else getattr(torch, options["save_dtype"])
+    compression: Literal["gzip"] | None = "gzip" if options["compress"] else None
+    _save_in_agreement(lambda: save(posterior, output, dtype=dtype, compression=compression))
     report = posterior.report()
     return {
         "output": output,
@@ -71,34 +73,34 @@ def fit_and_save(spec: str, output: str, given: Mapping[str, Any], progress: boo
 
 
 def _method(name: str, options: Mapping[str, Any]) -> Method:
-    """A method with its options, of which one that is None was given as ``none``."""
+    """A method with its options; one that was given as ``none`` is None."""
     method = method_of(name, options)
     return replace(method, **{option: None for option, value in options.items() if value is None})
 
 
-def _held_out(source: Source, given: Mapping[str, Any]) -> Iterable[Any] | None:
+def _held_out(source: Source, options: Mapping[str, Any]) -> Iterable[Any] | None:
     """The loader of the held-out data, if there are any."""
-    if given["val_data"] is None:
-        if given["val_split"] is not None:
+    if options["val_data"] is None:
+        if options["val_split"] is not None:
             raise PosthocUQError("--val-split is a part of --val-data; give that too.")
         return None
     data = data_of(
-        given["val_data"],
+        options["val_data"],
         source,
-        {**given, "split": given["val_split"], "limit": None},
+        {**options, "split": options["val_split"], "limit": None},
         labels=True,
         split="val",
     )
     if not data.labelled:
-        raise PosthocUQError(f"Held-out data need labels, and '{given['val_data']}' has no class folders.")
+        raise PosthocUQError(f"Held-out data need labels, and '{options['val_data']}' has no class folders.")
     return data.loader
 
 
-def _saved(work: Any) -> None:
-    """Every process learns whether the first one could write."""
+def _save_in_agreement(write: Any) -> None:
+    """Write, and raise in every process if the first one could not."""
     error: Exception | None = None
     try:
-        work()
+        write()
     except Exception as caught:
         error = caught
     agree(error, "writing the posterior")

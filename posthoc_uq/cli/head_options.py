@@ -12,7 +12,7 @@ from posthoc_uq.cli.options import Setting, several_options
 from posthoc_uq.cli.registry import Choices
 
 SHARED = ("seed",)
-"""Options of a head that are the command's own: its seed is that of all draws."""
+"""Options of a head that the command has itself: one seed for all draws."""
 
 settings_option = click.option(
     "--head-option",

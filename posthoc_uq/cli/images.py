@@ -1,4 +1,4 @@
-"""Images of a folder, or of a data set, as batches; what cannot be read is told apart from what is wrong."""
+"""Batches of images from a folder or a data set; unreadable files are told apart from other faults."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Trouble:
 
 def image_files(folder: str) -> list[str]:
     """Images in a folder and all folders in it, as paths relative to it, sorted; hidden ones are left out."""
-    found: list[str] = []
+    paths: list[str] = []
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inner = os.path.relpath(place, folder)
-        found += [
-            name if inner == "." else os.path.join(inner, name)
+        relative = os.path.relpath(place, folder)
+        paths += [
+            name if relative == "." else os.path.join(relative, name)
             for name in files
             if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".")
         ]
-    return sorted(found)
+    return sorted(paths)
 
 
 class FolderImages(Dataset[Any]):
@@ -64,7 +64,7 @@ class FolderImages(Dataset[Any]):
                 image = opened.convert(self._transform.mode) if self._transform.mode else opened.copy()
         except UnidentifiedImageError:
             return Trouble(path, "not in an image format that Pillow reads.")
-        except Exception as error:  # whatever a damaged file makes a decoder raise
+        except Exception as error:  # decoders raise many types for damaged files
             return Trouble(path, f"{_words(error)}.")
         label = None if self._labels is None else self._labels[index]
         return _transformed(image, label, index, path, self._transform)
@@ -106,7 +106,7 @@ def _words(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Stacked:
-    """What a worker makes of a few items."""
+    """A batch as a worker process makes it: stacked inputs and targets, the items' numbers, and items that failed."""
 
     inputs: Tensor | None
     targets: Tensor | None

@@ -34,7 +34,9 @@ def import_object(path: str) -> Any:
     value: Any = module
     for name in names.split("."):
         if not hasattr(value, name):
-            close = close_names(name, [own for own in dir(value) if not own.startswith("_")])
+            close = close_names(
+                name, [attribute for attribute in dir(value) if not attribute.startswith("_")]
+            )
             raise PosthocUQError(f"'{where}' has no '{name}'.{close}")
         value = getattr(value, name)
     return value
@@ -88,7 +90,7 @@ def _from_file(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
         raise PosthocUQError(f"There is no file '{name}'.")
-    # Found again by its name in a worker process that starts afresh.
+    # A worker process that starts afresh finds the module by its name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     known = sys.modules.get(path.stem)

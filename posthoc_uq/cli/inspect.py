@@ -21,8 +21,8 @@ def command(file: str, as_json: bool) -> None:
     """
     from posthoc_uq.storage import inspect
 
-    found = inspect(file)
+    contents = inspect(file)
     if as_json:
-        print_json(found)
+        print_json(contents)
     else:
-        say(str(found))
+        say(str(contents))

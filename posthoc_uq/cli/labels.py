@@ -13,7 +13,7 @@ _SHOWN = 3
 
 
 def _content(path: str, option: str) -> Any:
-    """Of a JSON file, or the lines of another; no lines that are empty at the end."""
+    """The value in a JSON file, or the lines of a text file without empty ones at its end."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def read_map(path: str) -> dict[str, int]:
             if len({word for word, _ in first_words}) < len(first_words):
                 first_words = []
             pairs = first_words + pairs  # whole lines win over first words
-    found: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     words = {word for word, _ in first_words}
     for names, index in pairs:
         for name in cast(list[Any], names if isinstance(names, list) else [names]):
@@ -96,21 +96,21 @@ def read_map(path: str) -> dict[str, int]:
                 raise PosthocUQError(
                     f"--class-map: '{path}' must map names of folders to output indices from 0 on."
                 )
-            if found.get(name, index) != index and name not in words:
+            if index_of.get(name, index) != index and name not in words:
                 raise PosthocUQError(
-                    f"--class-map: '{path}' gives the name '{name}' to the outputs {found[name]} and {index}; names "
-                    f"must differ (wnids do)."
+                    f"--class-map: '{path}' gives the name '{name}' to the outputs {index_of[name]} and {index}; "
+                    f"names must differ (wnids do)."
                 )
             if name:
-                found[name] = index
-    return found
+                index_of[name] = index
+    return index_of
 
 
 def folder_labels(classes: Sequence[str], outputs: int, path: str | None, folder: str) -> dict[str, int]:
     """Class folder to output index: in their order where there are as many as outputs, or by a class map.
 
     Raises:
-        PosthocUQError: folders that cannot be told to be an output.
+        PosthocUQError: the class folders cannot be matched to the outputs.
     """
     if len(classes) > outputs:
         raise PosthocUQError(
@@ -124,18 +124,18 @@ def folder_labels(classes: Sequence[str], outputs: int, path: str | None, folder
                 f"--class-map FILE."
             )
         return {name: index for index, name in enumerate(classes)}
-    known = read_map(path)
-    absent = [name for name in classes if name not in known]
-    if absent:
+    mapped = read_map(path)
+    missing = [name for name in classes if name not in mapped]
+    if missing:
         raise PosthocUQError(
-            f"--class-map: '{path}' lacks {len(absent)} of the class folders of '{folder}': "
-            f"{', '.join(absent[:_SHOWN])}{', ...' if len(absent) > _SHOWN else ''}."
+            f"--class-map: '{path}' lacks {len(missing)} of the class folders of '{folder}': "
+            f"{', '.join(missing[:_SHOWN])}{', ...' if len(missing) > _SHOWN else ''}."
         )
-    found = {name: known[name] for name in classes}
-    outside = [name for name, index in found.items() if index >= outputs]
-    if outside:
+    index_of = {name: mapped[name] for name in classes}
+    beyond = [name for name, index in index_of.items() if index >= outputs]
+    if beyond:
         raise PosthocUQError(
-            f"--class-map: '{path}' gives '{outside[0]}' the index {found[outside[0]]}, and the model has {outputs} "
+            f"--class-map: '{path}' gives '{beyond[0]}' the index {index_of[beyond[0]]}, and the model has {outputs} "
             f"outputs, from 0 on."
         )
-    return found
+    return index_of

@@ -38,84 +38,86 @@ class Source:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
 
-def source_of(given: Mapping[str, Any]) -> Source:
+def source_of(options: Mapping[str, Any]) -> Source:
     """The model that the options name.
 
     Raises:
         PosthocUQError: there is none of this name, no weights for it, or weights of another one.
     """
-    device = device_named(given["device"])
-    spec: str = given["model"]
+    device = device_named(options["device"])
+    spec: str = options["model"]
     kind, _, name = spec.partition(":")
     categories: Sequence[str] | None = None
     if kind in ("timm", "torchvision") and name:
-        if given["weights"] is None and not given["pretrained"]:
+        if options["weights"] is None and not options["pretrained"]:
             raise PosthocUQError(f"'{spec}' alone has random weights; give --weights FILE, or --pretrained.")
-        model, categories = (_timm if kind == "timm" else _torchvision)(spec, name, given)
+        model, categories = (_timm if kind == "timm" else _torchvision)(spec, name, options)
     elif is_import_path(spec):
-        if given["num_classes"] is not None or given["pretrained"]:
+        if options["num_classes"] is not None or options["pretrained"]:
             raise PosthocUQError(
                 "--num-classes and --pretrained are for timm: and torchvision: models; a function makes its own model."
             )
-        found = call_imported(spec)
-        if not isinstance(found, nn.Module):
+        returned = call_imported(spec)
+        if not isinstance(returned, nn.Module):
             raise PosthocUQError(
-                f"'{spec}' returned a {type(found).__name__}; it must return a torch.nn.Module."
+                f"'{spec}' returned a {type(returned).__name__}; it must return a torch.nn.Module."
             )
-        model = found
+        model = returned
     else:
         raise PosthocUQError(
             f"'{spec}' names no model; use timm:NAME, torchvision:NAME, package.module:function or file.py:function."
         )
-    if given["weights"] is not None:
-        load_weights(model, given["weights"])
+    if options["weights"] is not None:
+        load_weights(model, options["weights"])
     model = model.eval().to(device)
     transform = resolve_transform(
-        model, spec, given["transform"], given["image_size"], given["mean"], given["std"]
+        model, spec, options["transform"], options["image_size"], options["mean"], options["std"]
     )
     return Source(model, spec, transform, categories)
 
 
-def _timm(spec: str, name: str, given: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
+def _timm(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
     import timm
 
     library = cast(Any, timm)
-    if ":" not in name and not library.is_model(name):  # hf-hub:... and the like are timm's to find
+    if ":" not in name and not library.is_model(name):  # timm itself resolves hf-hub:... and the like
         close = close_names(name.split(".")[0], library.list_models())
         raise PosthocUQError(f"timm has no model '{name}'.{close}")
-    options = {} if given["num_classes"] is None else {"num_classes": given["num_classes"]}
-    with _fetching(spec, given):
-        return library.create_model(name, pretrained=given["pretrained"], **options), None
+    arguments = {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
+    with _fetching(spec, options):
+        return library.create_model(name, pretrained=options["pretrained"], **arguments), None
 
 
-def _torchvision(spec: str, name: str, given: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
+def _torchvision(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
     import torchvision
 
     library = cast(Any, torchvision.models)
     names = library.list_models(module=torchvision.models)
     if name not in names:
         raise PosthocUQError(f"torchvision has no classification model '{name}'.{close_names(name, names)}")
-    options: dict[str, Any] = {} if given["num_classes"] is None else {"num_classes": given["num_classes"]}
+    arguments: dict[str, Any] = (
+        {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
+    )
     if name in ("googlenet", "inception_v3"):
-        options["init_weights"] = False  # slow, and other weights follow
-    if not given["pretrained"]:
-        return library.get_model(name, weights=None, **options), None
+        arguments["init_weights"] = False  # slow, and these weights are replaced anyway
+    if not options["pretrained"]:
+        return library.get_model(name, weights=None, **arguments), None
     weights = library.get_model_weights(name).DEFAULT
-    if given["num_classes"] not in (None, len(weights.meta["categories"])):
+    if options["num_classes"] not in (None, len(weights.meta["categories"])):
         raise PosthocUQError(
             f"The pretrained weights of '{spec}' have {len(weights.meta['categories'])} outputs, not "
-            f"{given['num_classes']}; leave --num-classes out."
+            f"{options['num_classes']}; leave --num-classes out."
         )
-    options.pop("init_weights", None)
-    with _fetching(spec, given):
+    arguments.pop("init_weights", None)
+    with _fetching(spec, options):
         return library.get_model(name, weights=weights), weights.meta["categories"]
 
 
 class _fetching:
     """Says in a sentence that weights could not be fetched."""
 
-    def __init__(self, spec: str, given: Mapping[str, Any]) -> None:
-        self._spec, self._fetches = spec, bool(given["pretrained"])
+    def __init__(self, spec: str, options: Mapping[str, Any]) -> None:
+        self._spec, self._fetches = spec, bool(options["pretrained"])
 
     def __enter__(self) -> None:
         return None
@@ -129,10 +131,10 @@ class _fetching:
 
 
 def device_named(name: str | None) -> torch.device:
-    """A device by its name; without one a GPU if there is one.
+    """A device by its name; without a name, a GPU if there is one.
 
     Raises:
-        PosthocUQError: it is not there.
+        PosthocUQError: there is no such device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -147,13 +149,13 @@ def device_named(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
         if not count:  # torch's own text gives advice on drivers, or lists all that it was built for
-            found = f"torch finds no {device.type} device that it can use"
+            reason = f"torch finds no {device.type} device that it can use"
         elif (device.index or 0) >= count:
-            found = f"torch finds {count} GPU{'' if count == 1 else 's'}, numbered from 0"
+            reason = f"torch finds {count} GPU{'' if count == 1 else 's'}, numbered from 0"
         else:
-            found = str(error).strip().splitlines()[0].rstrip(".")
+            reason = str(error).strip().splitlines()[0].rstrip(".")
         raise PosthocUQError(
-            f"--device {name} is not there: {found}; leave --device out, or use cpu."
+            f"--device {name} is not there: {reason}; leave --device out, or use cpu."
         ) from None
     return device
 

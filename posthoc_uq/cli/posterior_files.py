@@ -21,26 +21,27 @@ _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def posterior_of(path: str, source: Source) -> Posterior:
-    """The posterior in a file, for this model; warns where images are prepared in another way than for the fit."""
+    """The posterior in a file, for this model; warns if images are now prepared in another way than for the fit."""
     posterior = load(path, source.model)
-    used = posterior.record.fit.get("images")
-    if used is not None and used != source.transform.text:
+    preparation = posterior.history.fit.get("images")
+    if preparation is not None and preparation != source.transform.text:
         warnings.warn(
-            f"'{path}' was fitted on images prepared as [{used}], and these are prepared as [{source.transform.text}].",
+            f"'{path}' was fitted on images prepared as [{preparation}], and these are prepared as "
+            f"[{source.transform.text}].",
             stacklevel=2,
         )
     return posterior
 
 
 def check_posterior_file(path: str) -> None:
-    """Say at once, before a model is made, that there is no such file."""
+    """Refuse a missing file at once, before a model is made."""
     if not Path(path).is_file():
         what = "is a folder, not a posterior file" if Path(path).is_dir() else "does not exist"
         raise PosthocUQError(f"The posterior file '{path}' {what}.")
 
 
 def rewrite(posterior: Posterior, path: str, output: str | None) -> None:
-    """Save a posterior in the place of its file, or elsewhere, in the number format that the file has."""
+    """Save a posterior over its file, or elsewhere, in the number format of that file."""
     save(posterior, output or path, dtype=_stored_dtype(path))
 
 
@@ -64,6 +65,6 @@ def output_names(source: Source, data: Data, path: str | None) -> Sequence[str] 
     return data.class_names or source.categories
 
 
-def likelihood_name(posterior: Posterior) -> Literal["classes", "values"]:
+def prediction_kind(posterior: Posterior) -> Literal["classes", "values"]:
     """What kind of prediction a posterior gives."""
     return "values" if posterior.noise_variance is not None else "classes"

@@ -42,7 +42,7 @@ from posthoc_uq.errors import printable
 @prediction_options
 @data_options
 @click.pass_context
-def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool, **given: Any) -> None:
+def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool, **options: Any) -> None:
     """Predict DATA with the posterior in FILE, into a CSV with one row for each image.
 
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
@@ -59,7 +59,7 @@ def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool
     """
     from posthoc_uq.cli import predicting
 
-    summary = predicting.predict_to_csv(file, data, output, given, progress())
+    summary = predicting.predict_to_csv(file, data, output, options, progress())
     if as_json:
         print_json(summary)
     else:

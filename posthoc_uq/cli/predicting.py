@@ -35,18 +35,18 @@ _SHOWN = ("entropy", "mutual_information")
 
 
 def predict_to_csv(
-    path: str, spec: str, output: str, given: Mapping[str, Any], progress: bool
+    path: str, spec: str, output: str, options: Mapping[str, Any], progress: bool
 ) -> dict[str, Any]:
-    """Predict everything and write the file; what there is to say about it, as plain values."""
+    """Predict everything and write the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
     check_output(output)
-    source = source_of(given)
+    source = source_of(options)
     posterior = posterior_of(path, source)
     data = data_of(
-        spec, source, given, labels=False, split="test", numbered=True, skip=given["skip_unreadable"]
+        spec, source, options, labels=False, split="test", numbered=True, skip=options["skip_unreadable"]
     )
-    predictor = predictor_of(source, posterior, given)
-    names = output_names(source, data, given["class_names"])
+    predictor = predictor_of(source, posterior, options)
+    names = output_names(source, data, options["class_names"])
     start = time.perf_counter()
     rows = flagged = 0
     applies = False
@@ -58,7 +58,7 @@ def predict_to_csv(
                 prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
                 if table is None:
                     applies = _applies(predictor, prediction)
-                    table = _Table(prediction, posterior.record.referral, names, given)
+                    table = _Table(prediction, posterior.history.referral, names, options)
                     writer.writerow(table.header)
                 numbers = batch.targets if data.numbered else None
                 flags = _flags(predictor, prediction) if applies else None
@@ -77,7 +77,7 @@ def predict_to_csv(
 
 
 class _Flags(NamedTuple):
-    """Of each input, the scores that refer it, and how extreme it is among familiar ones (with several scores)."""
+    """For each input, the scores that refer it, and how extreme it is among familiar ones (with several scores)."""
 
     reasons: list[list[str]]
     tails: list[float] | None
@@ -87,13 +87,13 @@ def _flags(predictor: Predictor, prediction: Prediction) -> _Flags:
     by_score = referral_reasons(predictor, prediction)
     flags = zip(*(flag.tolist() for flag in by_score.values()), strict=True)
     reasons = [[name for name, flag in zip(by_score, row, strict=True) if flag] for row in flags]
-    several = "scores" in predictor.posterior.record.referral
+    several = "scores" in predictor.posterior.history.referral
     return _Flags(reasons, referral_tail(predictor, prediction).tolist() if several else None)
 
 
 def _applies(predictor: Predictor, prediction: Prediction) -> bool:
     """Whether there is a threshold to flag by; warns where the file has one that does not apply."""
-    if not predictor.posterior.record.referral:
+    if not predictor.posterior.history.referral:
         return False
     try:
         refer(predictor, prediction)
@@ -103,12 +103,14 @@ def _applies(predictor: Predictor, prediction: Prediction) -> bool:
     return True
 
 
-def _files(data: Data, numbers: Tensor | None, before: int, count: int) -> Sequence[str]:
-    found: Sequence[int] = range(before, before + count) if numbers is None else numbers.tolist()
+def _files(data: Data, numbers: Tensor | None, start: int, count: int) -> Sequence[str]:
+    item_numbers: Sequence[int] = range(start, start + count) if numbers is None else numbers.tolist()
     if numbers is None and data.rows is not None:
-        found = data.rows[before : before + count]
+        item_numbers = data.rows[start : start + count]
     return (
-        [str(number) for number in found] if data.files is None else [data.files[number] for number in found]
+        [str(number) for number in item_numbers]
+        if data.files is None
+        else [data.files[number] for number in item_numbers]
     )
 
 
@@ -120,9 +122,9 @@ class _Table:
         prediction: Prediction,
         referral: Mapping[str, Any],
         names: Sequence[str] | None,
-        given: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> None:
-        self._names, self._level = names, given["level"]
+        self._names, self._level = names, options["level"]
         self._scores: list[str] = []
         classes = prediction.classes
         if classes is not None:
@@ -130,9 +132,9 @@ class _Table:
                 raise PosthocUQError(
                     f"There are {len(names)} class names, and the model has {classes} outputs."
                 )
-            self._k = min(given["top_k"], classes)
+            self._k = min(options["top_k"], classes)
             columns = [f"{what}_{i}" for i in range(1, self._k + 1) for what in ("label", "probability")]
-            # what the flag goes by is shown
+            # the scores that decide the flag are shown
             self._scores = [*_SHOWN, *(score for score in thresholds_of(referral) if score not in _SHOWN)]
             if prediction.novelty_ratio is not None and "novelty" not in self._scores:
                 self._scores.append("novelty")
@@ -176,7 +178,7 @@ class _Table:
         top = prediction.top_k(self._k)
         known = prediction.scores()
         scores = [known[name].tolist() if name in known else None for name in self._scores]
-        found: list[list[str]] = []
+        rows: list[list[str]] = []
         for i, (labels, values) in enumerate(
             zip(top.labels.tolist(), top.probabilities.tolist(), strict=True)
         ):
@@ -184,8 +186,8 @@ class _Table:
             for label, value in zip(labels, values, strict=True):
                 name = str(label) if self._names is None else str(self._names[label])
                 row += [name, f"{value:.6g}"]
-            found.append(row + ["" if score is None else f"{score[i]:.6g}" for score in scores])
-        return found
+            rows.append(row + ["" if score is None else f"{score[i]:.6g}" for score in scores])
+        return rows
 
     def _values(self, prediction: RegressionPrediction) -> list[list[str]]:
         lower, upper = prediction.interval(self._level)

@@ -1,4 +1,4 @@
-"""How a command predicts: the head that was asked for, or that the posterior's file names, with its options."""
+"""How a command predicts: the head that the user names, or the one in the posterior's file, with its options."""
 
 from __future__ import annotations
 
@@ -12,54 +12,58 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.wrapping import HEADS, head_class, options_of, recorded_head, wrap
 
-_NO_OPTIONS = ("head", "calibrated")  # of what a threshold was set for
+_NO_OPTIONS = ("head", "calibrated")  # entries of a threshold's head that are no options of it
 
 
 def predictor_of(
-    source: Source, posterior: Posterior, given: Mapping[str, Any], *, of_threshold: bool = True
+    source: Source, posterior: Posterior, options: Mapping[str, Any], *, of_threshold: bool = True
 ) -> Predictor:
     """The model with its posterior, by the head that `head_of` finds."""
-    head, options = head_of(posterior, given, of_threshold=of_threshold)
-    return wrap(source.model, posterior, head=head, **options)
+    head, head_options = head_of(posterior, options, of_threshold=of_threshold)
+    return wrap(source.model, posterior, head=head, **head_options)
 
 
 def head_of(
-    posterior: Posterior, given: Mapping[str, Any], *, of_threshold: bool = True
+    posterior: Posterior, options: Mapping[str, Any], *, of_threshold: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """The head to predict through, and its options, as far as they are not given: those that the file's threshold was
-    set for, if it still holds and `of_threshold`; else those that the hyperparameters were found for. Where the options
-    given are those of one other head alone, it is that one.
+    """The head to predict through, and its options. What the user does not choose is taken from the head that the
+    file's threshold was set for, if the threshold still holds and `of_threshold` is set; else from the head that the
+    hyperparameters were found for. If the user names no head, but options that only one head has, it is that head.
     """
-    kept, options = recorded_head(posterior)
+    file_head, head_options = recorded_head(posterior)
     if of_threshold and _holds(posterior):
-        recorded: Mapping[str, Any] = posterior.record.referral["head"]
-        kept = str(recorded["head"])
-        options = {
-            name: value for name, value in recorded.items() if name not in _NO_OPTIONS and value != "own"
+        threshold_head: Mapping[str, Any] = posterior.history.referral["head"]
+        file_head = str(threshold_head["head"])
+        head_options = {
+            name: value
+            for name, value in threshold_head.items()
+            if name not in _NO_OPTIONS and value != "own"
         }
-    flags, settings = dict(given["head_options"]), dict(given["head_settings"])
-    head = given["arguments"]["head"] or _head_that_takes([*flags, *settings], kept)
+    flags, settings = dict(options["head_options"]), dict(options["head_settings"])
+    head = options["arguments"]["head"] or _head_that_takes([*flags, *settings], file_head)
     _check_settings(head, list(settings))
     # Where the command has an option of the name itself, the head's has a prefix: see `registry`.
     _check_flags(
-        head, {name: f"--{f'head_{name}' if name in given else name}".replace("_", "-") for name in flags}
+        head, {name: f"--{f'head_{name}' if name in options else name}".replace("_", "-") for name in flags}
     )
-    options = {name: _option(name, value) for name, value in options.items()} if head == kept else {}
+    head_options = (
+        {name: _option(name, value) for name, value in head_options.items()} if head == file_head else {}
+    )
     if head == "sampling":
-        options = {"seed": given["seed"], "novelty": posterior.features is not None} | options
-    return head, options | {name: _option(name, value) for name, value in settings.items()} | flags
+        head_options = {"seed": options["seed"], "novelty": posterior.features is not None} | head_options
+    return head, head_options | {name: _option(name, value) for name, value in settings.items()} | flags
 
 
 def _holds(posterior: Posterior) -> bool:
     """Whether the file has a threshold, and still the hyperparameters that it was set for."""
-    referral = posterior.record.referral
+    referral = posterior.history.referral
     return bool(referral) and referral["posterior"] == posterior.settings.plain()
 
 
-def _head_that_takes(names: Sequence[str], kept: str) -> str:
+def _head_that_takes(names: Sequence[str], file_head: str) -> str:
     """The head to predict through where none is named: the file's, or the only one that takes these options."""
     takers = [head for head in HEADS if set(names) <= set(options_of(head_class(head)))]
-    return takers[0] if len(takers) == 1 else kept
+    return takers[0] if len(takers) == 1 else file_head
 
 
 def _check_settings(head: str, names: Sequence[str]) -> None:

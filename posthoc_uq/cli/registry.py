@@ -1,7 +1,7 @@
-"""A command whose options are the fields of what is registered: of all methods, or of all heads.
+"""A command whose options are the fields of all registered methods, or of all heads.
 
-They are made when the command is called, so that what was registered in the meantime is there, and what nobody asked
-for is not imported.
+They are made when the command is called, so that what was registered in the meantime is included, and nothing is
+imported that the call does not need.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from posthoc_uq.cli.fields import NONE, Field, Spelling, make_option, shown
 
 @dataclass(frozen=True)
 class Choices:
-    """What a command lets choose from, each with options of its own.
+    """The methods or heads that a command offers, each with options of its own.
 
     Attributes:
-        word: what one of them is called, such as ``"method"``, which is also the option that names it.
-        summaries: of each, by name, a line of help.
-        fields: of each, by name, what can be chosen of it.
-        title: of the options below, in the help.
-        options: of the command itself, as far as they come from the library.
-        spellings: by field, how an option differs from it.
+        word: what one of them is called, such as ``"method"``; also the option that names it.
+        summaries: a line of help for each, by name.
+        fields: the fields of each, by name.
+        title: heading of `options` in the help.
+        options: options of the command itself that come from the library.
+        spellings: by field, how its option differs from it.
     """
 
     word: str
@@ -48,7 +48,7 @@ class _FieldOption:
 
 @dataclass(frozen=True)
 class _Made:
-    """What a command has in one call beside its own options."""
+    """The choices of one call, and the options that are made of their fields."""
 
     choices: Choices
     options: list[_FieldOption]
@@ -86,8 +86,8 @@ class RegistryCommand(Command):
     def invoke(self, ctx: click.Context) -> Any:
         made = self._made(ctx)
         values = {entry.field: ctx.params.pop(str(entry.option.name)) for entry in made.options}
-        given = {n: None if value is NONE else value for n, value in values.items() if value is not None}
-        ctx.params[f"{made.choices.word}_options"] = given
+        chosen = {n: None if value is NONE else value for n, value in values.items() if value is not None}
+        ctx.params[f"{made.choices.word}_options"] = chosen
         ctx.params["arguments"] = {str(o.name): ctx.params[str(o.name)] for o in made.choices.options}
         return super().invoke(ctx)
 
@@ -115,10 +115,10 @@ class RegistryCommand(Command):
 
 
 def _write(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple[str, str] | None]) -> None:
-    kept = [row for row in rows if row is not None]
-    if kept:
+    shown_rows = [row for row in rows if row is not None]
+    if shown_rows:
         with formatter.section(title):
-            formatter.write_dl(kept)
+            formatter.write_dl(shown_rows)
 
 
 def _field_options(choices: Choices, taken: Collection[str]) -> list[_FieldOption]:
@@ -144,7 +144,7 @@ def _field_options(choices: Choices, taken: Collection[str]) -> list[_FieldOptio
 
 
 def _merged(by_name: Mapping[str, Field], everyone: bool) -> Field:
-    """A field that several choices have, with the help of the first, and a word on whose it is."""
+    """A field that several choices have, with the help of the first and the names of those that have it."""
     first = next(iter(by_name.values()))
     if everyone or len(by_name) == 1:
         return first

@@ -95,18 +95,18 @@ def _numbers(values: tuple[float, ...]) -> str:
 def resolve_transform(
     model: nn.Module,
     spec: str,
-    given: str | None,
+    path: str | None,
     image_size: int | None,
     mean: list[float] | None,
     std: list[float] | None,
 ) -> ImageTransform:
-    """The transform of a model: the one given, else that of timm's or torchvision's configuration, else the model's
-    attribute ``transform``; then size, mean and standard deviation as given.
+    """The transform of a model: the one at `path`, else that of timm's or torchvision's configuration, else the model's
+    attribute ``transform``; with the size, mean and standard deviation that are given.
 
     Args:
         model: with its weights.
         spec: how the model was named.
-        given: the import path of a transform, or of a function that makes one.
+        path: the import path of a transform, or of a function that makes one.
         image_size: height and width.
         mean: by channel.
         std: by channel.
@@ -119,11 +119,11 @@ def resolve_transform(
         raise PosthocUQError("--mean and --std belong together; give both or neither.")
     channels = input_channels(model)
     known = spec.startswith(("timm:", "torchvision:"))
-    own: Any = None if known else getattr(model, "transform", None)
-    if given is not None or (callable(own) and not changed):
+    attribute: Any = None if known else getattr(model, "transform", None)
+    if path is not None or (callable(attribute) and not changed):
         if changed:
             raise PosthocUQError("--transform does it all; leave --image-size, --mean and --std out.")
-        return _own_transform(given, own, channels, spec)
+        return _users_transform(path, attribute, channels, spec)
     config = _timm_config(model) or (_torchvision_config(spec) if spec.startswith("torchvision:") else None)
     if config is None or changed or channels != len(config["mean"]):
         return _changed(config or {}, channels, image_size, mean, std).transform()
@@ -143,37 +143,37 @@ def resolve_transform(
     return ImageTransform(work, _MODES.get(channels), words, config["mean"], config["std"])
 
 
-def _own_transform(given: str | None, own: Any, channels: int, spec: str) -> ImageTransform:
-    work = own if given is None else import_object(given)
+def _users_transform(path: str | None, attribute: Any, channels: int, spec: str) -> ImageTransform:
+    work = attribute if path is None else import_object(path)
     if isinstance(work, type) or (callable(work) and not needs_arguments(work)):
         work = work()
     if not callable(work):
         raise PosthocUQError(
-            f"'{given or spec}' gives no transform: a {type(work).__name__} cannot be called."
+            f"'{path or spec}' gives no transform: a {type(work).__name__} cannot be called."
         )
-    return ImageTransform(work, _MODES.get(channels), f"transform of {given or spec}")
+    return ImageTransform(work, _MODES.get(channels), f"transform of {path or spec}")
 
 
 def _timm_config(model: nn.Module) -> dict[str, Any] | None:
-    """Of a model that timm made, by whatever name it was asked for."""
+    """The configuration of a model that timm made, under whatever name; None for other models."""
     if not isinstance(getattr(model, "pretrained_cfg", None), Mapping):
         return None
     from timm.data.config import resolve_model_data_config
 
-    found = cast(dict[str, Any], cast(Any, resolve_model_data_config)(model))
-    _, height, width = found["input_size"]
+    config = cast(dict[str, Any], cast(Any, resolve_model_data_config)(model))
+    _, height, width = config["input_size"]
     return {
-        "timm": found,
+        "timm": config,
         "size": (height, width),
-        "resize": int(min(height, width) / found["crop_pct"]),
-        "interpolation": found["interpolation"] if found["interpolation"] != "random" else "bilinear",
-        "mean": tuple(found["mean"]),
-        "std": tuple(found["std"]),
+        "resize": int(min(height, width) / config["crop_pct"]),
+        "interpolation": config["interpolation"] if config["interpolation"] != "random" else "bilinear",
+        "mean": tuple(config["mean"]),
+        "std": tuple(config["std"]),
     }
 
 
 def _torchvision_config(spec: str) -> dict[str, Any]:
-    """Of the model's default weights."""
+    """The configuration of the model's default weights."""
     from torchvision.models import get_model_weights
 
     preset = cast(Any, get_model_weights(spec.partition(":")[2])).DEFAULT.transforms()
@@ -195,7 +195,7 @@ def _changed(
     mean: list[float] | None,
     std: list[float] | None,
 ) -> Preprocessing:
-    """A configuration (or none) with what was given in its place."""
+    """A configuration (or none) with the given values in place of its own."""
     size, resize = config.get("size"), config.get("resize")
     if image_size is not None:
         resize = round(resize * image_size / min(size)) if size and resize else image_size
@@ -223,7 +223,7 @@ def _changed(
 
 
 def input_channels(model: nn.Module) -> int:
-    """Of the first two-dimensional convolution, or of a timm configuration; 3 where nothing says."""
+    """Input channels of the first two-dimensional convolution, else of a timm configuration, else 3."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             return module.in_channels

@@ -66,13 +66,13 @@ def _heads() -> Choices:
 @click.option("--calibrate", is_flag=True, help="Mend the scale of the moments head by Monte Carlo.")
 @settings_option
 @data_options
-def command(file: str, as_json: bool, **given: Any) -> None:
+def command(file: str, as_json: bool, **options: Any) -> None:
     """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
 
-    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best (of
-    classes, what is wider than a fit's own at most a tenth worse, too), without it the log marginal likelihood decides;
-    --criterion names another way. The head that was searched through is written into FILE with its options, and predict
-    and evaluate take it from there.
+    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best (for
+    classes, one wider than the fit's own must also be at most a tenth worse). Without --data the log marginal
+    likelihood decides; --criterion names another way. The head that was searched through is written into FILE with its
+    options, and predict and evaluate take it from there.
 
     \b
     Examples:
@@ -82,14 +82,14 @@ def command(file: str, as_json: bool, **given: Any) -> None:
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --no-search
           --referral-rate 0.05 --head linearized --link mc --referral-score entropy,mutual_information
     """
-    _check(given)
-    if given["no_search"] and given["referral_rate"] is None and not given["calibrate"]:
+    _check(options)
+    if options["no_search"] and options["referral_rate"] is None and not options["calibrate"]:
         raise click.UsageError("--no-search leaves nothing to do without --referral-rate or --calibrate.")
-    if given["referral_score"] is not None and given["referral_rate"] is None:
+    if options["referral_score"] is not None and options["referral_rate"] is None:
         raise click.UsageError("--referral-score belongs to --referral-rate.")
     from posthoc_uq.cli import tuning
 
-    summary = tuning.tune_file(file, given, progress())
+    summary = tuning.tune_file(file, options, progress())
     if as_json:
         print_json(summary)
     else:
@@ -108,26 +108,26 @@ def command(file: str, as_json: bool, **given: Any) -> None:
         say(f"Written to {summary['output']}.")
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, Any]) -> None:
     """Refuse options that do not fit together."""
-    criterion, without = given["criterion"], given["data"] is None
-    other = given["referral_rate"] is not None or given["calibrate"]
-    if without and (other or given["temperature"]):
+    criterion, no_data = options["criterion"], options["data"] is None
+    needs_data = options["referral_rate"] is not None or options["calibrate"]
+    if no_data and (needs_data or options["temperature"]):
         raise click.UsageError(
             "--temperature, --referral-rate and --calibrate need held-out data: --data DATA."
         )
-    if without and criterion in ("faithful", "likelihood"):
+    if no_data and criterion in ("faithful", "likelihood"):
         kind = "held-out data with labels" if criterion == "likelihood" else "training images"
         raise click.UsageError(f"--criterion {criterion} needs {kind}: --data DATA.")
-    if criterion == "evidence" and not without and not other:
+    if criterion == "evidence" and not no_data and not needs_data:
         raise click.UsageError("--criterion evidence needs no data; leave --data out.")
-    if given["divergence"] is not None and (criterion == "evidence" or (criterion is None and without)):
+    if options["divergence"] is not None and (criterion == "evidence" or (criterion is None and no_data)):
         raise click.UsageError(
             "--divergence is of the criteria faithful and likelihood, which need --data DATA."
         )
-    if "none" in given["parameters"] and len(given["parameters"]) > 1:
+    if "none" in options["parameters"] and len(options["parameters"]) > 1:
         raise click.UsageError("--parameter none stands alone.")
-    if given["no_search"] and (criterion is not None or given["divergence"] is not None):
+    if options["no_search"] and (criterion is not None or options["divergence"] is not None):
         raise click.UsageError(
             "--criterion and --divergence are of the search, which --no-search leaves out."
         )

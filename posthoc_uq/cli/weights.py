@@ -42,9 +42,9 @@ def read_state(path: str) -> dict[str, Tensor]:
         mapping = cast(Mapping[str, Any], content)
         inner = next((mapping[key] for key in _WRAPPERS if isinstance(mapping.get(key), Mapping)), None)
         if inner is None:
-            found = {str(name): value for name, value in mapping.items() if isinstance(value, Tensor)}
-            if found:
-                return found
+            tensors = {str(name): value for name, value in mapping.items() if isinstance(value, Tensor)}
+            if tensors:
+                return tensors
             break
         content = inner
     if isinstance(content, nn.Module):
@@ -81,16 +81,16 @@ def _pickled(path: str) -> Any:
 def load_weights(model: nn.Module, path: str) -> None:
     """Put the weights of a file into a model.
 
-    What wrappers leave in names does not count: ``module.`` and ``_orig_mod.`` anywhere, on either side, and
-    ``model.`` in front where all names have it and the model's names have not.
+    What wrappers add to names is ignored: ``module.`` and ``_orig_mod.`` anywhere in the names of the file or the
+    model, and ``model.`` in front if all names in the file have it and the model's do not.
 
     Raises:
         PosthocUQError: the file cannot be read, or its names or shapes are not the model's.
     """
-    own: dict[str, Tensor] = model.state_dict()
-    state = _stripped(read_state(path), own)
-    missing = [name for name in own if name not in state and not name.endswith(_COUNTER)]
-    unexpected = [name for name in state if name not in own]
+    model_state: dict[str, Tensor] = model.state_dict()
+    state = _stripped(read_state(path), model_state)
+    missing = [name for name in model_state if name not in state and not name.endswith(_COUNTER)]
+    unexpected = [name for name in state if name not in model_state]
     if missing or unexpected:
         parts = [
             f"{verb} {len(names)} ({_first(names)})"
@@ -98,42 +98,42 @@ def load_weights(model: nn.Module, path: str) -> None:
             if names
         ]
         raise PosthocUQError(
-            f"The weights in '{path}' are not this model's: of {len(own)} tensors {', and '.join(parts)}."
+            f"The weights in '{path}' are not this model's: of {len(model_state)} tensors {', and '.join(parts)}."
         )
-    wrong = [name for name in own if name in state and own[name].shape != state[name].shape]
+    wrong = [name for name in model_state if name in state and model_state[name].shape != state[name].shape]
     if wrong:
         name = wrong[0]
         raise PosthocUQError(
-            f"The weights in '{path}' do not fit the model: {len(wrong)} of {len(own)} have another shape, such as "
-            f"'{name}', {tuple(state[name].shape)} in the file and {tuple(own[name].shape)} in the model"
-            f"{_class_hint(wrong, state, own)}."
+            f"The weights in '{path}' do not fit the model: {len(wrong)} of {len(model_state)} have another shape, "
+            f"such as '{name}', {tuple(state[name].shape)} in the file and {tuple(model_state[name].shape)} in the "
+            f"model{_class_hint(wrong, state, model_state)}."
         )
     model.load_state_dict(state, strict=False)
 
 
-def _stripped(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found, names = _bare(state), _bare({name: name for name in own})
-    while all(name.startswith(_PREFIX) for name in found) and not any(
-        name.startswith(_PREFIX) for name in names
+def _stripped(state: dict[str, Tensor], model_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    bare_state, model_names = _bare(state), _bare({name: name for name in model_state})
+    while all(name.startswith(_PREFIX) for name in bare_state) and not any(
+        name.startswith(_PREFIX) for name in model_names
     ):
-        found = {name.removeprefix(_PREFIX): value for name, value in found.items()}
-    return {names.get(name, name): value for name, value in found.items()}
+        bare_state = {name.removeprefix(_PREFIX): value for name, value in bare_state.items()}
+    return {model_names.get(name, name): value for name, value in bare_state.items()}
 
 
 def _bare(named: Mapping[str, Value]) -> dict[str, Value]:
-    """By names without what wrappers put into them, as far as these tell them apart."""
-    found = {bare_name(name): value for name, value in named.items()}
-    return found if len(found) == len(named) else dict(named)
+    """By names without what wrappers add, unless two names would become the same."""
+    bare = {bare_name(name): value for name, value in named.items()}
+    return bare if len(bare) == len(named) else dict(named)
 
 
 def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
-def _class_hint(wrong: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+def _class_hint(wrong: Sequence[str], state: Mapping[str, Tensor], model_state: Mapping[str, Tensor]) -> str:
     """What to say where only the number of outputs differs."""
     sizes = {tuple(state[name].shape[:1]) for name in wrong}
-    rest = all(state[name].shape[1:] == own[name].shape[1:] for name in wrong)
-    if rest and len(sizes) == 1 and len(wrong) <= 2:
+    same_otherwise = all(state[name].shape[1:] == model_state[name].shape[1:] for name in wrong)
+    if same_otherwise and len(sizes) == 1 and len(wrong) <= 2:
         return f"; perhaps --num-classes {next(iter(sizes))[0]}"
     return ""

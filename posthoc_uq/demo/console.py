@@ -1,4 +1,4 @@
-"""What the demo prints: short lines, and tables with aligned columns; and how many threads it takes."""
+"""What the demo prints: short lines and tables with aligned columns; and the number of threads it uses."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -25,8 +25,8 @@ def step(text: str) -> Generator[None, None, None]:
 
 @contextmanager
 def one_thread() -> Generator[None, None, None]:
-    """Compute on one core: small networks lose time to dividing their work, and on a busy machine threads that
-    wait for each other lose far more. It also makes the demo print the same numbers whatever the cores."""
+    """Compute on one core: small networks lose time by sharing work between threads, far more so on a busy machine.
+    It also makes the demo print the same numbers on any number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -31,7 +31,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.classification import ClassPrediction
 
 COPIES = 40
-"""Distorted copies of each training digit; the posterior takes each of them for an observation of its own."""
+"""Distorted copies of each training digit; the posterior counts each copy as an observation."""
 
 PLAIN, FITTED, TUNED = "network alone", "INF as fitted", "INF tuned"
 SCORES = {"entropy": "entropy", "mutual_information": "mutual inf.", "novelty": "novelty"}
@@ -125,7 +125,7 @@ def _loader(data: Labelled) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def _plain(model: nn.Module, images: Tensor) -> ClassPrediction:
-    """The network's own prediction in the same form: one sample of the weights."""
+    """The network's own prediction, in the form of a single weight sample."""
     with torch.no_grad():
         return ClassPrediction.from_logits(model(images).unsqueeze(0))
 
@@ -162,10 +162,10 @@ def _quality(prediction: ClassPrediction, labels: Tensor) -> dict[str, float]:
 
 
 def _scores(prediction: ClassPrediction, model: str) -> dict[str, Tensor]:
-    """What may tell foreign inputs; a network without posterior has its entropy alone."""
-    known = prediction.scores()
+    """Scores that may tell foreign inputs; a network without a posterior has only its entropy."""
+    scores = prediction.scores()
     names = ("entropy",) if model == PLAIN else SCORES
-    return {SCORES[name]: known[name] for name in names if name in known}
+    return {SCORES[name]: scores[name] for name in names if name in scores}
 
 
 def _auroc(
@@ -213,8 +213,8 @@ def _examples(
         for index in indices:
             truth = f"{int(labels[index])} → " if name == "test digits" else "→ "
             caption = f"{truth}{int(classes[index, 0])} ({float(probabilities[index, 0]):.0%})"
-            own = {score: float(values[index]) for score, values in _scores(prediction, FITTED).items()}
-            examples.append(Example(inputs[name][index], caption, own, group))
+            scores = {score: float(values[index]) for score, values in _scores(prediction, FITTED).items()}
+            examples.append(Example(inputs[name][index], caption, scores, group))
 
     digits = predictions["test digits"]
     add("test digits", "test digits", [int((labels == digit).nonzero()[0]) for digit in (2, 4, 6)])

@@ -66,8 +66,8 @@ def augmented(data: Labelled, copies: int, seed: int) -> Labelled:
     maps = torch.cat([torch.stack([first, second], dim=1), uniform(0.2, 2, 1)], dim=2)
     grid = nn.functional.affine_grid(maps, list(images.shape), align_corners=False)
     moved = nn.functional.grid_sample(images, grid, align_corners=False)
-    noise = 0.1 * torch.randn(moved.shape, generator=generator, device="cpu")
-    return Labelled((moved + noise).clamp(0, 1), data.labels.repeat(copies))
+    pixel_noise = 0.1 * torch.randn(moved.shape, generator=generator, device="cpu")
+    return Labelled((moved + pixel_noise).clamp(0, 1), data.labels.repeat(copies))
 
 
 def rotated_digits(data: Labelled) -> Tensor:

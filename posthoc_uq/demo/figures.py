@@ -60,11 +60,11 @@ def digits_figure(
     for axes, (title, sets) in zip(panels[1:], scores.items(), strict=True):
         _histogram(axes, title, sets)
     tiles = lower.subplots(1, len(examples))
-    shown = ""
+    last_group = ""
     for axes, example in zip(tiles, examples, strict=True):
         axes.imshow(example.image.squeeze(0).numpy(), cmap="gray_r", vmin=0, vmax=1)
-        heading = "" if example.group == shown else example.group
-        shown = example.group
+        heading = "" if example.group == last_group else example.group
+        last_group = example.group
         axes.set_title(heading, loc="left", fontsize=10, fontweight="bold")
         axes.set_xlabel("\n".join([example.caption, *_numbers(example.scores)]), fontsize=8)
         _bare(axes, "#BBBBBB")
@@ -92,7 +92,7 @@ def photos_figure(tiles: Sequence[Tile], columns: int = 6) -> Figure:
 
 
 def _numbers(scores: Mapping[str, float]) -> list[str]:
-    """A line a score."""
+    """One line per score."""
     return [f"{name} {value:.2g}" for name, value in scores.items()]
 
 
@@ -100,7 +100,7 @@ def _reliability(axes: Axes, calibration: Mapping[str, tuple[Tensor, Tensor]], b
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     for index, (name, (probs, labels)) in enumerate(calibration.items()):
         confidence, accuracy, count = calibration_bins(probs, labels, bins)
-        filled = count >= 5  # fewer say nothing
+        filled = count >= 5  # with fewer inputs a bin's accuracy means little
         axes.plot(
             confidence[filled].numpy(),
             accuracy[filled].numpy(),

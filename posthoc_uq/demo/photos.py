@@ -1,8 +1,8 @@
 """Photos: an ImageNet classifier as it is, and what it does not know about pictures of all kinds.
 
-The posterior is over the last layer: that of all fifty costs a backward pass for each of an image's leading classes,
-for every picture and for every prior precision that the fit looks at, which is more than a demo's few minutes. All else
-is the library's default.
+The posterior is over the last layer. One over all fifty layers needs a backward pass for each leading class of every
+picture, at every prior precision that the fit tries: more than the few minutes of a demo. All else is the library's
+default.
 """
 
 from pathlib import Path
@@ -66,7 +66,7 @@ def run(output: Path, seed: int = 0, crops: int = 96) -> PhotosResult:
 
 
 def espresso_probability(model: nn.Module, names: list[str]) -> float:
-    """What the network alone gives to espresso for the coffee photo: about 0.95 where all is well."""
+    """The probability of espresso that the network alone gives to the coffee photo: about 0.95 if all is well."""
     with torch.no_grad():
         probs = model(preprocess([photo("coffee.png")])).softmax(dim=-1)
     return float(probs[0, names.index("espresso")])
@@ -96,8 +96,8 @@ def _report(shown: list[Picture], prediction: ClassPrediction, names: list[str])
 
 
 def _scores(prediction: ClassPrediction) -> dict[str, Tensor]:
-    known = prediction.scores()
-    return {shown: known[name] for name, shown in SCORES.items() if name in known}
+    scores = prediction.scores()
+    return {shown: scores[name] for name, shown in SCORES.items() if name in scores}
 
 
 def _top(prediction: ClassPrediction, index: int, names: list[str]) -> list[tuple[str, float]]:

@@ -42,9 +42,9 @@ def pictures(seed: int) -> list[Picture]:
         Picture("brick", "texture", _skimage("brick.png")),
         Picture("grass", "texture", _skimage("grass.png")),
         Picture("gravel", "texture", _skimage("gravel.png")),
-        Picture("white noise", "noise", _noise(seed, blur=0)),
-        Picture("coarse noise", "noise", _noise(seed + 1, blur=6)),
-        Picture("clouds", "noise", _noise(seed + 2, blur=24)),
+        Picture("white noise", "noise", _noise_image(seed, blur=0)),
+        Picture("coarse noise", "noise", _noise_image(seed + 1, blur=6)),
+        Picture("clouds", "noise", _noise_image(seed + 2, blur=24)),
         Picture("horse", "drawing", _skimage("horse.png")),
         Picture("house", "drawing", _house()),
         Picture("face", "drawing", _face()),
@@ -114,7 +114,7 @@ def _rgb(path: Path) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
-def _noise(seed: int, blur: float) -> Image.Image:
+def _noise_image(seed: int, blur: float) -> Image.Image:
     """Uniform noise, smoothed over ``blur`` pixels and stretched back to the full range."""
     pixels = np.random.default_rng(seed).random((RESIZE, RESIZE, 3))
     if blur:

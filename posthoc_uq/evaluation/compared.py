@@ -1,4 +1,4 @@
-"""What is compared: predictors, plain models and anything else that predicts, each a row of the tables."""
+"""The models that an evaluation compares: predictors, plain models, functions; each is a row of the tables."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from posthoc_uq.replica import model_device, replicate
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """One of the compared.
+    """One row of the tables.
 
     Attributes:
-        name: as it stands in the tables.
-        call: a batch to its prediction.
-        device: where it wants its inputs.
-        predictor: it, if it has a posterior.
+        name: in the tables.
+        call: from a batch to its prediction.
+        device: where it takes its inputs.
+        predictor: the predictor, or None for a model without a posterior.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ComparedModel:
 
 
 def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[ComparedModel]:
-    """The rows of a predictor, a plain model, a function, or a mapping from names to those.
+    """The rows for a predictor, a plain model, a function, or a mapping from names to those.
 
     Args:
         compared: see `evaluate`.
@@ -48,50 +48,52 @@ def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[
     named = dict(cast(Mapping[str, Any], compared)) if isinstance(compared, Mapping) else {"": compared}
     if not named:
         raise PosthocUQError("evaluate needs at least one predictor.")
-    predictors = [one for one in named.values() if isinstance(one, Predictor)]
-    plain = (
+    predictors = [model for model in named.values() if isinstance(model, Predictor)]
+    plain_likelihood = (
         predictors[0].posterior.likelihood
         if likelihood is None and predictors
         else resolve_likelihood("classification" if likelihood is None else likelihood)
     )
-    noise: Tensor | None = None
-    if plain.noise_variance is not None and (likelihood is None or isinstance(likelihood, str)):
-        # of the first predictor, which knows it; without one there is none, and so no density
-        known = [p.posterior.noise_variance for p in predictors]
-        noise = next((own for own in known if own is not None), torch.zeros((), device="cpu"))
-    return [_row(str(name), one, plain, noise) for name, one in named.items()]
-
-
-def _row(name: str, one: Any, likelihood: Likelihood, noise: Tensor | None) -> ComparedModel:
-    if isinstance(one, Predictor):
-        return ComparedModel(
-            name or one.head, lambda batch: one(*batch.args, **batch.kwargs), one.device, one
+    noise_variance: Tensor | None = None
+    if plain_likelihood.noise_variance is not None and (likelihood is None or isinstance(likelihood, str)):
+        # of the first predictor that has one; else 0, and no density is measured
+        noise_variances = [p.posterior.noise_variance for p in predictors]
+        noise_variance = next(
+            (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
         )
-    if isinstance(one, nn.Module):
-        twin = replicate(one)
+    return [_row(str(name), model, plain_likelihood, noise_variance) for name, model in named.items()]
+
+
+def _row(name: str, model: Any, likelihood: Likelihood, noise_variance: Tensor | None) -> ComparedModel:
+    if isinstance(model, Predictor):
+        return ComparedModel(
+            name or model.head, lambda batch: model(*batch.args, **batch.kwargs), model.device, model
+        )
+    if isinstance(model, nn.Module):
+        twin = replicate(model)
         device = model_device(twin)
 
         def predict(batch: Batch) -> Prediction:
             with explained(lambda: twin, batch, "a batch of the loader", LOADER):
                 output = batch.copied().call_any(twin)
-            return _shaped(output, likelihood, noise)
+            return _as_prediction(output, likelihood, noise_variance)
 
         return ComparedModel(name or "model", predict, device, None)
-    if callable(one):
+    if callable(model):
         return ComparedModel(
             name or "function",
-            lambda batch: _shaped(one(*batch.args, **batch.kwargs), likelihood, noise),
+            lambda batch: _as_prediction(model(*batch.args, **batch.kwargs), likelihood, noise_variance),
             torch.device("cpu"),
             None,
         )
     raise PosthocUQError(
         f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
-        f"{type(one).__name__}."
+        f"{type(model).__name__}."
     )
 
 
-def _shaped(output: Any, likelihood: Likelihood, noise: Tensor | None) -> Prediction:
+def _as_prediction(output: Any, likelihood: Likelihood, noise_variance: Tensor | None) -> Prediction:
     """A model's output as the prediction of one weight sample; a prediction as it is."""
     if isinstance(output, Prediction):
         return output
-    return likelihood.from_draws(output_tensor(output).unsqueeze(0), noise).of_one_network()
+    return likelihood.from_draws(output_tensor(output).unsqueeze(0), noise_variance).of_one_network()

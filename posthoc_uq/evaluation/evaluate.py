@@ -1,4 +1,4 @@
-"""`evaluate`: predictors on familiar and on foreign data, in one pass over each loader."""
+"""`evaluate`: measures predictors on familiar and on foreign data, in one pass over each loader."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def evaluate(
     batch_to_targets: BatchFunction | None = None,
     progress: bool = True,
 ) -> Evaluation:
-    """Measure how good predictions are, how honest, and how well their uncertainty tells foreign inputs.
+    """Measure how good and how well calibrated predictions are, and how well their uncertainty detects foreign inputs.
 
-    All that is compared sees the same batches, in one pass over each loader, so that a loader may shuffle or augment.
+    All compared models see the same batches, in one pass over each loader, so that a loader may shuffle or augment.
     Models, posteriors and the global random state stay as they are.
 
     Args:
         predictor: from `wrap`, a plain model, or a function of a batch that returns logits, means or a prediction; or
             several of these by name, each a row of the tables (the model alone beside its posterior, say).
         loader: data like those of the training, with targets.
-        ood_loaders: foreign data by name (targets, if any, are left aside), or one loader.
-        likelihood: of what has no posterior; by default that of the first predictor that has one, or classification. If
-            named, a regression's noise is that of the first predictor; without one, no density is measured.
-        score: by which the examples are picked, one of `posthoc_uq.predictions.scores.SCORES`; by default the entropy.
-        joint: groups of scores, ``[("entropy", "mutual_information")]``, that tell foreign data together, by
-            `posthoc_uq.metrics.joint_tail`. Rows that do not know all scores of a group have no such number.
+        ood_loaders: foreign data by name (targets, if any, are ignored), or one loader.
+        likelihood: of models without a posterior; by default that of the first predictor, or classification. If it is
+            a name, a regression's noise variance is that of the first predictor; without one, no density is measured.
+        score: by which the examples are chosen, one of `posthoc_uq.predictions.scores.SCORES`; by default the entropy.
+        joint: groups of scores, ``[("entropy", "mutual_information")]``, that detect foreign data together, by
+            `posthoc_uq.metrics.joint_tail`. Rows without one of a group's scores have no such number.
         referral_rates: shares of the inputs to refer, for selective prediction.
         bins: of the calibration errors.
         n_examples: images to keep of each kind, for the report.
@@ -83,9 +83,13 @@ def evaluate(
     reading = _Reading(batch_to_inputs, batch_to_targets, progress)
     predictions, targets, galleries = _predict(rows, loader, foreign, reading, score, n_examples)
     predictors = {row.name: row.predictor for row in rows}
-    settings = {name: one.hyperparameters() for name, one in predictors.items() if one is not None}
-    kept = predictions, targets, predictors, galleries
-    return Evaluation(*kept, score, tuple(rates), bins, names, display, settings, groups)
+    settings = {
+        name: row_predictor.hyperparameters()
+        for name, row_predictor in predictors.items()
+        if row_predictor is not None
+    }
+    measured = predictions, targets, predictors, galleries
+    return Evaluation(*measured, score, tuple(rates), bins, names, display, settings, groups)
 
 
 class _Reading(NamedTuple):
@@ -109,7 +113,7 @@ def _check(
 
 
 def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:
-    """The groups of scores that are taken together."""
+    """The groups of scores that are used together."""
     groups = [
         group if isinstance(group, str) else _listed("Each group of joint", group)
         for group in _listed("joint", joint)
@@ -170,7 +174,7 @@ def _predict(
 def _pass(
     rows: list[ComparedModel], loader: Iterable[Any], name: str, galleries: list[Gallery], reading: _Reading
 ) -> tuple[dict[str, Prediction], Tensor | None]:
-    """Every row's prediction of a loader, and the targets; the last row picks the examples."""
+    """Every row's prediction of a loader, and the targets; examples are chosen by the last row."""
     reader = BatchReader(rows[0].device, reading.batch_to_inputs, reading.batch_to_targets)
     parts: dict[str, list[Prediction]] = {row.name: [] for row in rows}
     targets: list[Tensor] = []

@@ -19,13 +19,13 @@ _WIDE = ("functional_variance", "epistemic_variance", "mutual_information")  # s
 
 
 def figures(evaluation: Measurements) -> dict[str, Figure]:
-    """Figures by title, those that the data allow."""
+    """Figures by title: those that the data allow."""
     test = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
-    found: dict[str, Figure] = {}
+    by_title: dict[str, Figure] = {}
     if evaluation.classification:
         classes = cast(Mapping[str, ClassPrediction], test)
         calibration = {name: (p.probs, evaluation.targets) for name, p in classes.items()}
-        found["Reliability"] = plots.reliability_diagram(calibration, bins=evaluation.bins)
+        by_title["Reliability"] = plots.reliability_diagram(calibration, bins=evaluation.bins)
     else:
         values = {name: p for name, p in test.items() if p.kind == "values"}
         with_noise = {
@@ -34,27 +34,27 @@ def figures(evaluation: Measurements) -> dict[str, Figure]:
             if bool((p.variance > 0).all())
         }
         if with_noise:
-            found["Coverage of intervals"] = plots.coverage_plot(with_noise)
+            by_title["Coverage of intervals"] = plots.coverage_plot(with_noise)
     if evaluation.foreign_names:
         panels = _panels(evaluation)
         log = [title for title in panels if any(title.startswith(_words(score)) for score in _WIDE)]
-        found["Familiar and foreign inputs"] = plots.score_histograms(panels, log=log)
+        by_title["Familiar and foreign inputs"] = plots.score_histograms(panels, log=log)
     referred = {
         f"{name}, {_words(score)}": (test[name].scores()[score], evaluation.losses(name))
         for name, score in _selected(evaluation)
     }
     if referred:
-        found["Risk over coverage"] = plots.risk_coverage_plot(referred)
-    return found
+        by_title["Risk over coverage"] = plots.risk_coverage_plot(referred)
+    return by_title
 
 
 def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:
-    """Per row and score one panel: that score on each data set."""
+    """One panel for each row and score: that score on each data set."""
     panels: dict[str, dict[str, Tensor]] = {}
     for name, by_set in evaluation.predictions.items():
         for score in evaluation.shown_scores(name):
             if score in ("max_probability", "variation_ratio", "standard_deviation"):
-                continue  # much the same picture as the entropy's
+                continue  # nearly the same picture as the entropy's
             panels[f"{_words(score)}, {name}"] = {
                 data: prediction.scores()[score] for data, prediction in by_set.items()
             }
@@ -62,7 +62,7 @@ def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:
 
 
 def _selected(evaluation: Measurements) -> list[tuple[str, str]]:
-    """Per row the default score, where it says anything."""
+    """Each row with the default score, where that varies."""
     return [
         (name, evaluation.default_score)
         for name in evaluation.names

@@ -1,4 +1,4 @@
-"""The few inputs worth a look: kept while the batches go by, so that no data set has to be held."""
+"""The few images worth a look, kept while the batches pass, so that no data set is kept in memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Example:
 
     Attributes:
         image: (channels, height, width), the model's input.
-        data: the data set it is of.
+        data: the name of its data set.
         index: its place in the loader's order.
-        score: the uncertainty score of the gallery.
+        score: its value of the gallery's uncertainty score.
         predicted: the most probable class.
         probability: of that class.
         label: the right class, where there is one.
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass
 class Gallery:
-    """The `size` inputs of a data set with the largest (or smallest) score of those that were offered."""
+    """The `size` offered images of a data set with the largest (or smallest) score."""
 
     size: int
     score: str

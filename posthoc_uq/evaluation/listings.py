@@ -12,12 +12,12 @@ Table = tuple[list[str], list[list[Any]]]
 
 
 def tables(evaluation: Measurements) -> dict[str, Table]:
-    """By title, those that have rows: quality, foreign data, selective prediction, what was referred."""
+    """Tables with at least one row, by title: quality, foreign data, selective prediction, referred shares."""
     columns = _distinct(measure for values in evaluation.metrics.values() for measure in values)
     quality_rows = [
         [name, *(values.get(column) for column in columns)] for name, values in evaluation.metrics.items()
     ]
-    found: dict[str, Table] = {
+    by_title: dict[str, Table] = {
         f"Quality on {len(evaluation.targets)} test inputs": (["model", *columns], quality_rows)
     }
     for data in evaluation.foreign_names:
@@ -26,14 +26,17 @@ def tables(evaluation: Measurements) -> dict[str, Table]:
             for name in evaluation.names
             for score, values in evaluation.foreign[name][data].items()
         ]
-        found[f"Telling {data} from the test inputs"] = (["model", "score", "AUROC", "AUPR", "FPR95"], rows)
-    found["Leaving the least certain inputs to a person"] = _selective(evaluation)
-    found["Referred by the thresholds of the posterior"] = _referred(evaluation)
-    return {title: table for title, table in found.items() if table[1]}
+        by_title[f"Telling {data} from the test inputs"] = (
+            ["model", "score", "AUROC", "AUPR", "FPR95"],
+            rows,
+        )
+    by_title["Leaving the least certain inputs to a person"] = _selective(evaluation)
+    by_title["Referred by the thresholds of the posterior"] = _referred(evaluation)
+    return {title: table for title, table in by_title.items() if table[1]}
 
 
 def _selective(evaluation: Measurements) -> Table:
-    """By row and score, how well what remains is predicted."""
+    """By row and score, the quality on the inputs that are not referred."""
     by_row = evaluation.selective
     measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
     rows = [
@@ -45,7 +48,7 @@ def _selective(evaluation: Measurements) -> Table:
 
 
 def _referred(evaluation: Measurements) -> Table:
-    """By row and data set, the share of inputs that the posterior's thresholds refer, and that each score does."""
+    """By row and data set, the share of inputs that the posterior's thresholds refer, in all and by each score."""
     shares = [
         (row, data, referred_shares(reasons))
         for row in evaluation.names

@@ -1,4 +1,4 @@
-"""Predictions of several data sets by several predictors, and what is measured of them."""
+"""Predictions of several data sets by several predictors, and the numbers measured on them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FAMILIAR = "test"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measurements:
-    """Predictions of several data sets by several predictors, and what they are worth in numbers.
+    """Predictions of several data sets by several predictors, and the numbers measured on them.
 
     Attributes:
-        predictions: by row (one of what was compared), by data set: ``"test"`` and the foreign ones.
+        predictions: by row (a compared model), by data set: ``"test"`` and the foreign ones.
         targets: of the test data: labels (inputs,), or values shaped like the mean.
         predictors: by row, those that have a posterior.
         galleries: images worth a look, by title.
-        score: the uncertainty that `threshold` and the figures take if none is named.
-        joint: groups of scores by which foreign data are told, beside each score alone.
+        score: the uncertainty that `threshold` and the figures use if none is named.
+        joint: groups of scores by which foreign data are detected, beside each score alone.
         referral_rates: shares of referred inputs.
         bins: of calibration errors.
         class_names: by index, or None.
@@ -71,7 +71,7 @@ class Measurements:
 
     @cached_property
     def foreign(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-        """By row, foreign data set and score: AUROC, AUPR and FPR95 of telling them from the test data."""
+        """By row, foreign data set and score: AUROC, AUPR and FPR95 of detecting them among the test data."""
         return {
             row: {
                 data: foreignness(by_set[FAMILIAR], prediction, self.joint)
@@ -83,7 +83,7 @@ class Measurements:
 
     @cached_property
     def selective(self) -> dict[str, dict[str, dict[str, float]]]:
-        """By row and score: the area under the risk-coverage curve, and the accuracy of what is not referred."""
+        """By row and score: the area under the risk-coverage curve, and the accuracy on the inputs not referred."""
         return {
             row: selection(by_set[FAMILIAR], self.targets, self.referral_rates)
             for row, by_set in self.predictions.items()
@@ -91,12 +91,12 @@ class Measurements:
 
     @property
     def names(self) -> list[str]:
-        """The rows."""
+        """The names of the rows."""
         return list(self.predictions)
 
     @property
     def foreign_names(self) -> list[str]:
-        """The foreign data sets."""
+        """The names of the foreign data sets."""
         return [name for name in next(iter(self.predictions.values())) if name != FAMILIAR]
 
     @property
@@ -168,7 +168,7 @@ class Measurements:
 
     @property
     def default_score(self) -> str:
-        """The score that is meant where none is named."""
+        """The name of the score used where none is named."""
         return self.score or self._first.default_score
 
     def losses(self, name: str | None = None) -> Tensor:
@@ -189,6 +189,6 @@ class Measurements:
         return self.predictions[self._row(name)][FAMILIAR]
 
     def shown_scores(self, name: str) -> list[str]:
-        """The scores of a row that say anything."""
+        """The scores of a row that vary between inputs."""
         known = self.selective[name]
         return [score for score in CLASS_SCORES if score in known] if self.classification else list(known)

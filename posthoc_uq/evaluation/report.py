@@ -1,4 +1,4 @@
-"""An evaluation as one HTML file that needs nothing else, neither network nor scripts."""
+"""An evaluation as one HTML file, which needs neither network nor scripts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def html(
         evaluation: for the names, the sizes and the images worth a look.
         title: its heading.
         tables: by their headings.
-        figures: likewise.
+        figures: by their headings.
     """
     sizes = ", ".join(
         f"{len(prediction)} of {escape(name)}"
@@ -153,9 +153,9 @@ def _card(evaluation: Measurements, example: Example, reasons: Mapping[str, Tens
         lines.append(f'<span class="wrong">is {named(example.label)}</span>')
     score = evaluation.default_score.replace("_", " ")
     lines.append(f'<span class="dim">{escape(score)} {example.score:.3g}, input {example.index}</span>')
-    by = [name.replace("_", " ") for name, flags in reasons.items() if bool(flags[example.index])]
-    if by:
-        lines.append(f"referred by {escape(' and '.join(by))}")
+    referring = [name.replace("_", " ") for name, flags in reasons.items() if bool(flags[example.index])]
+    if referring:
+        lines.append(f"referred by {escape(' and '.join(referring))}")
     picture = f'<img{style} alt="input {example.index}" src="{shown.source}">'
     return f'<div class="card">{picture}{"<br>".join(lines)}</div>'
 

@@ -1,4 +1,4 @@
-"""`Evaluation`: what `evaluate` found, as tables, files, figures and a page."""
+"""`Evaluation`: the results of `evaluate`, as tables, files, figures and a page."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation(Measurements):
-    """Predictions of several data sets by several predictors, and what they are worth; `str` gives tables.
+    """Predictions of several data sets by several predictors, and the numbers measured on them; `str` gives tables.
 
     Attributes:
-        predictions: by row (one of what was compared), by data set: ``"test"`` and the foreign ones.
+        predictions: by row (a compared model), by data set: ``"test"`` and the foreign ones.
         targets: of the test data: labels (inputs,), or values shaped like the mean.
         predictors: by row, those that have a posterior.
         galleries: images worth a look, by title.
-        score: the uncertainty that `threshold` and the figures take if none is named.
-        joint: groups of scores by which foreign data are told, beside each score alone.
+        score: the uncertainty that `threshold` and the figures use if none is named.
+        joint: groups of scores by which foreign data are detected, beside each score alone.
         referral_rates: shares of referred inputs.
         bins: of calibration errors.
         class_names: by index, or None.
@@ -64,7 +64,7 @@ class Evaluation(Measurements):
         """Write `rows` as a table of five columns.
 
         Raises:
-            PosthocUQError: the file cannot be written; one that stood there before is left as it was.
+            PosthocUQError: the file cannot be written; an existing one is left as it was.
         """
         text = StringIO(newline="")
         writer = csv.DictWriter(text, ["model", "data", "score", "measure", "value"])
@@ -73,7 +73,7 @@ class Evaluation(Measurements):
         _put(path, text.getvalue())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, fit for JSON; what is not finite is None."""
+        """Everything as plain values, fit for JSON; numbers that are not finite are None."""
         sizes = {data: len(p) for data, p in next(iter(self.predictions.values())).items()}
         return cast(
             dict[str, Any],
@@ -100,12 +100,12 @@ class Evaluation(Measurements):
         """Write `to_dict`.
 
         Raises:
-            PosthocUQError: the file cannot be written; one that stood there before is left as it was.
+            PosthocUQError: the file cannot be written; an existing one is left as it was.
         """
         _put(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def tables(self) -> dict[str, Table]:
-        """By title, a header and rows of cells: quality, foreign data, selective prediction, what was referred."""
+        """By title, a header and rows of cells: quality, foreign data, selective prediction, referred shares."""
         return tables(self)
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Evaluation(Measurements):
             The path.
 
         Raises:
-            PosthocUQError: the file cannot be written; one that stood there before is left as it was.
+            PosthocUQError: the file cannot be written; an existing one is left as it was.
         """
         _put(path, html(self, title, self.tables(), self.figures()))
         return Path(path)

@@ -1,4 +1,4 @@
-"""What a head's variance must be multiplied with to have the scale that Monte Carlo over the weights finds."""
+"""The correction that gives a head's variances the scale that Monte Carlo over the weights finds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Calibration:
     Attributes:
         alpha: log of the factor on standard deviations.
         beta: their power; 1 unless a slope was fitted.
-        residual: mean ``|sd / sd_MC - 1|`` on inputs that were not fitted.
+        residual: mean ``|sd / sd_MC - 1|`` with the correction, on inputs that it was not fitted on.
         before: the same without the correction.
         n_mc: draws of the weights; sd_MC alone has a relative error of ``1 / sqrt(2 n_mc)``.
     """
@@ -53,7 +53,7 @@ class Calibration:
         return scaled * exp(2 * self.alpha)
 
     def attributes(self, posterior: Posterior, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain values, with those of the posterior and the head that it belongs to."""
+        """The fields as plain values, with the settings of the posterior and the head that they hold for."""
         return {
             "alpha": self.alpha,
             "beta": self.beta,
@@ -71,25 +71,25 @@ def posterior_settings(posterior: Posterior) -> dict[str, Any]:
 
 
 def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Calibration | None:
-    """The calibration that a posterior keeps, if it was made for these settings of the posterior and the head.
+    """The calibration in a posterior's record, or None if it was made for other settings of the head.
 
-    One made before the posterior was tuned again is left aside with a warning.
+    One made before the posterior's settings changed is not used, with a warning.
     """
-    kept = posterior.record.calibration
-    if not kept or kept["head"] != dict(settings):
+    recorded = posterior.history.calibration
+    if not recorded or recorded["head"] != dict(settings):
         return None
-    if kept["posterior"] != posterior_settings(posterior):
+    if recorded["posterior"] != posterior_settings(posterior):
         warn_user(
             "The posterior's scale or prior precision changed after calibrate(); the calibration is not used. "
             "Calibrate again."
         )
         return None
     return Calibration(
-        float(kept["alpha"]),
-        float(kept["beta"]),
-        float(kept["residual"]),
-        float(kept["before"]),
-        int(kept["n_mc"]),
+        float(recorded["alpha"]),
+        float(recorded["beta"]),
+        float(recorded["residual"]),
+        float(recorded["before"]),
+        int(recorded["n_mc"]),
     )
 
 
@@ -114,46 +114,46 @@ def calibrate(
     posterior = posterior.snapshot()
     sampler = SamplingPredictor(model, posterior, n_samples=n_mc, seed=0, keep="seeds")
     reader = BatchReader(model_device(model), batch_to_inputs)
-    own: list[Tensor] = []
-    drawn: list[Tensor] = []
+    by_head: list[Tensor] = []
+    by_draws: list[Tensor] = []
     seen = 0
     with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
         for batch in batches(loader, reader):
             count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
             if seen + count > samples:
                 batch = batch.narrow(0, samples - seen, count)
-            own.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
+            by_head.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
             outputs = sampler.outputs(*batch.args, **batch.kwargs) * divisor_of(posterior)
             if output_map is not None:
-                outputs = torch.stack([output_map(one) for one in outputs])
-            drawn.append(as_double(outputs).var(0).cpu())
-            seen += own[-1].shape[0]
-            bar.advance(own[-1].shape[0])
+                outputs = torch.stack([output_map(draw) for draw in outputs])
+            by_draws.append(as_double(outputs).var(0).cpu())
+            seen += by_head[-1].shape[0]
+            bar.advance(by_head[-1].shape[0])
             if seen >= samples:
                 break
     if seen < 2:
         raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
-    first, second = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (own, drawn))
-    return _fitted(first, second, n_mc, slope)
+    head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
+    return _fitted(head_sd, drawn_sd, n_mc, slope)
 
 
-def _fitted(own: Tensor, drawn: Tensor, n_mc: int, slope: bool) -> Calibration:
-    usable = (own > 0) & (drawn > 0)
+def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
+    usable = (head_sd > 0) & (drawn_sd > 0)
     fitted, held_out = usable.clone(), usable.clone()
     fitted[1::2], held_out[0::2] = False, False
     if not fitted.any() or not held_out.any():
         raise PosthocUQError("No output varies under the posterior, so there is no scale to calibrate.")
-    x, y = own[fitted].log(), drawn[fitted].log()
+    x, y = head_sd[fitted].log(), drawn_sd[fitted].log()
     beta = 1.0
     if slope and x.numel() > 1 and float(x.var()) > 0:
         centred = x - x.mean()
         beta = float((centred * (y - y.mean())).sum() / centred.square().sum())
     alpha = float((y - beta * x).median())
-    corrected = exp(alpha) * own[held_out] ** beta
+    corrected = exp(alpha) * head_sd[held_out] ** beta
     return Calibration(
         alpha,
         beta,
-        float((corrected / drawn[held_out] - 1).abs().mean()),
-        float((own[held_out] / drawn[held_out] - 1).abs().mean()),
+        float((corrected / drawn_sd[held_out] - 1).abs().mean()),
+        float((head_sd[held_out] / drawn_sd[held_out] - 1).abs().mean()),
         n_mc,
     )

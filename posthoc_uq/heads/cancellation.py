@@ -1,4 +1,4 @@
-"""Contractions of which some samples are done again in float64, where two large numbers cancelled."""
+"""Contractions in float32 whose samples are computed again in float64 where two large numbers cancelled."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from posthoc_uq.devices import on_host
 
-LEFT = 1e-2
-"""Share of the diagonal's part below which float32 has lost too much."""
+LEAST_SHARE = 1e-2
+"""Share of the diagonal's part that must be left: below it float32 has lost too many digits."""
 
 
 class Contracted(NamedTuple):
-    """What one layer gives, in the shapes of `gram` and in float64.
+    """One layer's contraction, in the shapes of `gram` and in float64.
 
     Attributes:
         value: ``J Sigma J^T``.
-        diagonal: of it, what the diagonal part gives alone.
-        norms: ``|J_c|^2``, ``(samples, functions)``, where they were asked for.
+        diagonal: what the diagonal part of Sigma gives alone.
+        norms: ``|J_c|^2``, ``(samples, functions)``, or None.
     """
 
     value: Tensor
@@ -29,12 +29,12 @@ class Contracted(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What one layer gives, of which some samples may have to be done again in float64.
+    """One layer's contraction, of which some samples may have to be computed again in float64.
 
     Attributes:
         value: in the shapes of `gram`, in float64.
-        imprecise: which samples these are, ``(samples,)``; None where there is none.
-        repeat: does some samples again.
+        imprecise: which samples these are, booleans ``(samples,)``; None where no sample is.
+        repeat: computes a slice of the samples again, in float64.
     """
 
     value: Tensor
@@ -42,8 +42,8 @@ class Checked(NamedTuple):
     repeat: Callable[[slice], Tensor]
 
 
-def settled(layers: Sequence[Checked]) -> list[Tensor]:
-    """What several layers give, after one look at the samples that are to be done again."""
+def precise_values(layers: Sequence[Checked]) -> list[Tensor]:
+    """The values of several layers, with imprecise samples computed again; the device is waited for once."""
     flags = iter(on_host(*(layer.imprecise for layer in layers if layer.imprecise is not None)))
     values: list[Tensor] = []
     for value, imprecise, repeat in layers:
@@ -57,13 +57,13 @@ def settled(layers: Sequence[Checked]) -> list[Tensor]:
     return values
 
 
-def certain(value: Tensor) -> Checked:
-    """A value of which nothing is to be done again."""
+def precise(value: Tensor) -> Checked:
+    """A value of which no sample is imprecise."""
     return Checked(value, None, lambda part: value[part])
 
 
 def joined(parts: list[Contracted]) -> Contracted:
-    """The contractions of parts of the samples as one."""
+    """Contractions of successive parts of the samples as one."""
     if len(parts) == 1:
         return parts[0]
     norms = [part.norms for part in parts if part.norms is not None]

@@ -1,4 +1,4 @@
-"""What one forward pass takes, counted rather than timed: whatever is decided by it is the same in every run."""
+"""The cost of one forward pass, counted and not timed: decisions by it are the same in every run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _formulas = cast("dict[Any, Callable[..., int]]", flop_registry)
 
 
 class Cost(TorchDispatchMode):
-    """Counts what runs inside of ``with Cost() as cost``, in this thread alone.
+    """Counts the operations inside of ``with Cost() as cost``, in this thread only.
 
     Attributes:
         operations: calls of torch's kernels, views included.
         flops: floating-point operations of products (matrices, convolutions, attention); a multiply-add counts two.
-        largest: bytes of the largest tensor that an operation made; a view is none.
+        largest: bytes of the largest tensor that an operation made; views do not count.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class Cost(TorchDispatchMode):
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
         outputs = out if isinstance(out, (tuple, list)) else (out,)
-        for found, declared in zip(outputs, func._schema.returns, strict=False):
-            if isinstance(found, Tensor) and declared.alias_info is None:
-                self.largest = max(self.largest, found.numel() * found.element_size())
+        for output, declared in zip(outputs, func._schema.returns, strict=False):
+            if isinstance(output, Tensor) and declared.alias_info is None:
+                self.largest = max(self.largest, output.numel() * output.element_size())
         return out
 
 
 def cost_of(run: Callable[[], Any]) -> Cost | None:
-    """What `run` takes without gradients, or None where that cannot be counted; an error of its own is raised.
+    """The cost of `run` without gradients, or None where it cannot be counted; an error of `run` itself is raised.
 
-    Inference mode is switched off meanwhile, since operations reach a counter in parts only outside of it.
+    Inference mode is switched off meanwhile: in it, operations reach the counter undivided.
     """
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -59,5 +59,5 @@ def cost_of(run: Callable[[], Any]) -> Cost | None:
                 run()
             return cost
         except Exception:
-            run()  # raises again if it was not the counting
+            run()  # raises again, unless the counting failed
             return None

@@ -5,20 +5,20 @@ written, so they run in any number of threads and under autograd, and a weight t
 is the drawn one in all of them.
 
 **The batched route** maps the forward pass over the stacked draws with `torch.func.vmap`: a convolution becomes a
-grouped one, a linear layer a batch of matrix products. It saves the time between kernels, and loses where kernels
-are what takes the time. Measured on a CPU (one thread, 30 draws, in multiples of 30 plain passes; loop against
+grouped one, a linear layer a batch of matrix products. It saves the time between kernels, and is slower where the
+kernels themselves take the time. Measured on a CPU (one thread, 30 draws, in multiples of 30 plain passes; loop against
 batched; thousand FLOP per operation in brackets): LeNet at batch 1 [56] 1.14 / 0.40, at batch 8 [440] 1.16 / 0.94,
 at batch 32 [1,800] 1.01 / 1.52; MLP of width 64 at batch 64 [96] 1.21 / 0.81; mobilenet_v3_small at 32 px and batch
 8 [270] 1.02 / 0.76, at 224 px and batch 1 [590] 1.01 / 1.12; resnet18 at 32 px and batch 1 [830] 1.00 / 3.40. So
-``"auto"`` takes it up to `BATCHED_FLOPS` per operation, where some draws fit into `CHUNK_BYTES`; on every device,
-though measured on that one. FLOP and operations are counted on the first input of each shape, never timed.
+``"auto"`` takes it up to `BATCHED_FLOPS` per operation, where enough draws fit into `CHUNK_BYTES`; on every device,
+though it was measured on a CPU only. FLOP and operations are counted on the first input of each shape, never timed.
 
-**What does not depend on the draws** runs once for a batch, where the weights that are drawn enter the model late
-(`posthoc_uq.heads.cut`): of a last layer, thirty draws cost one forward pass and thirty products. Both routes run
-the rest alone then.
+**What does not depend on the draws** runs once for a batch, where the drawn weights enter the model late
+(`posthoc_uq.heads.fixed_part`): thirty draws of a last layer cost one forward pass and thirty products. Both routes
+then run only the part that follows.
 
-A model that vmap refuses (control flow by values, randomness, in-place changes of captured tensors), or for which it
-does not give what the loop gives, runs in the loop; `Ensemble.refused` then says why.
+A model that vmap refuses (control flow by values, randomness, in-place changes of captured tensors), or for which its
+outputs differ from the loop's, runs in the loop; `Ensemble.refused` then says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.heads.cost import cost_of
-from posthoc_uq.heads.cut import Cut, Saving, agree, described
+from posthoc_uq.heads.fixed_part import FixedPart, Saving, agree, described
 from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.heads.inputs import Inputs
 from posthoc_uq.heads.interception import ReplayError
@@ -42,12 +42,10 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 
 BATCHED_FLOPS = 500_000  # per operation of one draw's forward pass: up to here "auto" batches over draws
-RECORDED_FLOPS = (
-    30_000_000  # of all draws together, which recording a pass must save where they could be batched
-)
+RECORDED_FLOPS = 30_000_000  # where draws can be batched, recording a pass must save these over all draws
 CHUNK_BYTES = 64 * 2**20  # weights and activations of the draws that run in one pass
-_FEW = 8  # draws that must fit into that for "auto": fewer do not pay for the mapping
-_LIVE = 3  # tensors as large as the largest that are alive at once
+_FEW = 8  # draws that must fit into CHUNK_BYTES for "auto": fewer do not pay for vmap
+_LIVE = 3  # tensors of the largest size that are alive at once
 _SHAPES = 256  # input shapes whose route is remembered
 
 Keep = Literal["weights", "seeds"]
@@ -68,10 +66,10 @@ class Ensemble(nn.Module):
 
     Attributes:
         refused: why the batched route is not taken although it was wanted, or None.
-        cut: where the drawn weights enter the model.
+        fixed_part: the part of the model that the drawn weights do not influence.
     """
 
-    cut: Cut
+    fixed_part: FixedPart
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class Ensemble(nn.Module):
             self._clear()
             if keep == "weights":
                 self._draws = self._drawn(0, len(seeds))
-                if batched is not True and not self.cut.possible:
+                if batched is not True and not self.fixed_part.possible:
                     self._fill()
         self.eval()
 
@@ -109,7 +107,7 @@ class Ensemble(nn.Module):
         self._members: list[nn.Module] = []
         self._twins: deque[nn.Module] = deque()
         self._chunks: dict[Any, int] = {}
-        self.cut = Cut(self.template, self._posterior.mean)
+        self.fixed_part = FixedPart(self.template, self._posterior.mean)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Ensemble:
         super()._apply(fn, recurse)
@@ -128,11 +126,11 @@ class Ensemble(nn.Module):
     def _drawn(self, start: int, stop: int) -> dict[str, Tensor]:
         """Draws `start` to `stop` of every parameter, ``(stop - start, *shape)``."""
         signs = None if self._signs is None else self._signs[start:stop]
-        found = self._posterior.sample_from(
+        draws_by_name = self._posterior.sample_from(
             self._seeds[start:stop], signs=signs, factors=self._factors, dtype=self._dtype
         )
-        own = dict(self.template.named_parameters())
-        return {name: draws.to(own[name]) for name, draws in found.items()}
+        parameters = dict(self.template.named_parameters())
+        return {name: draws.to(parameters[name]) for name, draws in draws_by_name.items()}
 
     def _weights(self, start: int, stop: int) -> dict[str, Tensor]:
         if self._draws is None:
@@ -149,8 +147,8 @@ class Ensemble(nn.Module):
         self._members = [self._member(weights, index) for index in range(len(self))]
 
     def members(self, start: int = 0) -> Iterator[nn.Module]:
-        """The model of each draw; with ``keep="seeds"`` only one is alive at a time (of an antithetic pair, both sets
-        of weights are).
+        """The model of each draw; with ``keep="seeds"`` only one is alive at a time (for antithetic draws, both sets of
+        weights of a pair).
         """
         if self._draws is not None:
             if not self._members:
@@ -168,33 +166,34 @@ class Ensemble(nn.Module):
         """The outputs of all draws in order, as blocks ``(draws, batch, ...)``."""
         inputs = Inputs(args, kwargs, self._input_dtype())
         start = 0
-        features = self.cut.features(*inputs.given, self._wants)
+        features = self.fixed_part.features(*inputs.arguments, self._wants)
         if features is not None:
             try:
-                for block in self.rest(features):
+                for block in self.from_features(features):
                     yield block
                     start += len(block)
                 return
             except ReplayError as error:
-                self.cut.refuse(str(error))
-        yield from self._whole(inputs, start)
+                self.fixed_part.refuse(str(error))
+        yield from self._whole_passes(inputs, start)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
-        """What enters the part of the model that is drawn; None where that is most of the model."""
-        return self.cut.features(*Inputs(args, kwargs, self._input_dtype()).given)
+        """What enters the part of the model that the draws change; None where that is most of the model."""
+        return self.fixed_part.features(*Inputs(args, kwargs, self._input_dtype()).arguments)
 
     def _wants(self, saving: Saving) -> bool:
-        """Whether passes of the rest are faster: of small models, many draws in one pass are."""
+        """Whether recording and replaying is faster; for small models, many whole draws in one pass are."""
         if not saving.worth or 1 + len(self) * saving.share >= len(self):
             return False
-        alone = self._batched is False or self.refused is not None
-        return alone or len(self) * saving.flops >= RECORDED_FLOPS
+        loop_only = self._batched is False or self.refused is not None
+        return loop_only or len(self) * saving.flops >= RECORDED_FLOPS
 
-    def rest(self, features: Features) -> Iterator[Tensor]:
-        """The outputs of all draws in order, as blocks ``(draws, batch, ...)``, from `features` of such an ensemble.
+    def from_features(self, features: Features) -> Iterator[Tensor]:
+        """The outputs of all draws in order, as blocks ``(draws, batch, ...)``, from `features` of an ensemble of the
+        same model.
 
         Raises:
-            ReplayError: the model went another way than when they were made.
+            ReplayError: the model took another route than when the features were made.
         """
         start = 0
         for block in self._batches(features, features.shapes):
@@ -205,10 +204,10 @@ class Ensemble(nn.Module):
             weights = self._weights(first, min(first + step, len(self)))
             for index in range(len(next(iter(weights.values())))):
                 if first + index >= start:
-                    yield self.cut.run(features, _one(weights, index)).unsqueeze(0)
+                    yield self.fixed_part.run(features, _draw_of(weights, index)).unsqueeze(0)
 
-    def _whole(self, inputs: Inputs, start: int) -> Iterator[Tensor]:
-        """Whole passes of the draws from `start` on."""
+    def _whole_passes(self, inputs: Inputs, start: int) -> Iterator[Tensor]:
+        """The outputs of the draws from `start` on, by whole passes."""
         if start == 0:
             for block in self._batches(inputs, inputs.shapes):
                 yield block
@@ -218,7 +217,7 @@ class Ensemble(nn.Module):
                 yield inputs.run(member).unsqueeze(0)
 
     def _batches(self, work: Inputs | Features, key: Any) -> Iterator[Tensor]:
-        """Many draws in one pass, as far as that goes."""
+        """The outputs of as many draws as the batched route serves, from the first on."""
         chunk = self._chunks.get(key)
         if chunk is None:
             chunk = self._settle(work, key)
@@ -228,7 +227,7 @@ class Ensemble(nn.Module):
             try:
                 block = self._in_one_pass(work, start, stop)
             except Exception as error:  # vmap raises many kinds, and a model anything
-                self._alone(work, start)  # unless the input is to blame
+                self._alone(work, start)  # raises where the input is to blame
                 self._refuse(described(error))
                 return
             yield block
@@ -247,11 +246,11 @@ class Ensemble(nn.Module):
         """Outputs ``(draws, batch, ...)`` of several draws in one pass."""
         if isinstance(work, Features):
             with PlainAttention():
-                return torch.func.vmap(lambda weights: self.cut.run(work, weights))(
+                return torch.func.vmap(lambda weights: self.fixed_part.run(work, weights))(
                     self._weights(start, stop)
                 )
         try:
-            twin = self._twins.pop()  # a functional call writes to the module: one for each thread
+            twin = self._twins.pop()  # a functional call writes to the module: each thread has its own
         except IndexError:
             twin = replicate(self.template)
         args, kwargs = work.fresh()
@@ -268,11 +267,11 @@ class Ensemble(nn.Module):
         """Outputs of one draw."""
         weights = self._weights(index, index + 1)
         if isinstance(work, Features):
-            return self.cut.run(work, _one(weights, 0))
+            return self.fixed_part.run(work, _draw_of(weights, 0))
         return work.run(self._member(weights, 0))
 
     def _settle(self, work: Inputs | Features, key: Any) -> int:
-        """How many draws run in one pass for inputs of these shapes; 1 stands for the loop."""
+        """How many draws run in one pass for inputs of these shapes; 1 means the loop."""
         chunk = 1
         if self._batched is not False and self.refused is None and len(self) > 1:
             chunk = self._wanted(work.anew() if isinstance(work, Inputs) else work)
@@ -282,28 +281,30 @@ class Ensemble(nn.Module):
         return chunk
 
     def _wanted(self, work: Inputs | Features) -> int:
-        """The number of draws in one pass that is expected to be fastest, tried and compared with the loop."""
+        """The number of draws in one pass that should be fastest, once its outputs agree with the loop's."""
         cost = cost_of(lambda: self._alone(work, 0))
         if cost is None:
             return 1
-        held = self._weights(0, 1) if isinstance(work, Features) else dict(self.template.named_parameters())
-        weights = sum(p.numel() * p.element_size() for p in held.values())
-        chunk = min(len(self), max(2, CHUNK_BYTES // (weights + _LIVE * cost.largest)))
-        dear = cost.flops > BATCHED_FLOPS * cost.operations or chunk < min(len(self), _FEW)
-        if self._batched == "auto" and dear:
+        parameters = (
+            self._weights(0, 1) if isinstance(work, Features) else dict(self.template.named_parameters())
+        )
+        weight_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        chunk = min(len(self), max(2, CHUNK_BYTES // (weight_bytes + _LIVE * cost.largest)))
+        too_dear = cost.flops > BATCHED_FLOPS * cost.operations or chunk < min(len(self), _FEW)
+        if self._batched == "auto" and too_dear:
             return 1
         with torch.inference_mode(False), torch.no_grad():
             expected = self._alone(work, 0)
             try:
-                found = self._in_one_pass(work, 0, chunk)[0]
+                batched_outputs = self._in_one_pass(work, 0, chunk)[0]
             except Exception as error:
                 self._refuse(described(error))
                 return 1
-            if not agree(found, expected):
+            if not agree(batched_outputs, expected):
                 self._refuse("its outputs differ from those of the loop")
                 return 1
         return chunk
 
 
-def _one(weights: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+def _draw_of(weights: dict[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: draws[index] for name, draws in weights.items()}

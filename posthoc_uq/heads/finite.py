@@ -1,4 +1,4 @@
-"""Answers that are no finite numbers are refused: nobody is to rank or refer inputs by a NaN."""
+"""Predictions with numbers that are not finite are refused: nobody is to rank or refer inputs by a NaN."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.predictions.base import Prediction
 
-_MASKED = ("logits_mean", "log_probs")  # minus infinity is a class that cannot be
+_MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
 
 
 def checked(prediction: Prediction) -> Prediction:
-    """The prediction itself.
+    """The prediction itself, once its numbers are checked.
 
     Raises:
-        NonFiniteError: something in it is not finite, but for classes that a model masks.
+        NonFiniteError: a number in it is not finite, except for classes that the model masks.
     """
-    if torch.compiler.is_compiling():  # numbers of samples are symbols, and numbers are not there
+    if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
         return prediction
-    given = {field.name: getattr(prediction, field.name) for field in fields(cast(Any, prediction))}
+    values = {field.name: getattr(prediction, field.name) for field in fields(cast(Any, prediction))}
     samples = len(prediction)
     check_finite(
         {
             name: value
-            for name, value in given.items()
+            for name, value in values.items()
             if isinstance(value, Tensor)
             and value.is_floating_point()
             and value.ndim
@@ -40,10 +40,10 @@ def checked(prediction: Prediction) -> Prediction:
 
 
 def check_finite(answers: Mapping[str, Tensor], what: str) -> None:
-    """Look at tensors ``(samples, ...)`` once, all together.
+    """Check tensors ``(samples, ...)``, all with one wait for the device.
 
     Raises:
-        NonFiniteError: one of them is not finite; counts the samples.
+        NonFiniteError: a number in them is not finite; the message counts the samples.
     """
     if torch.compiler.is_compiling() or not answers:
         return

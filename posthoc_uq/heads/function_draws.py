@@ -19,7 +19,7 @@ _SWAPPING = threading.RLock()
 
 
 def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs, and their derivatives along some deviations of the weights.
+    """Outputs, and their derivatives along deviations of the weights.
 
     Args:
         model: in eval mode; nothing else may run it meanwhile.
@@ -41,12 +41,12 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
             batch.copied().call_any(lambda *args, **kwargs: functional_call(model, weights, args, kwargs))
         )
 
-    outputs, found = None, list[Tensor]()
+    outputs, derivatives = None, list[Tensor]()
     with _SWAPPING, torch.no_grad(), PlainAttention():
         for draw in range(draws):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
             try:
-                found_pair = jvp(run, (centre,), (tangent,))
+                value_and_derivative = jvp(run, (centre,), (tangent,))
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
@@ -55,7 +55,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
                     f"engine='jvp' needs forward derivatives, and the model has an operation without one ({reason}); "
                     f"use engine='exact'."
                 ) from error
-            outputs, derivative = found_pair[0], found_pair[1]
-            found.append(derivative)
+            outputs, derivative = value_and_derivative[0], value_and_derivative[1]
+            derivatives.append(derivative)
     assert outputs is not None
-    return outputs, torch.stack(found)
+    return outputs, torch.stack(derivatives)

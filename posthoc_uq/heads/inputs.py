@@ -1,4 +1,4 @@
-"""The arguments of one call, for models that run on them one after the other."""
+"""The arguments of one call, for several models that run on them in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posthoc_uq.loaders import output_tensor
 
 
 class Inputs:
-    """One call's arguments, which every draw gets as they were, also from a model that changes its input in place.
+    """One call's arguments. Every draw gets them unchanged, even if a model writes into its inputs.
 
     Args:
         args: positional arguments.
@@ -30,22 +30,22 @@ class Inputs:
         self._versions: list[int] | None = None
 
     def anew(self) -> Inputs:
-        """The same arguments for trials without gradients: copies made there are no part of a graph."""
+        """The same arguments with copies of their own, for trials without gradients."""
         return Inputs(self._args, self._kwargs, None)
 
     @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments themselves."""
         return self._args, self._kwargs
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes, types and devices of the tensors, for a dictionary."""
+        """Shapes, types and devices of the tensors, as a dictionary key."""
         leaves = enumerate(tree_leaves((self._args, self._kwargs)))
         return tuple((k, tuple(v.shape), v.dtype, v.device) for k, v in leaves if isinstance(v, Tensor))
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A copy of the arguments that nobody has changed yet."""
+        """A copy of the arguments that no model has written into."""
         copy = self._copy
         if copy is None or self._versions is None or self._versions != _versions(copy):
             copy = tree_map(_clone, (self._args, self._kwargs))
@@ -63,6 +63,6 @@ def _clone(value: Any) -> Any:
 
 
 def _versions(call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[int] | None:
-    """How often each tensor was written, or None where one does not say (those of inference mode)."""
+    """How often each tensor was written, or None where one does not count (those of inference mode)."""
     tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
     return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]

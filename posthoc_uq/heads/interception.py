@@ -1,6 +1,6 @@
-"""Module calls that pass by whoever records or replays them.
+"""Module calls that can be recorded and replayed.
 
-A pass of a model is watched in one thread at a time: what is recorded or replayed there leaves other threads alone.
+A watched pass belongs to one thread: recording or replaying it does not affect other threads.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ACTIVE = threading.local()  # the watched pass that this thread is in
 
 
 class ReplayError(PosthocUQError):
-    """A pass that cannot be recorded, or that went another way than the one that was recorded."""
+    """A pass that cannot be recorded, or that took another route than the recorded one."""
 
 
 class WatchedPass(Protocol):
     """A pass that is recorded or replayed.
 
     Attributes:
-        failure: why it cannot be, or None.
+        failure: why it cannot be recorded or replayed, or None.
     """
 
     failure: str | None
@@ -39,17 +39,17 @@ class WatchedPass(Protocol):
 
 @contextmanager
 def watched_by(current: WatchedPass | None) -> Generator[None]:
-    """Have a pass, or none, see this thread's module calls."""
-    before = getattr(_ACTIVE, "current", None)
+    """Route this thread's module calls to a watched pass, or to none."""
+    previous = getattr(_ACTIVE, "current", None)
     _ACTIVE.current = current
     try:
         yield
     finally:
-        _ACTIVE.current = before
+        _ACTIVE.current = previous
 
 
 def failed(reason: str) -> ReplayError:
-    """An error that the pass remembers, whatever the model's code does with it."""
+    """An error that the watched pass remembers, even if the model's code catches it."""
     current: WatchedPass | None = getattr(_ACTIVE, "current", None)
     if current is not None:
         current.failure = reason
@@ -57,9 +57,7 @@ def failed(reason: str) -> ReplayError:
 
 
 class Intercepted:
-    """Stands in a module's place as its `forward`: as it was, but for a pass of this thread that is recorded or
-    replayed.
-    """
+    """Replaces a module's `forward`; it does the same unless a pass of this thread is being recorded or replayed."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -77,10 +75,10 @@ class Intercepted:
 
 
 def intercept(model: nn.Module) -> nn.Module:
-    """Make the module calls of a replica ones that can be recorded and replayed, its copies' too."""
+    """Make the module calls of a replica, and of its copies, ones that can be recorded and replayed."""
     with _INTERCEPTING:
         for name, module in model.named_modules():
-            known = isinstance(module.__dict__.get("forward"), Intercepted)
-            if not known and not isinstance(module, torch.jit.ScriptModule):
+            intercepted = isinstance(module.__dict__.get("forward"), Intercepted)
+            if not intercepted and not isinstance(module, torch.jit.ScriptModule):
                 module.__dict__["forward"] = Intercepted(module, name)
     return model

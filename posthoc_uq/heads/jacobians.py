@@ -1,7 +1,7 @@
-"""Output covariances of a linearised model: backward passes whose catch is contracted layer by layer.
+"""Output covariances of a linearised model, from backward passes whose gradients are contracted layer by layer.
 
-``Cov = sum_l J_l Sigma_l J_l^T`` over the posterior's blocks, with J of any functions of the outputs: one backward pass
-pulls one function of every sample back, and what it hands over of a layer is its activations and output gradients.
+``Cov = sum_l J_l Sigma_l J_l^T`` over the posterior's blocks, with J of any functions of the outputs. One backward pass
+gives the gradient of one function for every sample, as each layer's activations and output gradients.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import Operand
 from posthoc_uq.devices import as_double
-from posthoc_uq.heads import own_outputs
-from posthoc_uq.heads.cancellation import LEFT, Checked, settled
+from posthoc_uq.heads import closed_form
+from posthoc_uq.heads.cancellation import LEAST_SHARE, Checked, precise_values
 from posthoc_uq.heads.contraction import contract, with_norms
 from posthoc_uq.heads.layer_covariance import LayerCovariance
 from posthoc_uq.heads.products import Mode, gram
@@ -31,7 +31,7 @@ Gradient = Callable[[int], Tensor]
 
 @dataclass
 class Pulled:
-    """One layer's activations and the gradients at its outputs, of several functions of the model's outputs.
+    """One layer's activations, and gradients at its outputs of several functions of the model's outputs.
 
     Attributes:
         layer: the layer.
@@ -48,13 +48,13 @@ class Pulled:
         like = next(iter(self.gradients.values()))
         if functions == 1:
             return like.transpose(2, 3).unsqueeze(2)
-        found = [self.gradients.get(index, torch.zeros_like(like)) for index in range(functions)]
-        if like.stride(3) == 1:  # a linear layer's: copied in the order in which they lie
-            return torch.stack(found, dim=3).permute(0, 1, 3, 4, 2)
-        return torch.stack([gradient.transpose(2, 3) for gradient in found], dim=2)
+        gradients = [self.gradients.get(index, torch.zeros_like(like)) for index in range(functions)]
+        if like.stride(3) == 1:  # a linear layer's: copied in the order of memory
+            return torch.stack(gradients, dim=3).permute(0, 1, 3, 4, 2)
+        return torch.stack([gradient.transpose(2, 3) for gradient in gradients], dim=2)
 
     def part(self, samples: Tensor) -> Pulled:
-        """Of some samples, by their indices."""
+        """The same for some samples, by their indices."""
         gradients = {place: gradient[samples] for place, gradient in self.gradients.items()}
         return Pulled(self.layer, self.activations.part(samples), gradients)
 
@@ -62,41 +62,43 @@ class Pulled:
 def pull(
     recording: Recording, gradient: Gradient, numbers: range, dtype: torch.dtype, last: bool
 ) -> list[Pulled]:
-    """Pull functions of the outputs back.
+    """Backward passes of functions of the outputs: one entry for every layer that they reach.
 
     Args:
-        gradient: gives a function's gradient by the outputs, shaped like them, by the function's number.
+        recording: the forward pass.
+        gradient: gives, by a function's number, its gradient by the outputs, shaped like them.
         numbers: of the functions.
-        last: nothing else is pulled back through this recording.
+        dtype: of activations and output gradients.
+        last: whether these are the last backward passes through this recording.
     """
-    found: dict[str, Pulled] = {}
+    layers: dict[str, Pulled] = {}
     for place, number in enumerate(numbers):
 
-        def keep(caught: LayerGradients, place: int = place) -> None:
+        def collect(caught: LayerGradients, place: int = place) -> None:
             name = caught.layer.name
             activations, gradients = caught.operands(dtype)
-            if name not in found:
-                found[name] = Pulled(caught.layer, activations)
-            found[name].gradients[place] = gradients
+            if name not in layers:
+                layers[name] = Pulled(caught.layer, activations)
+            layers[name].gradients[place] = gradients
 
-        recording.pull_back(gradient(number), keep, last=last and place == len(numbers) - 1)
-    return list(found.values())
+        recording.pull_back(gradient(number), collect, last=last and place == len(numbers) - 1)
+    return list(layers.values())
 
 
 class WeightCovariance:
-    """A posterior's covariance at its present settings, made ready once for Jacobians of many batches.
+    """A posterior's covariance at its present settings, prepared once for Jacobians of many batches.
 
     Args:
         posterior: the posterior.
         dtype: of activations and output gradients.
-        device: likewise.
+        device: of activations and output gradients.
         limit: bytes that one temporary may take.
     """
 
     def __init__(self, posterior: Posterior, dtype: torch.dtype, device: torch.device, limit: int) -> None:
         self.layers: dict[str, LayerCovariance] = {}
         self._dense: list[tuple[list[Layer], Factor]] = []
-        self._own: dict[str, Tensor] = {}
+        self._dense_covariances: dict[str, Tensor] = {}
         self._limit, self._dtype = limit, dtype
         for name, members in posterior.members.items():
             factor = posterior.factor(name)
@@ -107,7 +109,7 @@ class WeightCovariance:
                 self._dense.append(([posterior.layers[member] for member in members], factor))
 
     def contract(self, pulled: list[Pulled], samples: int, functions: int, mode: Mode) -> Tensor:
-        """``J Sigma J^T`` in the shapes of `gram`, in float64. What was pulled is given up."""
+        """``J Sigma J^T`` in the shapes of `gram`, in float64. `pulled` is emptied, to free memory."""
         size = samples * functions
         shape = {
             "variance": (samples, functions),
@@ -115,18 +117,18 @@ class WeightCovariance:
             "joint": (size, size),
         }
         parts: list[Checked] = []
-        kept: dict[str, Pulled] = {}
+        dense_layers: dict[str, Pulled] = {}
         while pulled:
             layer = pulled.pop()
             if layer.layer.name in self.layers:
                 covariance = self.layers[layer.layer.name]
                 parts.append(contract(covariance, layer.activations, layer.stacked(functions), mode))
             else:
-                kept[layer.layer.name] = layer
-        sums = settled(parts)
+                dense_layers[layer.layer.name] = layer
+        sums = precise_values(parts)
         for layers, factor in self._dense:
-            if any(layer.name in kept for layer in layers):
-                sums.append(self._contract_dense(layers, factor, kept, samples, functions, mode))
+            if any(layer.name in dense_layers for layer in layers):
+                sums.append(self._contract_dense(layers, factor, dense_layers, samples, functions, mode))
         if not sums:
             return torch.zeros(shape[mode], dtype=torch.float64, device="cpu")
         total = sums[0]
@@ -140,85 +142,87 @@ class WeightCovariance:
         """``J_c Sigma J_c^T`` and, under independent weights with variance ``prior[layer]``, ``J_c Sigma_0 J_c^T``,
         ``sum_l prior_l |J_cl|^2``: summed over the functions c, ``(samples,)`` each in float64.
 
-        J is formed once for both. Where less than a hundredth of the prior is left, too much has cancelled for the
-        activations' precision, and those samples are done again in float64.
+        J is formed once for both. Where the posterior's variance is less than a hundredth of the prior's, too much has
+        cancelled for the activations' precision, and those samples are computed again in float64.
         """
-        found = self._with_prior(pulled, samples, functions, prior, False)
+        sums = self._with_prior(pulled, samples, functions, prior, False)
         if self._dtype == torch.float64 or not any(layer.cancels for layer in self.layers.values()):
-            return found
-        left, given = (tensor.to(found[0].device) for tensor in found)
-        poor = (left < LEFT * given).nonzero().flatten()
-        if poor.numel() == 0:
-            return left, given
-        if poor.numel() < samples:
-            pulled = [layer.part(poor) for layer in pulled]
-        precise = self._with_prior(pulled, poor.numel(), functions, prior, True)
-        for total, better in zip((left, given), precise, strict=True):
-            total[poor] = better.to(total)
-        return left, given
+            return sums
+        posterior_sums, prior_sums = (tensor.to(sums[0].device) for tensor in sums)
+        imprecise = (posterior_sums < LEAST_SHARE * prior_sums).nonzero().flatten()
+        if imprecise.numel() == 0:
+            return posterior_sums, prior_sums
+        if imprecise.numel() < samples:
+            pulled = [layer.part(imprecise) for layer in pulled]
+        precise_pair = self._with_prior(pulled, imprecise.numel(), functions, prior, True)
+        for total, precise_sums in zip((posterior_sums, prior_sums), precise_pair, strict=True):
+            total[imprecise] = precise_sums.to(total)
+        return posterior_sums, prior_sums
 
     def _with_prior(
         self, pulled: list[Pulled], samples: int, functions: int, prior: Mapping[str, float], double: bool
     ) -> tuple[Tensor, Tensor]:
-        left, given = torch.zeros(2, samples, dtype=torch.float64, device="cpu")
-        kept: dict[str, Pulled] = {}
+        posterior_sums, prior_sums = torch.zeros(2, samples, dtype=torch.float64, device="cpu")
+        dense_layers: dict[str, Pulled] = {}
         for layer in pulled:
             name = layer.layer.name
             if name not in self.layers:
-                kept[name] = layer
+                dense_layers[name] = layer
                 continue
             gradients = layer.stacked(functions)
             variances, norms = with_norms(self.layers[name], layer.activations, gradients, double)
-            left = left.to(variances.device) + variances.sum(1)
-            given = given.to(norms.device) + norms.sum(1) * prior.get(name, 0.0)
+            posterior_sums = posterior_sums.to(variances.device) + variances.sum(1)
+            prior_sums = prior_sums.to(norms.device) + norms.sum(1) * prior.get(name, 0.0)
         for layers, factor in self._dense:
-            if not any(layer.name in kept for layer in layers):
+            if not any(layer.name in dense_layers for layer in layers):
                 continue
             priors = [
                 torch.full((layer.parameters,), prior.get(layer.name, 0.0), device="cpu") for layer in layers
             ]
-            for part, rows, white in self._dense_parts(layers, factor, kept, samples, functions):
+            for part, rows, whitened in self._dense_parts(layers, factor, dense_layers, samples, functions):
                 weights = torch.cat(priors).to(rows)
-                left, given = left.to(rows.device), given.to(rows.device)
-                left[part] += white.square().sum((1, 2))
-                given[part] += (rows.square() @ weights).sum(1)
-        return left, given
+                posterior_sums, prior_sums = posterior_sums.to(rows.device), prior_sums.to(rows.device)
+                posterior_sums[part] += whitened.square().sum((1, 2))
+                prior_sums[part] += (rows.square() @ weights).sum(1)
+        return posterior_sums, prior_sums
 
-    def own_variance(self, layer: str, activations: Tensor) -> Tensor:
-        """Variance of a layer's own outputs, ``(samples, m)``, for activations ``(samples, n)``; one group."""
+    def output_variance(self, layer: str, activations: Tensor) -> Tensor:
+        """Variance of the outputs of a layer of one group, ``(samples, m)``, for activations ``(samples, n)``."""
         if layer in self.layers:
-            return own_outputs.variance(self.layers[layer], activations)
+            return closed_form.variance(self.layers[layer], activations)
         rows = as_double(activations)
-        own = self._dense_rows(layer)
-        if own is None:
-            return self._own_forms(layer, rows, False).diagonal(dim1=1, dim2=2)
-        return torch.einsum("ijo,si,sj->so", own.diagonal(dim1=0, dim2=2).to(rows.device), rows, rows)
+        weight_covariance = self._dense_covariance(layer)
+        if weight_covariance is None:
+            return self._by_quadratic_forms(layer, rows, False).diagonal(dim1=1, dim2=2)
+        return torch.einsum(
+            "ijo,si,sj->so", weight_covariance.diagonal(dim1=0, dim2=2).to(rows.device), rows, rows
+        )
 
-    def own_covariance(self, layer: str, activations: Tensor, joint: bool) -> Tensor:
-        """Covariance of a layer's own outputs, ``(samples, m, m)``, or ``(samples * m, samples * m)`` with `joint`."""
+    def output_covariance(self, layer: str, activations: Tensor, joint: bool) -> Tensor:
+        """Covariance of a layer's outputs, ``(samples, m, m)``, or ``(samples * m, samples * m)`` with `joint`."""
         if layer in self.layers:
-            return own_outputs.covariance(self.layers[layer], activations, joint)
+            return closed_form.covariance(self.layers[layer], activations, joint)
         rows = as_double(activations)
-        own = self._dense_rows(layer)
-        if own is None:
-            return self._own_forms(layer, rows, joint)
-        own = own.to(rows.device)
+        weight_covariance = self._dense_covariance(layer)
+        if weight_covariance is None:
+            return self._by_quadratic_forms(layer, rows, joint)
+        weight_covariance = weight_covariance.to(rows.device)
         if joint:
-            size = rows.shape[0] * own.shape[0]
-            return torch.einsum("oipj,si,tj->sotp", own, rows, rows).reshape(size, size)
-        return torch.einsum("oipj,si,sj->sop", own, rows, rows)
+            size = rows.shape[0] * weight_covariance.shape[0]
+            return torch.einsum("oipj,si,tj->sotp", weight_covariance, rows, rows).reshape(size, size)
+        return torch.einsum("oipj,si,sj->sop", weight_covariance, rows, rows)
 
-    def own_product(self, layer: str, activations: Tensor) -> Callable[[Tensor], Tensor]:
-        """Multiplication of ``(samples, m, k)`` by the covariance of a layer's own outputs, for activations
+    def output_product(self, layer: str, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        """Multiplication of ``(samples, m, k)`` by the covariance of a layer's outputs, for activations
         ``(samples, n)``.
         """
         if layer in self.layers:
-            return own_outputs.product(self.layers[layer], activations)
-        covariance = self.own_covariance(layer, activations, False).to(activations)
+            return closed_form.product(self.layers[layer], activations)
+        covariance = self.output_covariance(layer, activations, False).to(activations)
         return lambda x: covariance @ x
 
     def _block_of(self, layer: str) -> tuple[list[Layer], Factor, slice]:
-        """The block without a form that a layer is in, and where the layer stands in it."""
+        """The block without a `CovarianceForm` that holds a layer, and the layer's place in it."""
         for layers, factor in self._dense:
             start = 0
             for spec in layers:
@@ -227,31 +231,31 @@ class WeightCovariance:
                 start += spec.parameters
         raise AssertionError(f"layer '{layer}' is in no block")
 
-    def _dense_rows(self, layer: str) -> Tensor | None:
-        """Covariance of one layer's weights in a block of several, ``(m, n, m, n)``; None where it is known by its
-        quadratic forms alone.
+    def _dense_covariance(self, layer: str) -> Tensor | None:
+        """Covariance of one layer's weights in a block of several, ``(m, n, m, n)``; None where the block gives only
+        quadratic forms.
         """
-        if layer not in self._own:
+        if layer not in self._dense_covariances:
             layers, factor, part = self._block_of(layer)
             if not isinstance(factor, DenseFactor):
                 return None
             shape = next(spec.matrix_shape[1:] for spec in layers if spec.name == layer)
-            self._own[layer] = factor.covariance()[part, part].reshape(*shape, *shape)
-        return self._own[layer]
+            self._dense_covariances[layer] = factor.covariance()[part, part].reshape(*shape, *shape)
+        return self._dense_covariances[layer]
 
-    def _own_forms(self, layer: str, rows: Tensor, joint: bool) -> Tensor:
-        """`own_covariance` by quadratic forms, for activations ``(samples, n)`` in float64."""
+    def _by_quadratic_forms(self, layer: str, rows: Tensor, joint: bool) -> Tensor:
+        """`output_covariance` by quadratic forms, for activations ``(samples, n)`` in float64."""
         layers, factor, part = self._block_of(layer)
         outputs = next(spec.outputs for spec in layers if spec.name == layer)
         size = sum(spec.parameters for spec in layers)
         eye = torch.eye(outputs, dtype=rows.dtype, device=rows.device)
 
-        def form(few: Tensor) -> Tensor:
-            jacobians = rows.new_zeros(few.shape[0] * outputs, size)
-            jacobians[:, part] = torch.einsum("op,si->sopi", eye, few).reshape(jacobians.shape[0], -1)
+        def covariance_of(activations: Tensor) -> Tensor:
+            jacobians = rows.new_zeros(activations.shape[0] * outputs, size)
+            jacobians[:, part] = torch.einsum("op,si->sopi", eye, activations).reshape(jacobians.shape[0], -1)
             return as_double(factor.quadratic(_as_block(layers, jacobians))).to(rows.device)
 
-        return form(rows) if joint else torch.stack([form(row) for row in rows.split(1)])
+        return covariance_of(rows) if joint else torch.stack([covariance_of(row) for row in rows.split(1)])
 
     def _contract_dense(
         self,
@@ -262,10 +266,10 @@ class WeightCovariance:
         functions: int,
         mode: Mode,
     ) -> Tensor:
-        """Of a block whose layers are correlated: its Jacobian is formed, a few samples at a time."""
+        """``J Sigma J^T`` of a block whose layers are correlated; its Jacobian is formed, a few samples at a time."""
         parts = self._dense_parts(layers, factor, pulled, samples, functions, mode == "joint")
-        found = [gram(white, mode) for _, _, white in parts]
-        return found[0] if mode == "joint" else torch.cat(found)
+        grams = [gram(whitened, mode) for _, _, whitened in parts]
+        return grams[0] if mode == "joint" else torch.cat(grams)
 
     def _dense_parts(
         self,
@@ -274,30 +278,33 @@ class WeightCovariance:
         pulled: dict[str, Pulled],
         samples: int,
         functions: int,
-        whole: bool = False,
+        in_one: bool = False,
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Samples, their Jacobian, and it whitened: ``(few samples, functions, parameters)``; at once if `whole`."""
+        """Slices of the samples, each with its Jacobian ``(samples, functions, parameters)`` and the whitened Jacobian;
+        with `in_one`, one slice of all samples.
+        """
         size = sum(layer.parameters for layer in layers)
-        known = isinstance(factor, DenseFactor)  # others whiten by the forms of all pairs of rows
-        few = max(1, self._limit // (8 * functions * size)) if known else 1
-        step = samples if whole else few
+        # other factors whiten by the quadratic forms of all pairs of rows
+        is_dense = isinstance(factor, DenseFactor)
+        most = max(1, self._limit // (8 * functions * size)) if is_dense else 1
+        step = samples if in_one else most
         for start in range(0, samples, step):
             part = slice(start, min(samples, start + step))
             rows = self._rows(layers, pulled, part, functions)
-            white = factor.whiten(_as_block(layers, rows.flatten(0, 1)))
-            yield part, rows, white.reshape(*rows.shape[:2], -1)
+            whitened = factor.whiten(_as_block(layers, rows.flatten(0, 1)))
+            yield part, rows, whitened.reshape(*rows.shape[:2], -1)
 
     def _rows(self, layers: list[Layer], pulled: dict[str, Pulled], part: slice, functions: int) -> Tensor:
-        """The layers' Jacobians side by side, ``(samples, functions, parameters)``; unused layers count as zero."""
+        """The layers' Jacobians side by side, ``(samples, functions, parameters)``; zero for unused layers."""
         columns: list[Tensor] = []
         like = next(iter(pulled.values())).stacked(functions)[part]
         for layer in layers:
-            own = pulled.get(layer.name)
-            if own is None:
+            layer_pulled = pulled.get(layer.name)
+            if layer_pulled is None:
                 columns.append(like.new_zeros(like.shape[0], functions, layer.parameters))
                 continue
-            gradients = own.stacked(functions)[part].flatten(2, 3).transpose(2, 3)
-            jacobian = own.activations.part(part).gradients(gradients, self._limit)
+            gradients = layer_pulled.stacked(functions)[part].flatten(2, 3).transpose(2, 3)
+            jacobian = layer_pulled.activations.part(part).gradients(gradients, self._limit)
             jacobian = jacobian.reshape(like.shape[0], layer.groups, functions, layer.outputs, layer.inputs)
             columns.append(jacobian.transpose(1, 2).flatten(2))
         return as_double(torch.cat(columns, dim=2))
@@ -310,21 +317,21 @@ def _as_block(layers: list[Layer], jacobians: Tensor) -> Tensor:
 
 
 def one_output(outputs: Tensor, indices: Tensor | None) -> Gradient:
-    """Gradients of single outputs: of the i-th of all, or of every sample's own ``indices[:, i]``; of the number after
-    the last of these, the mean of all outputs.
+    """Gradients of single outputs: number i is the i-th output, or with `indices` each sample's ``indices[:, i]``. The
+    number after the last is the mean of all outputs.
     """
     samples, size = outputs.shape[0], outputs[0].numel()
     count = size if indices is None else indices.shape[1]
 
     def gradient(number: int) -> Tensor:
-        found = torch.zeros(samples, size, dtype=outputs.dtype, device=outputs.device)
+        unit = torch.zeros(samples, size, dtype=outputs.dtype, device=outputs.device)
         if number == count:
-            found.fill_(1 / size)
+            unit.fill_(1 / size)
         elif indices is None:
-            found[:, number] = 1
+            unit[:, number] = 1
         else:
-            found.scatter_(1, indices[:, number : number + 1], 1)
-        return found.reshape(outputs.shape)
+            unit.scatter_(1, indices[:, number : number + 1], 1)
+        return unit.reshape(outputs.shape)
 
     return gradient
 

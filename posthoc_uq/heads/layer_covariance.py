@@ -1,6 +1,6 @@
-"""The covariance of one layer's weights, made ready for products with Jacobians.
+"""The covariance of one layer's weights, prepared for products with Jacobians.
 
-``Sigma = diag w - low rank`` in the posterior's bases, see `Form`. The low rank is that of
+``Sigma = diag w - low rank`` in the posterior's bases, see `CovarianceForm`. The low rank is
 ``diag(s w) U D B^-1 D U^T diag(s w)`` with ``U = U_g x U_a`` and ``B = R R^T``.
 """
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double, placed
-from posthoc_uq.heads.cancellation import LEFT, Checked, Contracted, certain
+from posthoc_uq.heads.cancellation import LEAST_SHARE, Checked, Contracted, precise
 from posthoc_uq.heads.products import Mode, gram, marginal
 from posthoc_uq.posteriors.covariance_form import CovarianceForm
 
 
 class LayerCovariance:
-    """The covariance of one layer's weights, made ready once for Jacobians of many batches.
+    """The covariance of one layer's weights, prepared once for Jacobians of many batches.
 
     Args:
         form: the covariance.
         dtype: of activations and output gradients.
-        device: likewise.
+        device: of activations and output gradients.
         limit: bytes that one temporary may take.
     """
 
@@ -61,7 +61,7 @@ class LayerCovariance:
 
     @cached_property
     def equal_weight(self) -> float | None:
-        """``w`` where it is the same for all weights, as INF's is without a residual: then the diagonal's part is it
+        """``w`` where it is the same for all weights, as in INF without a residual; the diagonal's part is then ``w``
         times the squared norm of J.
         """
         least, most = (float(extreme) for extreme in self.weights.aminmax())
@@ -80,8 +80,8 @@ class LayerCovariance:
         return self.low_rank.row_roots()
 
     def root_weight_rows(self, rows: slice, double: bool) -> tuple[Tensor, Tensor]:
-        """``sqrt w`` and ``s sqrt w`` of some rows, ``(G, rows, n)``; in float64 they are exactly what the low-rank
-        part was computed with.
+        """``sqrt w`` and ``s sqrt w`` of some rows, ``(G, rows, n)``; in float64 exactly the numbers that the
+        low-rank part was computed with.
         """
         if not double:
             return self.root_weights[:, rows], self.shrunk_root_weights[:, rows]
@@ -97,38 +97,42 @@ class LayerCovariance:
 
     @property
     def cancels(self) -> bool:
-        """Whether something is taken off the diagonal's part."""
+        """Whether a low-rank part is subtracted from the diagonal's part."""
         return self.low_rank is not None
 
-    def checked(self, work: Callable[[slice, bool], Contracted], samples: int, mode: Mode) -> Checked:
-        """Do some work for all samples; where too much has cancelled, it is to be done again in float64.
+    def checked(
+        self, contract_part: Callable[[slice, bool], Contracted], samples: int, mode: Mode
+    ) -> Checked:
+        """Contract all samples; those where too much has cancelled are marked to be computed again in float64.
 
         Args:
-            work: contracts some samples, in float64 if its second argument says so.
-            samples: how many there are.
+            contract_part: contracts a slice of the samples, in float64 if its second argument is true.
+            samples: in the batch.
             mode: see `gram`.
         """
         everything = slice(0, samples)
         if self.low_rank is None or self.dtype == torch.float64:
-            return certain(work(everything, False)[0])
+            return precise(contract_part(everything, False)[0])
         if mode == "joint":
-            return certain(work(everything, True)[0])
-        value, diagonal, _ = work(everything, False)
-        imprecise = (marginal(value, samples, mode) < LEFT * marginal(diagonal, samples, mode)).any(dim=1)
-        return Checked(value, imprecise, lambda part: work(part, True)[0])
+            return precise(contract_part(everything, True)[0])
+        value, diagonal, _ = contract_part(everything, False)
+        imprecise = (marginal(value, samples, mode) < LEAST_SHARE * marginal(diagonal, samples, mode)).any(
+            dim=1
+        )
+        return Checked(value, imprecise, lambda part: contract_part(part, True)[0])
 
     def row_chunks(self, numbers: int, item: int) -> Iterator[slice]:
-        """Rows of the layer, so few that `numbers` numbers a row stay within the limit."""
+        """Slices of the layer's rows, so small that `numbers` numbers of `item` bytes a row stay within the limit."""
         outputs = self.weights.shape[1]
         step = max(1, min(outputs, self.limit // max(1, numbers * item)))
         for start in range(0, outputs, step):
             yield slice(start, min(outputs, start + step))
 
     def directions(self, activations: Tensor, shrunk: Tensor) -> Tensor:
-        """``h = U_a^T diag(s w)_o a`` for every row ``o`` of `shrunk`, which is ``s w``. Of activations
-        ``(samples, G, T, n)`` it is ``(samples, G, T, a, rows)``; a few samples at a time.
+        """``h = U_a^T diag(s w)_o a`` for every row ``o`` of `shrunk`, which is ``s w``: ``(samples, G, T, a, rows)``
+        for activations ``(samples, G, T, n)``; a few samples at a time.
         """
-        # contiguous, or every product below would be laid out like the transpose and copied
+        # contiguous: otherwise every product below would have the transpose's layout and be copied
         basis = self.low_rank_bases[0].to(activations).transpose(-1, -2).contiguous().unsqueeze(1)
         columns = shrunk.transpose(-1, -2)
         numbers = activations.shape[2] * basis.numel() * basis.element_size()
@@ -142,7 +146,7 @@ class LayerCovariance:
         return torch.cat(result) if len(result) > 1 else result[0]
 
     def cores(self, directions: Tensor, gradients: Tensor, rows: slice) -> Tensor:
-        """``sum_o U_g[o] x (sum_t g_to h_to)``, ``(samples, G, functions, g, a)``, of some rows ``o``."""
+        """``sum_o U_g[o] x (sum_t g_to h_to)``, ``(samples, G, functions, g, a)``, over some rows ``o``."""
         basis = self.low_rank_bases[1][:, rows].to(gradients)
         samples, groups, functions, positions, _ = gradients.shape
         width = directions.shape[3]
@@ -150,10 +154,13 @@ class LayerCovariance:
         step = max(1, self.limit // max(1, numbers))
         result = gradients.new_empty(samples, groups, functions, width, basis.shape[-1])
         for start in range(0, samples, step):
-            few, pulled = directions[start : start + step], gradients[start : start + step]
-            total = pulled[:, :, :, 0].unsqueeze(3) * few[:, :, 0].unsqueeze(2)
+            part_directions, part_gradients = (
+                directions[start : start + step],
+                gradients[start : start + step],
+            )
+            total = part_gradients[:, :, :, 0].unsqueeze(3) * part_directions[:, :, 0].unsqueeze(2)
             for t in range(1, positions):
-                total.addcmul_(pulled[:, :, :, t].unsqueeze(3), few[:, :, t].unsqueeze(2))
+                total.addcmul_(part_gradients[:, :, :, t].unsqueeze(3), part_directions[:, :, t].unsqueeze(2))
             if groups == 1:
                 result[start : start + step] = (total.flatten(0, 3) @ basis[0]).reshape(*total.shape[:4], -1)
             else:
@@ -163,13 +170,14 @@ class LayerCovariance:
     def less_low_rank(
         self, diagonal: Tensor, cores: Tensor | None, mode: Mode, norms: Tensor | None
     ) -> Contracted:
-        """What is left of the diagonal's part without the low rank's.
+        """The diagonal's part less the low rank's.
 
         Args:
             diagonal: what the diagonal gives, in the shapes of `gram`.
             cores: ``(U_g x U_a)^T (s w J)``, ``(samples, G, functions, g, a)``; None without a low rank.
             mode: see `gram`.
-            norms: ``|J_c|^2``, which are handed on; where they are given, the solve is in the cores' precision.
+            norms: ``|J_c|^2``, which become part of the result, or None. With them the solve is in the cores'
+                precision.
         """
         diagonal = as_double(diagonal)
         if cores is None:
@@ -178,8 +186,8 @@ class LayerCovariance:
         return Contracted(diagonal - gram(self.reduced(cores, narrow), mode).to(diagonal), diagonal, norms)
 
     def reduced(self, cores: Tensor, narrow: bool = False) -> Tensor:
-        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in float64 or with `narrow` in the cores' precision:
-        D scales the rows of R, and such a scaling does no harm to a triangular solve.
+        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in float64, or with `narrow` in the cores' precision:
+        D scales the rows of R, and a triangular solve is not less accurate for that.
         """
         assert self.low_rank is not None
         root = self.narrow_root if narrow else self.low_rank.root
@@ -190,7 +198,7 @@ class LayerCovariance:
         return solved.reshape(groups, -1, samples, functions).permute(2, 3, 0, 1).flatten(2)
 
     def solved(self, cores: Tensor) -> Tensor:
-        """``D B^-1 D`` of cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
+        """``D B^-1 D`` times cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
         assert self.low_rank is not None
         root, roots = self.low_rank.root[0], as_double(self.low_rank.roots).to(self.low_rank.root)[0]
         columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.chosen import ChosenOutputs, checked_outputs
-from posthoc_uq.heads.cut import Cut
+from posthoc_uq.heads.chosen_outputs import ChosenOutputs, checked_outputs
 from posthoc_uq.heads.finite import check_finite
+from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearization import Engine, Linearization
 from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.probes import Probes, drawn_outputs
-from posthoc_uq.heads.replay import Features, Rest
+from posthoc_uq.heads.replay import FeatureBatch, Features
 from posthoc_uq.heads.tracking import TrackedLayers, track_layers
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
@@ -46,25 +46,25 @@ class LinearizedPredictor(Predictor):
 
     For a Laplace posterior this is the predictive that the Gauss-Newton approximation stands for (Khan, Immer, Abedi,
     Korzepa 2019, "Approximate inference turns deep networks into Gaussian processes"; Immer, Korzepa, Bauer 2021,
-    "Improving predictions of Bayesian neural nets via local linearization"). There is no sampling noise, and the mean
-    is the trained network's own output.
+    "Improving predictions of Bayesian neural nets via local linearization"). There is no Monte Carlo error, and the
+    mean is the trained network's own output.
 
     Engines:
 
-    * ``"exact"``: one forward pass, and one backward pass for every output used. ``J`` is contracted layer by layer as
-      it comes: no tensor of (batch, outputs, parameters) exists.
+    * ``"exact"``: one forward pass, and one backward pass for every output used. ``J`` is contracted layer by layer;
+      no tensor of (batch, outputs, parameters) exists.
     * ``"last_layer"``: where the posterior covers one layer and that layer's outputs are the model's. A closed form
       without a backward pass, for all outputs whatever `outputs` says.
     * ``"jvp"``: `n_probes` draws of the weights, kept, and one forward-mode pass for each: all outputs at once,
       unbiased, with a relative standard deviation of ``sqrt(2 / n_probes)`` of every variance.
     * ``"auto"``: the closed form where it holds, found by numbers on every batch, and ``"exact"`` elsewhere.
 
-    With many classes ``outputs="topk"`` pulls only those with the largest logits of each input back. All other classes
-    get the variance that the last layer's weights alone give them, which is too small. Where the posterior does not
-    cover the last layer (or the model changes its outputs), nothing is known of them, and they get the mean variance of
-    the classes that were looked at, so that they count neither as more nor as less certain.
+    With many classes ``outputs="topk"`` takes backward passes only for the classes with the largest logits of each
+    input. All other classes get the variance that the last layer's weights alone give them, which is too small. Where
+    the posterior does not cover the last layer (or the model changes its outputs), their variance is unknown, and they
+    get the mean variance of the top classes, so that they count neither as more nor as less certain.
 
-    The posterior's settings are looked at on every call, and a change of them makes the head prepare itself anew.
+    The posterior's settings are read on every call, and when they change the head prepares itself anew.
 
     Args:
         model: the model the posterior was fitted on.
@@ -118,20 +118,20 @@ class LinearizedPredictor(Predictor):
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
             self._twin: tuple[nn.Module] = (replicate(model, posterior.centre),)
-            # one whose weights are swapped while it runs, so that no other thread may use it for its mean
+            # a copy whose weights are swapped while it runs, so that no other thread may run it meanwhile
             self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
-        self._cut = Cut(self._twin[0], posterior.mean)
+        self._fixed_part = FixedPart(self._twin[0], posterior.mean)
         self._ready: TrackedLayers | None = None
         self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
         self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
-        """Move, or change the precision of, the network; what was prepared for it is made anew."""
+        """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)
-        for network in {id(own): own for own in (*self._twin, *self._swapped)}.values():
+        for network in {id(copy): copy for copy in (*self._twin, *self._swapped)}.values():
             network._apply(fn)
         self._dtype = statistics_dtype(self._twin[0], None)
-        self._cut = Cut(self._twin[0], self._posterior.mean)
+        self._fixed_part = FixedPart(self._twin[0], self._posterior.mean)
         self._ready = self._weights = self._drawn = None
         return self
 
@@ -147,24 +147,24 @@ class LinearizedPredictor(Predictor):
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        own: dict[str, Any] = {"head": self.head, "link": self._link}
-        own |= {"n_draws": self._n_draws} if self._link == "mc" else {}
-        own |= {"n_probes": self._n_probes} if self._engine == "jvp" else {}
-        return own | {"outputs": str(self._chosen.top), "engine": self._engine}
+        options: dict[str, Any] = {"head": self.head, "link": self._link}
+        options |= {"n_draws": self._n_draws} if self._link == "mc" else {}
+        options |= {"n_probes": self._n_probes} if self._engine == "jvp" else {}
+        return options | {"outputs": str(self._chosen.top), "engine": self._engine}
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        with _own_modes():
-            found = self._at(posterior, batch)
-            outputs, calls = _shaped(found.gaussian()), found.watched
+        with _without_gradients():
+            linearization = self._linearized(posterior, batch)
+            outputs, calls = _shaped(linearization.gaussian()), linearization.watched
         ratio = self._known_novelty(batch, calls)
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
-        with _own_modes():
-            return _shaped(self._at(posterior, batch).gaussian())
+        with _without_gradients():
+            return _shaped(self._linearized(posterior, batch).gaussian())
 
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
-        with _own_modes():
+        with _without_gradients():
             return from_gaussian(
                 distribution.mean,
                 distribution.variance,
@@ -176,23 +176,23 @@ class LinearizedPredictor(Predictor):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`."""
-        with _own_modes():
-            found = self._cut.features(args, kwargs)
-            if found is not None and self._engine != "jvp":
+        with _without_gradients():
+            features = self._fixed_part.features(args, kwargs)
+            if features is not None and self._engine != "jvp":
                 self._prepared(Batch(args, None, kwargs))
-            return found
+            return features
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
         if self._engine != "jvp" and self._ready is None:
             raise PosthocUQError("The features are those of another predictor.")
         intercept(self._swapped[0] if self._ready is None else self._ready.capture.twin)
-        return self._distribution(self._posterior.snapshot(), Rest(features))
+        return self._distribution(self._posterior.snapshot(), FeatureBatch(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``f(x; theta)``, the trained network's outputs as it gives them."""
+        """``f(x; theta)``, the trained network's own outputs."""
         batch = Batch(args, None, kwargs)
-        with _own_modes(), self.explaining(batch):
+        with _without_gradients(), self.explaining(batch):
             return batch.copied().call(self._twin[0])
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -203,11 +203,11 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model.
         """
         batch = Batch(args, None, kwargs)
-        with _own_modes(), self.explaining(batch):
-            at = self._at(self._posterior.snapshot(), batch)
-            found = at.variance().reshape(at.mean.shape)
-            check_finite({"variance": found}, "functional variance")
-            return found
+        with _without_gradients(), self.explaining(batch):
+            linearization = self._linearized(self._posterior.snapshot(), batch)
+            variance = linearization.variance().reshape(linearization.mean.shape)
+            check_finite({"variance": variance}, "functional variance")
+            return variance
 
     def functional_covariance(self, *args: Any, joint: bool = False, **kwargs: Any) -> Tensor:
         """Covariance of the outputs by the weights.
@@ -225,13 +225,13 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model.
         """
         batch = Batch(args, None, kwargs)
-        with _own_modes(), self.explaining(batch):
-            found = self._at(self._posterior.snapshot(), batch).covariance(joint)
-            check_finite({"covariance": found}, "functional covariance")
-            return found
+        with _without_gradients(), self.explaining(batch):
+            covariance = self._linearized(self._posterior.snapshot(), batch).covariance(joint)
+            check_finite({"covariance": covariance}, "functional covariance")
+            return covariance
 
     def functional_trace(self, *args: Any, n_probes: int | None = None, **kwargs: Any) -> Tensor:
-        """The sum of all outputs' variances for every input, ``(batch,)``: one number of uncertainty a sample.
+        """The sum of all outputs' variances for every input, ``(batch,)``: one number for the uncertainty of a sample.
 
         With more outputs than `n_probes`, the exact engine estimates it by the mean of ``u^T J Sigma J^T u`` over
         random signs ``u``, the same for all inputs and calls (Hutchinson 1990): one backward pass each, whatever the
@@ -248,14 +248,14 @@ class LinearizedPredictor(Predictor):
         if probes < 1:
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
         batch = Batch(args, None, kwargs)
-        with _own_modes(), self.explaining(batch):
-            found = self._at(self._posterior.snapshot(), batch).trace(probes)
-            check_finite({"trace": found}, "functional trace")
-            return found
+        with _without_gradients(), self.explaining(batch):
+            trace = self._linearized(self._posterior.snapshot(), batch).trace(probes)
+            check_finite({"trace": trace}, "functional trace")
+            return trace
 
-    def _at(self, posterior: Posterior, batch: Batch) -> Linearization | Probes:
-        """One batch under a posterior's settings."""
-        samples = batch.features.samples if isinstance(batch, Rest) else count_samples(batch)
+    def _linearized(self, posterior: Posterior, batch: Batch) -> Linearization | Probes:
+        """The linearisation of one batch under a posterior's settings."""
+        samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
         if self._engine == "jvp":
             return Probes(*self._draw(batch, samples, self._deviations(posterior)), self._chosen)
         engine = Engine(
@@ -270,34 +270,36 @@ class LinearizedPredictor(Predictor):
         return Linearization(engine, batch, samples)
 
     def _draw(self, batch: Batch, samples: int, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Outputs, and draws of their deviation; see `drawn_outputs`."""
-        return drawn_outputs(self._swapped[0], self._cut, batch, samples, deviations, self._dtype)
+        """Outputs, and draws of their deviations; see `drawn_outputs`."""
+        return drawn_outputs(self._swapped[0], self._fixed_part, batch, samples, deviations, self._dtype)
 
     def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
-        """The covariance of the weights, kept until settings change."""
-        settings, found = posterior.settings.of_weights(), self._weights
-        if found is None or found[0] != settings:
+        """The covariance of the weights, cached until settings change."""
+        settings, cached = posterior.settings.of_weights(), self._weights
+        if cached is None or cached[0] != settings:
             with _PREPARING:
-                found = self._weights
-                if found is None or found[0] != settings:
+                cached = self._weights
+                if cached is None or cached[0] != settings:
                     budget = default_budget(device) if self._budget is None else self._budget
                     limit = temporary_limit(budget, device)
-                    made = WeightCovariance(posterior, self._dtype, device, limit)
-                    self._weights = found = (settings, made)
-        return found[1]
+                    covariance = WeightCovariance(posterior, self._dtype, device, limit)
+                    self._weights = cached = (settings, covariance)
+        return cached[1]
 
     def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
         """Draws of the weights' deviation from the trained ones, by parameter, the same until settings change."""
-        settings, found = posterior.settings.of_weights(), self._drawn
-        if found is None or found[0] != settings:
+        settings, cached = posterior.settings.of_weights(), self._drawn
+        if cached is None or cached[0] != settings:
             with _PREPARING:
-                found = self._drawn
-                if found is None or found[0] != settings:
+                cached = self._drawn
+                if cached is None or cached[0] != settings:
                     draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
                     device = model_device(self._twin[0])
-                    made = {name: (d - posterior.mean[name]).to(device) for name, d in draws.items()}
-                    self._drawn = found = (settings, made)
-        return found[1]
+                    deviations = {
+                        name: (drawn - posterior.mean[name]).to(device) for name, drawn in draws.items()
+                    }
+                    self._drawn = cached = (settings, deviations)
+        return cached[1]
 
     def _prepared(self, batch: Batch) -> TrackedLayers:
         if self._ready is None:
@@ -311,11 +313,11 @@ class LinearizedPredictor(Predictor):
 
 
 @contextmanager
-def _own_modes() -> Generator[None]:
-    """Whatever mode the caller is in: autograd is used inside, and needs no gradient to come out."""
+def _without_gradients() -> Generator[None]:
+    """No inference mode and no gradients, whatever the caller's mode: autograd is used inside."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def _shaped(found: GaussianOutputs) -> GaussianOutputs:
-    return found._replace(variance=found.variance.reshape(found.mean.shape))
+def _shaped(outputs: GaussianOutputs) -> GaussianOutputs:
+    return outputs._replace(variance=outputs.variance.reshape(outputs.mean.shape))

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
-from posthoc_uq.heads.cut import Cut
 from posthoc_uq.heads.finite import check_finite
+from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.interception import intercept
-from posthoc_uq.heads.noise import WEIGHTS, LayerNoise, layer_noises
+from posthoc_uq.heads.layer_posteriors import WEIGHTS, LayerPosterior, layer_posteriors
 from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.replay import Features
@@ -48,7 +48,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MomentsOptions:
-    """What a moments head was asked for; each field as the argument of `MomentsPredictor` of its name.
+    """The options of a moments head; each field is the argument of `MomentsPredictor` of the same name.
 
     Raises:
         PosthocUQError: an option has another value than those listed there.
@@ -74,22 +74,22 @@ class MomentsOptions:
         object.__setattr__(self, "n_draws", checked_link(self.link, self.n_draws)[1])
 
     def rules(self) -> Rules:
-        """The choices between forms of rules."""
+        """The options of the rules."""
         return Rules(self.relu, self.max_pool, float(self.pool_rho), self.cov, self.unknown)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What was made of a posterior at some settings.
+    """What was computed from a posterior at certain settings.
 
     Attributes:
-        settings: of the weights.
-        noises: of its layers.
-        calibration: that fits these settings, or None.
+        settings: the hyperparameters of the weights.
+        layer_posteriors: one for each layer.
+        calibration: the one made for these settings, or None.
     """
 
     settings: Hyperparameters
-    noises: list[LayerNoise]
+    layer_posteriors: list[LayerPosterior]
     calibration: Calibration | None
 
 
@@ -100,7 +100,7 @@ class MomentsPredictor(Predictor):
     Bayesian neural networks with arbitrary nonlinearities"), with the weights' posterior entering at every linear and
     convolution layer.
 
-    One pass, about three to five times the cost of a plain one, no sampling noise, and gradients. **With
+    One pass, about three to five times the cost of a plain one, no Monte Carlo error, and gradients. **With
     ``cov="diag"`` activations are taken to be independent of each other, which loses part of the variance of anything
     deeper than one hidden layer**: the ranking of inputs stays useful, the scale does not; `calibrate` mends the
     scale and says what error is left. ``cov="full"`` carries covariances through chains of linear and element-wise
@@ -117,15 +117,15 @@ class MomentsPredictor(Predictor):
         cov: ``"diag"`` or ``"full"``.
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU (where no covariance is
             carried).
-        max_pool: ``"clark"``, the maximum of independent Gaussians, or ``"argmax"``, which is faster and moves all
-            cells of a window together: worse for small, independent noise, nearer to the truth for broad posteriors,
-            whose weights move neighbouring cells alike.
+        max_pool: ``"clark"``, the maximum of independent Gaussians, or ``"argmax"``, the variance of the largest mean:
+            faster; worse where cells of a window vary a little and independently, nearer to the truth for broad
+            posteriors, under which neighbouring cells vary together.
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` (32 draws of its inputs),
             ``"delta"`` (a linearisation by 32 random probes).
         link: from logits to probabilities: ``"mc"``, ``"probit"`` or ``"bridge"``; see `from_gaussian`. With
-            ``cov="diag"`` there are variances alone: logits count as independent, and a variance that they share as
-            each one's own, which makes predictions too cautious.
+            ``cov="diag"`` there are variances alone: logits count as independent, also where they vary together, which
+            makes predictions too cautious.
         n_draws: of the logits, for ``link="mc"``.
         novelty: whether predictions know their novelty, if the posterior does: one plain forward pass more.
         output_map: a final map of the outputs, ``(batch, outputs)`` to ``(batch, mapped)``, taken by a many-dimensional
@@ -162,15 +162,17 @@ class MomentsPredictor(Predictor):
         self._tells_novelty = self._options.novelty
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(model, posterior.centre)
-        self._cut = Cut(self.network, posterior.mean)
+        self._fixed_part = FixedPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
     def _prepare(self, posterior: Posterior) -> _Prepared:
-        noises = list(layer_noises(self.network, posterior, self._options.weights, self._rules.cov).values())
-        self.noises = nn.ModuleList(noises)  # so that they move with this module
+        layers = list(
+            layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
+        )
+        self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
         calibration = fitting_calibration(posterior, self.settings())
-        return _Prepared(posterior.settings.of_weights(), noises, calibration)
+        return _Prepared(posterior.settings.of_weights(), layers, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -189,12 +191,12 @@ class MomentsPredictor(Predictor):
         return self._follow(self._posterior.snapshot()).calibration
 
     def _follow(self, posterior: Posterior) -> _Prepared:
-        """What belongs to these settings of the posterior; predictions under way in other threads end as they began."""
-        wanted, prepared = posterior.settings.of_weights(), self._prepared
-        if prepared.settings != wanted:
+        """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
+        settings, prepared = posterior.settings.of_weights(), self._prepared
+        if prepared.settings != settings:
             with _PREPARING:
                 prepared = self._prepared
-                if prepared.settings != wanted:
+                if prepared.settings != settings:
                     self._prepared = prepared = self._prepare(posterior)
         return prepared
 
@@ -206,12 +208,12 @@ class MomentsPredictor(Predictor):
         return text + f", {self._prepared.calibration}"
 
     def layer_modes(self) -> dict[str, str]:
-        """Layer name to ``"row"`` or ``"marginal"``: what its weights' covariance is taken for on one row a sample."""
-        return {noise.layer: "row" if noise.row else "marginal" for noise in self._prepared.noises}
+        """Layer name to ``"row"`` or ``"marginal"``: the weights' covariance that is used (one input row a sample)."""
+        return {p.layer: "row" if p.row else "marginal" for p in self._prepared.layer_posteriors}
 
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, variance and, with ``cov="full"`` where the last layers allow it, covariance of the outputs, before
-        temperature, noise and calibration.
+        temperature, observation noise and calibration.
 
         Differentiable; outputs may have any shape ``(batch, ...)``, the covariance is ``(batch, outputs, outputs)``.
 
@@ -223,11 +225,14 @@ class MomentsPredictor(Predictor):
     def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         parameters = dict(self.network.named_parameters())
         layers = self._posterior.layers
-        noises = [(parameters[layers[noise.layer].weight], noise) for noise in prepared.noises]
+        posteriors = [(parameters[layers[p.layer].weight], p) for p in prepared.layer_posteriors]
         # a model may change its inputs in place
         args, kwargs = tree_map(writable_copy, (batch.args, batch.kwargs))
         outputs = propagate(
-            lambda: self.network(*args, **kwargs), noises, self._rules, lambda: running_module(self.network)
+            lambda: self.network(*args, **kwargs),
+            posteriors,
+            self._rules,
+            lambda: running_module(self.network),
         )
         self._check_used(prepared, outputs.used)
         return outputs.mean, outputs.variance, outputs.covariance
@@ -235,7 +240,7 @@ class MomentsPredictor(Predictor):
     def _check_used(self, prepared: _Prepared, used: set[str]) -> None:
         if self._checked:
             return
-        unused = [noise.layer for noise in prepared.noises if noise.layer not in used]
+        unused = [p.layer for p in prepared.layer_posteriors if p.layer not in used]
         if unused:
             warn_user(
                 f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that are "
@@ -244,9 +249,9 @@ class MomentsPredictor(Predictor):
         self._checked = True
 
     def _moments(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`propagate`, in parts of the batch where covariances would not fit, and through the map of the outputs."""
-        whole = self._rules.cov != "full" or torch.compiler.is_compiling()
-        mean, variance, covariance = (self._propagate if whole else self._in_parts)(prepared, batch)
+        """`propagate`, in parts of the batch where covariances do not fit into memory, followed by the output map."""
+        at_once = self._rules.cov != "full" or torch.compiler.is_compiling()
+        mean, variance, covariance = (self._propagate if at_once else self._in_parts)(prepared, batch)
         if self._options.output_map is not None:
             full = covariance if covariance is not None else torch.diag_embed(variance)
             mean, covariance = unscented_map(self._options.output_map, mean.to(full.dtype), full)
@@ -258,8 +263,10 @@ class MomentsPredictor(Predictor):
         step = self._step(samples)
         if step >= samples:
             return self._propagate(prepared, batch)
-        few = [batch.narrow(start, min(step, samples - start), samples) for start in range(0, samples, step)]
-        parts = [self._propagate(prepared, part) for part in few]
+        sub_batches = [
+            batch.narrow(start, min(step, samples - start), samples) for start in range(0, samples, step)
+        ]
+        parts = [self._propagate(prepared, part) for part in sub_batches]
         covariances = [covariance for _, _, covariance in parts if covariance is not None]
         return (
             torch.cat([mean for mean, _, _ in parts]),
@@ -268,7 +275,7 @@ class MomentsPredictor(Predictor):
         )
 
     def _step(self, samples: int) -> int:
-        """How many samples' covariances fit the memory budget at once."""
+        """The number of samples whose covariances fit the memory budget together."""
         widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
         numbers = 4 * max(widths, default=1) ** 2
         return max(1, min(samples, default_budget(model_device(self.network)) // (8 * numbers)))
@@ -280,7 +287,7 @@ class MomentsPredictor(Predictor):
             return self._moments(self._follow(self._posterior.snapshot()), batch)[0]
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The variance of the outputs, shaped like them, calibrated where a calibration fits.
+        """The variance of the outputs, shaped like them; calibrated where there is a calibration for these settings.
 
         Raises:
             NonFiniteError: it is not finite.
@@ -297,7 +304,7 @@ class MomentsPredictor(Predictor):
         return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
-        """Calibrated where a calibration fits."""
+        """Calibrated where there is a calibration for these settings."""
         prepared = self._follow(posterior)
         mean, variance, covariance = self._moments(prepared, batch)
         if prepared.calibration is not None:
@@ -320,7 +327,7 @@ class MomentsPredictor(Predictor):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
-        return None if self._rules.cov == "full" else self._cut.features(args, kwargs)
+        return None if self._rules.cov == "full" else self._fixed_part.features(args, kwargs)
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
@@ -330,7 +337,7 @@ class MomentsPredictor(Predictor):
             return self._distribution(self._posterior.snapshot(), Batch(args, None, kwargs))
 
     def _network(self) -> nn.Module:
-        """See `Predictor`; it moves with this module."""
+        """See `Predictor`; this network moves with the predictor."""
         return self.network
 
     def calibrate(
@@ -346,7 +353,7 @@ class MomentsPredictor(Predictor):
         """Correct the scale of the variance by Monte Carlo over the weights, on a few inputs.
 
         Fits ``log sd_MC = alpha + log sd`` (median; with `slope` ``alpha + beta log sd``) on every other input, and
-        measures the error that is left on the rest. The result is kept by the posterior, and saved with it.
+        measures the remaining error on the others. The result is kept by the posterior, and saved with it.
 
         Args:
             loader: of inputs, such as held-out data; its first `samples` are used.
@@ -374,6 +381,6 @@ class MomentsPredictor(Predictor):
             progress,
         )
         with self._posterior.searching():
-            posterior.record.calibration = calibration.attributes(posterior, self.settings())
+            posterior.history.calibration = calibration.attributes(posterior, self.settings())
         self._prepared = replace(prepared, calibration=calibration)
         return calibration

@@ -35,12 +35,12 @@ def checked_of(of: str, posterior: Posterior) -> Of:
     """The form of novelty: where a fit found no layer with one row a sample, ``"class"`` is ``"top"``.
 
     Raises:
-        PosthocUQError: there is no such form, or the posterior keeps nothing for it.
+        PosthocUQError: there is no such form, or the posterior lacks what it needs.
     """
     if of not in get_args(Of):
         raise PosthocUQError(f"of must be one of {get_args(Of)}, not {of!r}.")
     if of == "class" and posterior.features is None:
-        if posterior.record.novelty != "posterior":
+        if posterior.history.novelty != "posterior":
             raise PosthocUQError(NOT_KEPT)
         return "top"
     return of  # type: ignore[return-value]
@@ -49,7 +49,7 @@ def checked_of(of: str, posterior: Posterior) -> Of:
 def class_novelty(
     network: nn.Module, posterior: Posterior, batch: Batch, smoothing: float | None = None
 ) -> Tensor:
-    """By the last layer's inputs, in one forward pass of `network`, ``(samples,)``; see `FeatureGrams.novelty`."""
+    """``(samples,)`` by the last layer's inputs, in one forward pass of `network`; see `FeatureGrams.novelty`."""
     features = posterior.features
     if features is None:
         raise PosthocUQError(NOT_KEPT)
@@ -62,7 +62,7 @@ def class_novelty(
 def novelty_of_calls(
     features: FeatureGrams, calls: list[Call], samples: int, smoothing: float | None = None
 ) -> Tensor:
-    """The same, by calls of the layer that were caught in a pass."""
+    """The same, from calls of the last layer that a pass recorded."""
     rows = feature_rows(calls, features.layer, samples)
     with torch.inference_mode(False), torch.no_grad():
         return features.novelty(rows, smoothing).to(rows)
@@ -70,7 +70,7 @@ def novelty_of_calls(
 
 @dataclass(frozen=True)
 class RatioSettings:
-    """The smoothing of the ratio through the posterior, which has nothing to do with its hyperparameters.
+    """The smoothing of the ratio through the posterior, independent of the posterior's own hyperparameters.
 
     Attributes:
         of: ``"top"`` or ``"all"``.
@@ -89,14 +89,14 @@ class PosteriorRatio:
 
     The directions v are centred, because softmax ignores what all logits have in common: ``"top"`` has one,
     ``e_top - 1 / C``, and ``"all"`` the C rows of ``1 - 1 1^T / C``. Of outputs that are no classes, ``"top"`` takes
-    their sum and ``"all"`` each. For a posterior that was trained, ``Sigma`` is what was found, and ``Sigma_0`` the
-    prior of the training; the ratio is at most 1.
+    their sum and ``"all"`` each. For a trained posterior, ``Sigma`` is the trained covariance, and ``Sigma_0`` that
+    of the training's prior. The ratio is cut at 1.
 
     Args:
         network: the network at the posterior's mean.
         posterior: of any method.
         settings: the smoothing.
-        batch: settles which layers are used.
+        batch: by which the layers in use are found.
         device: of the model.
 
     Raises:
@@ -123,11 +123,13 @@ class PosteriorRatio:
             "residual_weight": settings.residual_weight,
         }
         smooth = {name: value for name, value in smooth.items() if name in posterior.tunable}
-        own = posterior.snapshot(replace(posterior.settings, **smooth))
+        smoothed = posterior.snapshot(replace(posterior.settings, **smooth))
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype = statistics_dtype(network, None)
         self._budget = default_budget(device)
-        self._posterior = WeightCovariance(own, self._dtype, device, temporary_limit(self._budget, device))
+        self._posterior = WeightCovariance(
+            smoothed, self._dtype, device, temporary_limit(self._budget, device)
+        )
         with isolated_random_state():
             self._tracked: TrackedLayers = track_layers(network, posterior, batch.copied(), self._dtype)
 
@@ -150,39 +152,46 @@ class PosteriorRatio:
             gradient = self._directions(outputs)
             item = torch.finfo(self._dtype).bits // 8
             step = max(1, 4 * self._budget // max(1, recording.numbers * item))
-            left = given = torch.zeros(samples, dtype=torch.float64, device="cpu")
+            total = prior_total = torch.zeros(samples, dtype=torch.float64, device="cpu")
             with torch.autocast(outputs.device.type, enabled=False):
                 for start in range(0, number, step):
                     numbers = range(start, min(number, start + step))
                     pulled = pull(recording, gradient, numbers, self._dtype, last=numbers.stop == number)
-                    own, prior = self._posterior.with_prior(pulled, samples, len(numbers), self._prior)
-                    left, given = left.to(own.device) + own, given.to(prior.device) + prior
-        return _ratio(left, given).to(outputs.device, torch.promote_types(outputs.dtype, torch.float32))
+                    part, prior_part = self._posterior.with_prior(pulled, samples, len(numbers), self._prior)
+                    total, prior_total = (
+                        total.to(part.device) + part,
+                        prior_total.to(prior_part.device) + prior_part,
+                    )
+        return _ratio(total, prior_total).to(
+            outputs.device, torch.promote_types(outputs.dtype, torch.float32)
+        )
 
     def _directions(self, outputs: Tensor) -> Gradient:
         flat = outputs.reshape(outputs.shape[0], -1)
 
         def gradient(number: int) -> Tensor:
-            found = torch.zeros_like(flat)
+            direction = torch.zeros_like(flat)
             if self._settings.of == "all":
-                found[:, number] = 1
+                direction[:, number] = 1
             elif self._centred:
-                found.scatter_(1, flat.argmax(1, keepdim=True), 1)
+                direction.scatter_(1, flat.argmax(1, keepdim=True), 1)
             else:
-                found.fill_(1)
+                direction.fill_(1)
             if self._centred:
-                found -= 1 / flat.shape[1]
-            return found.reshape(outputs.shape)
+                direction -= 1 / flat.shape[1]
+            return direction.reshape(outputs.shape)
 
         return gradient
 
 
-def _ratio(left: Tensor, given: Tensor) -> Tensor:
-    left = left.clamp(min=0)
-    if bool(((given <= 0) & (left > 0)).any()):
+def _ratio(posterior_variance: Tensor, prior_variance: Tensor) -> Tensor:
+    posterior_variance = posterior_variance.clamp(min=0)
+    if bool(((prior_variance <= 0) & (posterior_variance > 0)).any()):
         raise PosthocUQError(
             "The prior has no variance at some of these inputs, where the posterior has some, so that there is no "
             "share of it; ask for predictor.novelty(..., of='class')."
         )
-    share = torch.where(given > 0, left / given, torch.ones_like(left))
+    share = torch.where(
+        prior_variance > 0, posterior_variance / prior_variance, torch.ones_like(posterior_variance)
+    )
     return share.clamp(torch.finfo(torch.float32).tiny, 1.0)

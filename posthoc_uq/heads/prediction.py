@@ -1,4 +1,6 @@
-"""From a model's outputs under a posterior to the prediction of its likelihood, at its temperature and noise."""
+"""From a model's outputs under a posterior to the likelihood's prediction, at the posterior's temperature and noise
+variance.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,12 @@ def from_gaussian(
 ) -> Prediction:
     """The prediction of Gaussian outputs ``N(mean, variance)``; see `Likelihood.from_gaussian`.
 
-    The posterior's temperature divides logits; its noise is added to the outputs of a regression.
+    The posterior's temperature divides logits; its noise variance is added to a regression's.
 
     Args:
         mean: outputs ``(batch, outputs)``, or ``(batch,)`` for one.
         variance: of the same shape, in squared units.
-        posterior: gives likelihood, temperature and noise.
+        posterior: gives likelihood, temperature and noise variance.
         covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
             outputs count as independent.
         link: one of `posthoc_uq.predictions.links.LINKS`; see `classes_of_gaussian` there.

@@ -36,7 +36,7 @@ _PREPARING = threading.RLock()  # a lock of the predictor's own could not be cop
 
 
 class GaussianOutputs(NamedTuple):
-    """Outputs that are Gaussian under the posterior, before temperature and noise.
+    """Outputs that are Gaussian under the posterior, before temperature and observation noise.
 
     Attributes:
         mean: ``(batch, outputs)``, or ``(batch,)`` for one.
@@ -76,7 +76,7 @@ class Predictor(nn.Module, ABC):
         self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
 
-    if not TYPE_CHECKING:  # where it would say that any name is there
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
             try:
@@ -99,12 +99,12 @@ class Predictor(nn.Module, ABC):
         shown = [f"prior precision {'per layer' if isinstance(prior, dict) else f'{prior:.4g}'}"]
         if not posterior.takes_prior:
             shown.append(f"scale {settings['scale']:.4g}")
-        noise = posterior.noise_variance
-        if noise is None:
+        noise_variance = posterior.noise_variance
+        if noise_variance is None:
             shown.append(f"temperature {settings['temperature']:.4g}")
         else:
-            some = ", ".join(f"{value:.4g}" for value in noise[:3].tolist())
-            shown.append(f"noise variance {some}{', ...' if len(noise) > 3 else ''}")
+            values = ", ".join(f"{value:.4g}" for value in noise_variance[:3].tolist())
+            shown.append(f"noise variance {values}{', ...' if len(noise_variance) > 3 else ''}")
         lines = [
             f"{type(self).__name__}: {type(unwrap(self.model)).__name__}, method {posterior.method!r}, "
             f"head {self.head!r}, likelihood {posterior.likelihood.name!r}",
@@ -139,25 +139,26 @@ class Predictor(nn.Module, ABC):
         return self._answer(self._posterior.snapshot(), Batch(args, None, kwargs))
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
-        """What the posterior says of a batch's outputs, before temperature and noise: a Gaussian, or the outputs of
-        every draw, ``(draws, batch, ...)``.
+        """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
+        Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
         """
         return self._distribution(self._posterior.snapshot(), Batch(args, None, kwargs))
 
     def prediction_of(self, distribution: Any) -> Prediction:
-        """The prediction that follows from a `distribution` of this head at the posterior's present temperature and
-        noise. Trying out several of these costs no further run of the model.
+        """The prediction from a `distribution` of this head, at the posterior's present temperature and noise variance.
+        Other values of these need no further run of the model.
         """
         return self._prediction_of(self._posterior.snapshot(), distribution)
 
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
-            found = self._predict(posterior, batch)
-        return checked(found.to("cpu") if on_cpu else found)  # there a look costs no waiting
+            prediction = self._predict(posterior, batch)
+        # on the CPU the check waits for no device
+        return checked(prediction.to("cpu") if on_cpu else prediction)
 
     @abstractmethod
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        """See `forward`; `posterior` is a snapshot, whose settings nobody changes."""
+        """See `forward`; `posterior` is a snapshot, whose settings do not change."""
 
     @abstractmethod
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs | Tensor:
@@ -183,12 +184,12 @@ class Predictor(nn.Module, ABC):
         return self._posterior.settings.plain()
 
     def explaining(self, batch: Batch) -> AbstractContextManager[None]:
-        """Within it, an error that the model itself raises on `batch` becomes one that says what it was given."""
+        """A context in which an error of the model itself on `batch` becomes one that says what the model got."""
         return explained(self._network, batch)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
-        """What enters the part of the model that has a posterior, for a batch. It stays the same whatever settings the
-        posterior takes, so that many of them can be tried without running the rest of the model again.
+        """What enters the part of the model that has a posterior, for a batch. It does not depend on the posterior's
+        settings, so many of them can be tried without running the part before it again.
 
         Returns:
             None where it would save next to nothing, or where the model's passes cannot be taken apart.
@@ -199,7 +200,7 @@ class Predictor(nn.Module, ABC):
         """The `distribution` that the batch itself would give.
 
         Raises:
-            ReplayError: the model went another way than when the features were made; take the batch.
+            ReplayError: the model took another route than when the features were made; use the batch.
         """
         raise PosthocUQError(f"The head {self.head!r} makes no features.")
 
@@ -207,7 +208,7 @@ class Predictor(nn.Module, ABC):
         """The prediction that the batch itself would give.
 
         Raises:
-            ReplayError: the model went another way than when the features were made; predict from the batch.
+            ReplayError: the model took another route than when the features were made; predict from the batch.
             NonFiniteError: an input's prediction is not finite.
         """
         return checked(self.prediction_of(self.distribution_from(features)))
@@ -251,41 +252,41 @@ class Predictor(nn.Module, ABC):
         batch = Batch(args, None, kwargs)
         form = checked_of(of, self._posterior)
         if form != "class":
-            own = "ask for of='class'" if self._posterior.features is not None else ""
-            self._posterior.require([QUADRATIC], f"Novelty of={form!r}", own)
+            remedy = "ask for of='class'" if self._posterior.features is not None else ""
+            self._posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
         network = self._network()
         if form == "class":
             with self.explaining(batch):
-                found = class_novelty(network, self._posterior, batch, smoothing)
-            check_finite({"novelty": found}, "novelty")
-            return found
+                novelty = class_novelty(network, self._posterior, batch, smoothing)
+            check_finite({"novelty": novelty}, "novelty")
+            return novelty
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
             raise PosthocUQError(
                 f"prior_precision must be positive and residual_weight in [0, 1], not {prior_precision} and "
                 f"{residual_weight}."
             )
         settings = RatioSettings(form, float(prior_precision), float(residual_weight))
-        found = self._posterior_ratio(settings, batch)(batch)
-        check_finite({"novelty": found}, "novelty")
-        return found
+        novelty = self._posterior_ratio(settings, batch)(batch)
+        check_finite({"novelty": novelty}, "novelty")
+        return novelty
 
     def _posterior_ratio(self, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
-        """The last one made, if it is of these settings."""
+        """The ratio for these settings; the last one made is kept."""
         network, posterior = self._network(), self._posterior.snapshot()
         key = (settings, posterior.noise_scale, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
-                made = PosteriorRatio(network, posterior, settings, batch, model_device(network))
-                self._ratio = key, made
+                ratio = PosteriorRatio(network, posterior, settings, batch, model_device(network))
+                self._ratio = key, ratio
             return self._ratio[1]
 
     def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
-        """What this head's predictions tell of the novelty of a batch: None where it is not asked for, the posterior
-        does not know it, or a program is being exported.
+        """The novelty of a batch, for this head's predictions: None where it is not asked for, the posterior does not
+        know it, or a program is being exported.
 
         Args:
             batch: the model's arguments.
-            calls: of the layer that it goes by, where the head's own pass caught them; else it takes a pass more.
+            calls: of the last layer, where the head's own pass recorded them; without them one more pass is run.
         """
         features = self._posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
@@ -296,12 +297,15 @@ class Predictor(nn.Module, ABC):
 
     def _network(self) -> nn.Module:
         """The model at the posterior's mean, on the predictor's device."""
-        device, found = self.device, self._plain
-        if found is None or found[0] != device:
+        device, cached = self.device, self._plain
+        if cached is None or cached[0] != device:
             with _PREPARING, isolated_random_state():
-                made = replicate(self._model[0], self._posterior.centre)
-                self._plain = found = device, (made if model_device(made) == device else made.to(device),)
-        return found[1][0]
+                network = replicate(self._model[0], self._posterior.centre)
+                self._plain = cached = (
+                    device,
+                    (network if model_device(network) == device else network.to(device),),
+                )
+        return cached[1][0]
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""
@@ -317,10 +321,10 @@ class Predictor(nn.Module, ABC):
         """Predict every batch of a loader, on the predictor's device; results lie on the CPU, in the loader's order.
         All are made under the posterior's settings of one moment.
 
-        No gradients are kept, and the global random state is as it was afterwards, whatever the loader draws.
+        No gradients are kept, and the global random state is afterwards as it was, whatever the loader draws.
 
         Args:
-            loader: of inputs, or of pairs whose targets are left aside.
+            loader: of inputs, or of pairs whose targets are ignored.
             batch_to_inputs: takes the model's inputs out of a batch of any other form.
             progress: whether to show a bar.
 
@@ -333,9 +337,9 @@ class Predictor(nn.Module, ABC):
         """
         check_loader(loader)
         reader = BatchReader(self.device, batch_to_inputs)
-        found, posterior = list[Prediction](), self._posterior.snapshot()
+        predictions, posterior = list[Prediction](), self._posterior.snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                found.append(self._answer(posterior, batch, on_cpu=True))
-                bar.advance(len(found[-1]))
-        return cat(found)
+                predictions.append(self._answer(posterior, batch, on_cpu=True))
+                bar.advance(len(predictions[-1]))
+        return cat(predictions)

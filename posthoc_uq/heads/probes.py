@@ -1,4 +1,4 @@
-"""A linearised batch by draws of its function: the engine ``"jvp"``."""
+"""The linearisation of one batch by draws of its function: the engine ``"jvp"``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.heads.chosen import ChosenOutputs, check_shape
-from posthoc_uq.heads.cut import Cut
+from posthoc_uq.heads.chosen_outputs import ChosenOutputs, check_shape
+from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.interception import ReplayError, intercept
 from posthoc_uq.heads.predictor import GaussianOutputs
-from posthoc_uq.heads.replay import Rest
+from posthoc_uq.heads.replay import FeatureBatch
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.predictions.spread import of_product
 
 
 class Probes:
-    """The outputs of one batch, and draws of their deviation ``J (theta_r - theta)``.
+    """The outputs of one batch, and draws of their deviations ``J (theta_r - theta)``.
 
     Attributes:
         mean: outputs ``(samples, ...)``.
@@ -30,21 +30,21 @@ class Probes:
         Args:
             mean: outputs.
             deviations: ``(draws, samples, outputs)``.
-            chosen: the outputs looked at.
+            chosen: the outputs that are used.
         """
         self.mean, self._deviations, self._chosen = mean, deviations, chosen
         self.watched: list[Call] = []  # no layer is watched in these passes
 
     def variance(self) -> Tensor:
-        """Of every output, ``(samples, outputs)``."""
+        """Variance of every output, ``(samples, outputs)``."""
         return self._deviations.square().mean(0)
 
     def trace(self, probes: int) -> Tensor:
-        """The sum of all outputs' variances, ``(samples,)``; these draws are the probes."""
+        """The sum of all outputs' variances, ``(samples,)``; from all draws, whatever `probes` says."""
         return self.variance().sum(1)
 
     def covariance(self, joint: bool) -> Tensor:
-        """Of the outputs looked at; see `LinearizedPredictor.functional_covariance`."""
+        """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
         deviations, indices = self._deviations, self._chosen.indices(self.mean)
         if indices is not None:
             deviations = deviations.gather(2, indices.expand(len(deviations), -1, -1))
@@ -54,7 +54,7 @@ class Probes:
         return _products(deviations)
 
     def gaussian(self) -> GaussianOutputs:
-        """With what the link is told of the covariance."""
+        """Mean, variance, and as much of the covariance as the link can use."""
         deviations, variance = self._deviations, self.variance()
         if self._chosen.wants_covariance(self.mean):
             return GaussianOutputs(self.mean, variance, _products(deviations))
@@ -72,7 +72,7 @@ def _products(deviations: Tensor) -> Tensor:
 
 def drawn_outputs(
     model: nn.Module,
-    cut: Cut,
+    fixed_part: FixedPart,
     batch: Batch,
     samples: int,
     deviations: Mapping[str, Tensor],
@@ -82,19 +82,19 @@ def drawn_outputs(
 
     Args:
         model: nothing else may run it meanwhile.
-        cut: of the model, so that what comes before the weights runs once.
-        batch: its inputs, or features in their place.
+        fixed_part: of the model; it runs once, and the draws run what follows.
+        batch: the model's inputs, or features in their place.
         samples: in the batch.
         deviations: parameter name to ``(draws, *shape)``.
         dtype: of the derivatives.
     """
-    features = None if isinstance(batch, Rest) else cut.features(batch.args, batch.kwargs)
+    features = None if isinstance(batch, FeatureBatch) else fixed_part.features(batch.args, batch.kwargs)
     if features is not None:
         try:
             intercept(model)
-            return drawn_outputs(model, cut, Rest(features), samples, deviations, dtype)
+            return drawn_outputs(model, fixed_part, FeatureBatch(features), samples, deviations, dtype)
         except ReplayError as error:
-            cut.refuse(str(error))
-    outputs, found = function_draws(model, batch, deviations)
+            fixed_part.refuse(str(error))
+    outputs, derivatives = function_draws(model, batch, deviations)
     check_shape(outputs, samples)
-    return outputs, found.to(dtype).flatten(2) if outputs.ndim > 1 else found.unsqueeze(2)
+    return outputs, derivatives.to(dtype).flatten(2) if outputs.ndim > 1 else derivatives.unsqueeze(2)

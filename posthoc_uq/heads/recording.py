@@ -1,7 +1,7 @@
-"""One pass of a model, recorded until a weight is used that changes.
+"""Records one pass of a model until the first use of a weight that changes.
 
-Uses of a weight are seen wherever they happen, by the identity of the tensor. What no code outside of the replayed
-calls reads is not kept: a stand-in takes its place, which refuses to be read.
+A use of a weight is seen wherever it happens, by the identity of the tensor. Tensors that only replayed calls read are
+not kept: a stand-in takes their place, which refuses to be read.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _FinishedCall:
         name: of the module.
         leaves: the parts of what it returned: tensors as weak references, so that they live no longer than the model's
             code keeps them, or as copies.
-        form: puts them together.
-        versions: of those that are tensors, when the call was complete.
+        form: how the parts go together.
+        versions: of the tensors among the parts, when the call was complete; None for other parts.
     """
 
     name: str
@@ -63,18 +63,18 @@ class _FinishedCall:
     versions: list[Version | None]
 
     def parts(self, used: Mapping[Version, Tensor]) -> list[tuple[Any, Version | None, Tensor | None]]:
-        """What is held of each part, its version, and the tensor itself where later code read it."""
+        """Each part as it is stored, its version, and the tensor itself where later code read it."""
         parts: list[tuple[Any, Version | None, Tensor | None]] = []
         for leaf, version in zip(self.leaves, self.versions, strict=True):
             tensor = None if version is None else used.get(version)
             if isinstance(leaf, _WeakTensor) and leaf.tensor() is not tensor:
-                tensor = None  # a new tensor that got the identity of one that is gone
+                tensor = None  # a new tensor with the identity of a deleted one
             parts.append((leaf, version, tensor))
         return parts
 
 
 class _WeakTensor:
-    """A tensor that is not kept alive, and its form."""
+    """A weak reference to a tensor, and its form."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -88,8 +88,8 @@ class _RunningCall:
     Attributes:
         name: of the module; None for the whole pass.
         calls: the finished calls inside of it, or the names of those that run again in a replay.
-        used: tensors of these that its own code read.
-        written: versions that its own code made of them by writing.
+        used: tensors returned by these calls that its own code read.
+        written: versions of such tensors that its own code made by writing.
     """
 
     name: str | None
@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
     Args:
         changing: identities of the model's parameters that have other values in a replay.
         rewritten: names of modules whose outputs later code writes into, so that a copy is kept of them.
-        known: names of modules that no use of such a parameter need be looked for in.
+        known: names of modules known to use no such parameter.
     """
 
     def __init__(
@@ -131,26 +131,28 @@ class Recorder(TorchFunctionMode):
 
         Raises:
             ReplayError: the pass cannot be replayed.
-            RewrittenError: it could, with copies of more outputs.
+            RewrittenError: it can be replayed if copies of more outputs are kept.
         """
-        given_args, given_kwargs = tree_map(writable_copy, (args, kwargs))
-        leaves, form = tree_flatten((given_args, given_kwargs))
+        copied_args, copied_kwargs = tree_map(writable_copy, (args, kwargs))
+        leaves, form = tree_flatten((copied_args, copied_kwargs))
         inputs = _FinishedCall("", tree_leaves((args, kwargs)), form, [self._watch(leaf) for leaf in leaves])
         with watched_by(self), self:
-            outputs = output_tensor(model(*given_args, **given_kwargs))
+            outputs = output_tensor(model(*copied_args, **copied_kwargs))
         complete = not self._weight_used
         self._enter_changing_part()
-        whole = self._under_way[0]
+        whole_pass = self._under_way[0]
         if self._watches(outputs):
-            whole.used[_version_of(outputs)] = outputs
-        finished = [call for call in whole.calls if isinstance(call, _FinishedCall)]
-        _check_same_numbers(inputs, finished, whole, self._rewritten)
+            whole_pass.used[_version_of(outputs)] = outputs
+        finished = [call for call in whole_pass.calls if isinstance(call, _FinishedCall)]
+        _check_same_numbers(inputs, finished, whole_pass, self._rewritten)
         calls = [
-            Call(call) if isinstance(call, str) else Call(call.name, _kept_parts(call, whole.used), call.form)
-            for call in whole.calls
+            Call(call)
+            if isinstance(call, str)
+            else Call(call.name, _replay_parts(call, whole_pass.used), call.form)
+            for call in whole_pass.calls
         ]
-        kept_args, kept_kwargs = tree_unflatten(_kept_parts(inputs, whole.used), form)
-        return Features(kept_args, kept_kwargs, calls, outputs.detach(), len(outputs), complete)
+        replay_args, replay_kwargs = tree_unflatten(_replay_parts(inputs, whole_pass.used), form)
+        return Features(replay_args, replay_kwargs, calls, outputs.detach(), len(outputs), complete)
 
     def call(self, module: Intercepted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `WatchedPass`."""
@@ -171,16 +173,16 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _complete(self, running: _RunningCall, result: Any) -> None:
-        """Keep what a call returned, in place of the calls inside of it."""
+        """Store what a call returned, in place of the calls inside of it."""
         assert running.name is not None
         leaves, form = ([result], SINGLE_TENSOR) if type(result) is Tensor else tree_flatten(result)
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
-            self._under_way[-1].join(running)  # it runs again, and what is inside of it is replayed
+            self._under_way[-1].join(running)  # it runs again, and the calls inside of it are replayed
             return
         versions = [self._watch(leaf) for leaf in leaves]
-        hold = writable_copy if running.name in self._rewritten else _held_weakly
+        stored = writable_copy if running.name in self._rewritten else _weakly
         self._under_way[-1].calls.append(
-            _FinishedCall(running.name, [hold(leaf) for leaf in leaves], form, versions)
+            _FinishedCall(running.name, [stored(leaf) for leaf in leaves], form, versions)
         )
 
     def _watch(self, leaf: Any) -> Version | None:
@@ -190,16 +192,16 @@ class Recorder(TorchFunctionMode):
         return _version_of(leaf)
 
     def _watches(self, tensor: Tensor) -> bool:
-        reference = self._watched.get(id(tensor))  # which may be that of a tensor that is gone
+        reference = self._watched.get(id(tensor))  # may refer to a deleted tensor of the same identity
         return reference is not None and reference() is tensor
 
     def _enter_changing_part(self) -> None:
-        """A changing weight is used: what is not complete by now runs in every pass."""
+        """The first use of a changing weight: calls that are not complete by now run in every pass."""
         self._weight_used = True
-        whole = self._under_way[0]
+        whole_pass = self._under_way[0]
         for running in self._under_way[1:]:
-            whole.join(running)
-        self._under_way = [whole]
+            whole_pass.join(running)
+        self._under_way = [whole_pass]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -220,26 +222,26 @@ class Recorder(TorchFunctionMode):
         return result
 
 
-def _held_weakly(leaf: Any) -> Any:
+def _weakly(leaf: Any) -> Any:
     return _WeakTensor(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _check_same_numbers(
-    inputs: _FinishedCall, finished: list[_FinishedCall], whole: _RunningCall, rewritten: set[str]
+    inputs: _FinishedCall, finished: list[_FinishedCall], whole_pass: _RunningCall, rewritten: set[str]
 ) -> None:
-    """Whether the tensors that are handed out in a replay hold what was read in the pass.
+    """Check that the tensors a replay hands out hold the numbers that were read in the pass.
 
     Raises:
-        ReplayError: they do not, or not for certain.
-        RewrittenError: they do where copies are made of some.
+        ReplayError: they do not, or it is not certain.
+        RewrittenError: they do if copies of some are kept.
     """
     returned = {version for call in (inputs, *finished) for version in call.versions}
-    if any(version not in returned and version not in whole.written for version in whole.used):
+    if any(version not in returned and version not in whole_pass.written for version in whole_pass.used):
         raise ReplayError("a module that would be replayed writes into a tensor that is read elsewhere")
     read = [
         (call, tensor, _version_of(tensor) != version)
         for call in (inputs, *finished)
-        for _, version, tensor in call.parts(whole.used)
+        for _, version, tensor in call.parts(whole_pass.used)
         if tensor is not None
     ]
     memory = Counter(_memory(tensor) for _, tensor, _ in read)
@@ -251,21 +253,21 @@ def _check_same_numbers(
         raise RewrittenError(names)
 
 
-def _kept_parts(call: _FinishedCall, used: Mapping[Version, Tensor]) -> list[Any]:
-    """What a call returned, with stand-ins for what is not read of it."""
-    kept: list[Any] = []
+def _replay_parts(call: _FinishedCall, used: Mapping[Version, Tensor]) -> list[Any]:
+    """The parts that a call returned, with stand-ins for tensors that are not read."""
+    parts: list[Any] = []
     for leaf, version, tensor in call.parts(used):
         if version is None:
-            kept.append(leaf)
+            parts.append(leaf)
         elif tensor is None:
-            kept.append(StandIn(leaf.form if isinstance(leaf, _WeakTensor) else form_of(leaf)))
+            parts.append(StandIn(leaf.form if isinstance(leaf, _WeakTensor) else form_of(leaf)))
         elif _version_of(tensor) == version:
             # a small part of a large tensor would keep all of it
             large = tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.element_size()
-            kept.append(tensor.clone() if large else tensor)
-        else:  # written since: a copy from before, or an input as the caller has it
-            kept.append(leaf.clone())
-    return kept
+            parts.append(tensor.clone() if large else tensor)
+        else:  # written since: an earlier copy, or an input as the caller has it
+            parts.append(leaf.clone())
+    return parts
 
 
 def _version_of(tensor: Tensor) -> Version:

@@ -36,12 +36,12 @@ def set_referral(
 def set_referral(
     predictor: Predictor, prediction: Prediction, rate: float, score: str | Sequence[str] = "entropy"
 ) -> float | dict[str, float]:
-    """Choose the thresholds above which an input is referred, and keep them in the posterior's record.
+    """Choose the thresholds above which an input is referred, and keep them in the posterior's history.
 
-    By several scores an input counts by the smallest of its tail probabilities, the share of familiar inputs whose
-    score is at least as large; `posthoc_uq.metrics.referral_thresholds` has the rule. Their quantiles are kept too,
-    for `referral_tail`. All of it is saved with the posterior, together with the head and the hyperparameters that it
-    belongs to.
+    With several scores, an input is judged by the smallest of its tail probabilities, each the share of familiar inputs
+    whose score is at least as large; `posthoc_uq.metrics.referral_thresholds` has the rule. Quantiles are kept
+    too, for `referral_tail`. All of it is saved with the posterior, together with the head and the hyperparameters that
+    it belongs to.
 
     Args:
         predictor: made the prediction, with the posterior's present hyperparameters.
@@ -54,36 +54,36 @@ def set_referral(
         has a score above its threshold.
 
     Raises:
-        PosthocUQError: a rate or a score that does not exist or that this head does not know, or a score twice; or
-            something else than a predictor and its prediction.
+        PosthocUQError: a rate out of range, a score that does not exist or that this head does not know, or a score
+            twice; or the arguments are not a predictor and its prediction.
         NonFiniteError: a score is NaN, or one of several is infinite.
     """
     _check_kinds(predictor, prediction)
     if isinstance(score, str):
         threshold = referral_threshold(_numbers(prediction, score), rate)
         rule: dict[str, Any] = {"score": score, "rate": float(rate), "threshold": threshold}
-        found: float | dict[str, float] = threshold
+        thresholds: float | dict[str, float] = threshold
     else:
         if len(set(score)) < max(1, len(score)):
             raise PosthocUQError(f"Referral goes by one score or by several different ones, not {score!r}.")
-        known = {name: _numbers(prediction, name) for name in score}
-        found = referral_thresholds(known, rate)
-        tails = {name: tail_of(scores, QUANTILES) for name, scores in known.items()}
+        scores_by_name = {name: _numbers(prediction, name) for name in score}
+        thresholds = referral_thresholds(scores_by_name, rate)
+        tails = {name: tail_of(scores, QUANTILES) for name, scores in scores_by_name.items()}
         rule = {
             "scores": {
-                name: {"threshold": found[name], "quantiles": tail.values.tolist()}
+                name: {"threshold": thresholds[name], "quantiles": tail.values.tolist()}
                 for name, tail in tails.items()
             },
             "shares": next(iter(tails.values())).shares.tolist(),
             "rate": float(rate),
         }
-    predictor.posterior.record.referral = {
+    predictor.posterior.history.referral = {
         **rule,
         "inputs": len(prediction),
         "head": dict(predictor.identity()),
         "posterior": predictor.hyperparameters(),
     }
-    return found
+    return thresholds
 
 
 def refer(predictor: Predictor, prediction: Prediction) -> Tensor:
@@ -94,22 +94,23 @@ def refer(predictor: Predictor, prediction: Prediction) -> Tensor:
         prediction: of any inputs.
 
     Raises:
-        PosthocUQError: no threshold was set, or for another head, or before the posterior was tuned again; or
-            something else than a predictor and its prediction.
+        PosthocUQError: no threshold was set, or it was set for another head, or the posterior was tuned since; or the
+            arguments are not a predictor and its prediction.
     """
     return torch.stack(list(referral_reasons(predictor, prediction).values())).any(dim=0)
 
 
 def referral_reasons(predictor: Predictor, prediction: Prediction) -> dict[str, Tensor]:
-    """By score, which inputs it refers, ``(batch,)`` of booleans: where it is above its threshold, or NaN.
+    """For each score, by name, the inputs it refers, ``(batch,)`` of booleans: where it is above its threshold, or NaN.
 
     Args, Raises: as `refer`, which refers an input that any of them does.
     """
     _check_kinds(predictor, prediction)
     _check_applies(predictor)
-    kept = predictor.posterior.record.referral
+    referral = predictor.posterior.history.referral
     return {
-        name: ~(score_of(prediction, name) <= threshold) for name, threshold in thresholds_of(kept).items()
+        name: ~(score_of(prediction, name) <= threshold)
+        for name, threshold in thresholds_of(referral).items()
     }
 
 
@@ -129,18 +130,18 @@ def referral_tail(predictor: Predictor, prediction: Prediction) -> Tensor:
     """
     _check_kinds(predictor, prediction)
     _check_applies(predictor)
-    kept = predictor.posterior.record.referral
-    if "scores" not in kept:
+    referral = predictor.posterior.history.referral
+    if "scores" not in referral:
         raise PosthocUQError(
-            f"Quantiles are kept with several scores; set the referral by a tuple, ({kept['score']!r},) for one."
+            f"Quantiles are kept with several scores; set the referral by a tuple, ({referral['score']!r},) for one."
         )
-    shares = torch.tensor(kept["shares"], dtype=torch.float64, device="cpu")
+    shares = torch.tensor(referral["shares"], dtype=torch.float64, device="cpu")
     tails = {
-        name: Tail(torch.tensor(own["quantiles"], dtype=torch.float64, device="cpu"), shares)
-        for name, own in kept["scores"].items()
+        name: Tail(torch.tensor(entry["quantiles"], dtype=torch.float64, device="cpu"), shares)
+        for name, entry in referral["scores"].items()
     }
-    found = [tail_probability(tail, score_of(prediction, name)) for name, tail in tails.items()]
-    return torch.stack(found).amin(dim=0)
+    tail_shares = [tail_probability(tail, score_of(prediction, name)) for name, tail in tails.items()]
+    return torch.stack(tail_shares).amin(dim=0)
 
 
 def referral_applies(predictor: Predictor) -> bool:
@@ -167,22 +168,22 @@ def _check_applies(predictor: Predictor) -> None:
 
 
 def _trouble(predictor: Predictor) -> str | None:
-    """Why no threshold applies, in words, or None."""
-    kept = predictor.posterior.record.referral
-    if not kept:
+    """Why no threshold applies, as an error message, or None."""
+    referral = predictor.posterior.history.referral
+    if not referral:
         return "No referral threshold was set; call evaluate(...).set_referral(rate) on held-out data."
-    if kept["head"] != predictor.identity():
+    if referral["head"] != predictor.identity():
         return (
-            f"The referral threshold was set for {_shown(kept['head'])}, and this predictor is "
+            f"The referral threshold was set for {_shown(referral['head'])}, and this predictor is "
             f"{_shown(predictor.identity())}; set it again for this one."
         )
-    if kept["posterior"] != predictor.hyperparameters():
+    if referral["posterior"] != predictor.hyperparameters():
         return "The posterior's hyperparameters changed after the referral threshold was set; set it again."
     return None
 
 
 def _numbers(prediction: Prediction, score: str) -> Tensor:
-    """A score of a prediction, none of them NaN."""
+    """A score of every input of a prediction; refuses NaN."""
     scores = score_of(prediction, score)
     if bool(scores.isnan().any()):
         raise NonFiniteError(

@@ -1,9 +1,8 @@
 """Passes of a model that begin with what an earlier pass on the same inputs returned.
 
-Until the first use of a weight that changes, passes of a model on the same inputs are the same. So one of them is
-recorded (`posthoc_uq.heads.recording`), and in the others every module call that was complete by then returns what it
-returned. All other code runs as it is: residual connections, functions between the modules, the modules that came to
-be called later.
+Until the first use of a weight that changes, all passes of a model on the same inputs are the same. So one pass is
+recorded (`posthoc_uq.heads.recording`), and in the others every module call that was complete by then returns what was
+recorded. All other code runs as it is: residual connections, functions between the modules, modules called later.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from posthoc_uq.heads.stand_ins import StandIn, writable_copy
 from posthoc_uq.loaders import Batch
 
 SINGLE_TENSOR = tree_flatten(0)[1]
-"""How the parts of a result go together that is one tensor and nothing else."""
+"""The form of a result that is a single tensor."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Call:
 
     Attributes:
         name: of the module.
-        leaves: of what it returned, or None where it runs in a replay too.
-        form: puts them together.
+        leaves: the parts of what it returned, or None where it runs in a replay too.
+        form: how the parts go together.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Call:
     form: TreeSpec | None = None
 
     def result(self) -> Any:
-        """What the call returned, in tensors of the caller's own: later code may write into them."""
+        """What the call returned, as copies that later code may write into."""
         assert self.leaves is not None and self.form is not None
         if self.form is SINGLE_TENSOR:
             return writable_copy(self.leaves[0])
@@ -71,27 +70,27 @@ class Features:
         return f"Features({self.nbytes:,} bytes)"
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept for the replay."""
+        """All tensors that are kept for the replay."""
         leaves = tree_leaves((self.args, self.kwargs)) + [x for call in self.calls for x in call.leaves or ()]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, StandIn)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of these tensors, and of the outputs."""
-        held = {id(tensor): tensor for tensor in self.tensors()}
-        tensors = [*held.values(), *([] if self.outputs is None else [self.outputs])]
+        by_identity = {id(tensor): tensor for tensor in self.tensors()}
+        tensors = [*by_identity.values(), *([] if self.outputs is None else [self.outputs])]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes, types and devices of what is kept, for a dictionary."""
+        """Shapes, types and devices of these tensors, as a dictionary key."""
         return tuple((tuple(t.shape), t.dtype, t.device) for t in self.tensors())
 
     def call_any(self, model: Callable[..., Any]) -> Any:
-        """Run the rest of an intercepted model; whatever it returns.
+        """Run an intercepted model, replaying the recorded calls; returns what the model returns.
 
         Raises:
-            ReplayError: it went another way than the pass that was recorded.
+            ReplayError: the pass took another route than the recorded one.
         """
         with self.replaying():
             args, kwargs = self.arguments()
@@ -103,10 +102,10 @@ class Features:
 
     @contextmanager
     def replaying(self) -> Generator[None]:
-        """One pass inside of this, in this thread, replays what was recorded.
+        """A context for one pass in this thread, which replays the recorded calls.
 
         Raises:
-            ReplayError: it went another way than the pass that was recorded.
+            ReplayError: the pass took another route than the recorded one.
         """
         replay = _Replay(self.calls)
         with watched_by(replay):
@@ -116,12 +115,12 @@ class Features:
                 if replay.failure is not None and not isinstance(error, ReplayError):
                     raise ReplayError(replay.failure) from error
                 raise
-            except Exception as error:  # the whole model may have no such trouble
+            except Exception as error:  # a whole pass may not raise it
                 raise ReplayError(replay.failure or f"{type(error).__name__}: {error}") from error
         replay.check_end()
 
 
-class Rest(Batch):
+class FeatureBatch(Batch):
     """Features in the place of their batch, for code that runs a model on batches."""
 
     def __init__(self, features: Features) -> None:
@@ -129,15 +128,15 @@ class Rest(Batch):
         self.features = features
 
     def call_any(self, model: Callable[..., Any]) -> Any:
-        """Whatever an intercepted model returns."""
+        """What an intercepted model returns."""
         return self.features.call_any(model)
 
     def copied(self) -> Batch:
-        """Itself: what a replay hands out are copies."""
+        """Itself: a replay hands out copies anyway."""
         return self
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
-        """Refused: only a model knows where the samples stand in its activations."""
+        """Refused: which dimension of an activation holds the samples is unknown."""
         raise ReplayError("features cannot be cut into parts")
 
 

@@ -29,10 +29,10 @@ class SamplingPredictor(Predictor):
     """Predicts with `n_samples` draws of the weights.
 
     The draws are those of `Posterior.sample`, made at construction with the posterior's settings of that moment;
-    later changes of its prior precision have no effect until `redraw`. Temperature and noise are read at every
-    prediction. Where the posterior's weights enter the model late, as those of a last layer do, all that comes before
-    runs once for a batch. A prediction is summed up while the draws run: it takes the memory of a few draws' outputs,
-    however many draws there are.
+    later changes of its prior precision have no effect until `redraw`. Temperature and noise variance are read
+    at every prediction. Where the posterior's weights enter the model late, as those of a last layer do, the part
+    before them runs once for a batch. A prediction is summed up while the draws run, and takes the memory of a few
+    draws' outputs, however many draws there are.
 
     Args:
         model: the model the posterior was fitted on.
@@ -45,15 +45,15 @@ class SamplingPredictor(Predictor):
             bit, and the memory of the posterior's factors (about one set of weights) and one model, for the time of
             drawing: some 10 ns per weight and draw on a CPU, ten times that with ``method="kfac"`` or ``"efb"``,
             whose draws are products with the full eigenbases. Under autograd the graph holds all draws either way.
-        antithetic: draw in pairs ``mean + d, mean - d`` with the same deviation; of an odd number the last draw is
-            alone. Halves the drawing, and takes out of the predictive mean what is odd in the deviation; the
+        antithetic: draw in pairs ``mean + d, mean - d`` with the same deviation; of an odd number the last draw has
+            no partner. Halves the drawing, and terms odd in the deviation cancel in the predictive mean; the
             variance over the draws is that of half as many independent ones, and for a nearly linear model
             ``S / (S - 1)`` times too large on average.
         dtype: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``: what all weights of the ensemble are
             rounded to, and the inputs cast to; outputs come back in float32. None runs in the model's own.
         batched: run many draws in one pass with `torch.func.vmap`: True, False, or ``"auto"`` where that is
             expected to be faster (small models on small batches; the rule is in `posthoc_uq.heads.ensemble`). A model
-            that cannot be run so is run draw by draw; `repr` says that and why.
+            that cannot be run like that is run draw by draw; `repr` says so, and why.
         novelty: whether predictions know their novelty, if the posterior does: one forward pass more.
 
     Raises:
@@ -124,7 +124,7 @@ class SamplingPredictor(Predictor):
         )
 
     def identity(self) -> dict[str, Any]:
-        """See `Predictor`; the seed is no part of it."""
+        """See `Predictor`; without the seed."""
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
         return {
             "head": self.head,
@@ -134,12 +134,12 @@ class SamplingPredictor(Predictor):
         }
 
     def hyperparameters(self) -> dict[str, Any]:
-        """See `Predictor`: those of the draws; temperature and noise are the posterior's present ones."""
+        """See `Predictor`: those of the draws; temperature and noise variance are the posterior's present ones."""
         present = super().hyperparameters()
         return self._drawn_with | {name: present[name] for name, about in ABOUT.items() if about.of_outputs}
 
     def extra_repr(self) -> str:
-        """How it samples, and why it does not batch over draws if that was refused."""
+        """How it samples, and why draws are not batched if the model refused that."""
         text = f"n_samples={self.n_samples}, keep={self._keep!r}, antithetic={self._antithetic}, batched="
         refused = self.ensemble.refused
         return text + (repr(self._batched) if refused is None else f"False ({refused})")
@@ -173,12 +173,12 @@ class SamplingPredictor(Predictor):
         return summarise(iter([distribution / divisor_of(posterior)]), posterior)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
-        """See `Predictor`; they stay the same when the weights are drawn anew."""
-        found = self.ensemble.features(*args, **kwargs)
-        if found is not None and self._dtype is not None:
-            found.outputs = None
-        return found
+        """See `Predictor`; features do not change when the weights are drawn anew."""
+        features = self.ensemble.features(*args, **kwargs)
+        if features is not None and self._dtype is not None:
+            features.outputs = None
+        return features
 
     def distribution_from(self, features: Features) -> Tensor:
         """See `Predictor`."""
-        return torch.cat([at_least_float32(block) for block in self.ensemble.rest(features)])
+        return torch.cat([at_least_float32(block) for block in self.ensemble.from_features(features)])

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors whose numbers are not kept, and copies of those that are."""
+"""Stand-ins for tensors whose numbers are not kept, and copies of tensors that are kept."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TensorForm = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def _query(name: str) -> Any:
-    found = getattr(Tensor, name)
-    return getattr(found, "__get__", found) if not callable(found) else found
+    attribute = getattr(Tensor, name)
+    return getattr(attribute, "__get__", attribute) if not callable(attribute) else attribute
 
 
 QUERIES = {
@@ -22,7 +22,7 @@ QUERIES = {
     for name in "shape dtype device ndim layout requires_grad is_cuda is_cpu is_sparse is_nested is_quantized "
     "size dim ndimension numel nelement is_floating_point is_complex element_size __len__".split()
 } | {torch.is_floating_point, torch.is_complex, torch.numel}
-"""What asks for the form of a tensor and not for its numbers."""
+"""Functions that ask for the form of a tensor and not for its numbers."""
 
 
 class StandIn(Tensor):

@@ -20,10 +20,10 @@ from posthoc_uq.warned import warn_user
 
 @dataclass(frozen=True)
 class TrackedLayers:
-    """What the first batch showed.
+    """The posterior's layers as the first batch used them.
 
     Attributes:
-        capture: of the posterior's layers, all by the interceptor, which several threads can use at once.
+        capture: of the posterior's layers, all by intercepted calls, which several threads can use at once.
         last: the layer whose outputs are the model's, if it is one of them.
     """
 
@@ -60,7 +60,7 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
 
 
 def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None:
-    """The layer whose outputs are the model's: the numbers are the same, and a gradient arrives as it was sent."""
+    """The layer whose outputs are the model's, or None: the numbers agree, and a gradient reaches it unchanged."""
     samples = count_samples(batch)
     batch, samples = batch.narrow(0, min(samples, 2), samples), min(samples, 2)
     recording = capture.run(batch, samples)
@@ -87,23 +87,22 @@ def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None
 
 
 def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch.dtype) -> Tensor | None:
-    """The activations ``(samples, n)`` of a layer whose outputs are the model's, as they came out of this pass; None
-    where they are not.
+    """The activations ``(samples, n)`` of a layer in this pass if its outputs are the model's, else None.
 
-    That is settled by numbers: ``W a`` is recomputed from the layer's input and compared with the model's outputs.
+    That is decided by numbers: ``W a`` is recomputed from the layer's input and compared with the model's outputs.
     """
     calls, tracked = recording.calls.get(name, []), capture.tracked[name]
     outputs, layer = recording.outputs.detach(), tracked.layer
     samples, size = outputs.shape[0], outputs[0].numel()
     if len(calls) != 1 or layer.groups != 1 or layer.outputs != size or tracked.batch_axis != 0:
         return None
-    wide = outputs.to(dtype).reshape(samples, size)
+    model_outputs = outputs.to(dtype).reshape(samples, size)
     if not layer.convolutional:
         if calls[0].input.numel() != samples * calls[0].input.shape[-1]:
             return None
     elif calls[0].input.shape[0] != samples:
         return None
-    call = Call(layer, calls[0].input, calls[0].geometry, wide)
+    call = Call(layer, calls[0].input, calls[0].geometry, model_outputs)
     activations, _ = LayerGradients(layer, [call], samples, tracked.batch_axis).operands(dtype)
     if activations.positions != 1:
         return None
@@ -111,9 +110,9 @@ def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch
     weights = dict(capture.twin.named_parameters())
     bias = None if layer.bias is None else weights[layer.bias]
     matrix = layer.to_matrix(weights[layer.weight], bias)[0].to(dtype)
-    own = rows @ matrix.T
+    recomputed = rows @ matrix.T
     # half precision rounds what it multiplies, float32 on a GPU may too
     narrow = torch.finfo(recording.outputs.dtype).eps > 1e-5 or outputs.device.type == "cuda"
-    scale = own.abs().amax().clamp(min=torch.finfo(dtype).tiny)
-    same = (own - wide).abs().amax() <= (2e-2 if narrow else 1e-5) * scale
+    scale = recomputed.abs().amax().clamp(min=torch.finfo(dtype).tiny)
+    same = (recomputed - model_outputs).abs().amax() <= (2e-2 if narrow else 1e-5) * scale
     return rows if bool(same) else None

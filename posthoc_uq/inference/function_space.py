@@ -24,18 +24,18 @@ from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpace
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.training import cosine, train
+from posthoc_uq.inference.trained import trained_posterior
+from posthoc_uq.inference.training import train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.record import Evidence, Record
-from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 from posthoc_uq.warned import warn_user
 
 FUNCTION_SPACE = "function_space"  # the method's name
-PRIOR_PRECISION = 1.0  # where none is given
+PRIOR_PRECISION = 1.0  # the default
 N_CONTEXT = 32
 _SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
@@ -46,13 +46,13 @@ def train_over_functions(
     prior_precision: float | None,
     start: Callable[[], Posterior | None],
 ) -> Posterior:
-    """Train the variances, and the means unless they are frozen; the noise of a regression is settled already.
+    """Train the variances, and the means unless they are frozen. A regression has its noise variance already.
 
     Args:
         task: the fit.
         options: of the training.
         prior_precision: of the last layer's weights in the prior over functions; None for 1.
-        start: makes the posterior whose variances it begins with, or None for constant ones.
+        start: makes the posterior whose variances the training begins with, or None for constant ones.
 
     Raises:
         PosthocUQError: options, data or model do not fit; the message says how to go on.
@@ -84,25 +84,11 @@ def train_over_functions(
     task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
-    posterior = Posterior(
-        FUNCTION_SPACE,
-        task.layers,
-        field.blocks(task.layers, samples),
-        {name: [name] for name in task.layers},
-        {name: parameter.detach() for name, parameter in model.named_parameters()},
-        objective.likelihood(),
-        Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
-        Record(
-            _record(options, context, history, task, samples, network.last.name),
-            dict(task.prepared.deterministic),
-        ),
-        centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
-        settings=Hyperparameters(float(samples), tau),
-    )
-    posterior.record.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    notes = _fit_notes(options, context, history, task, samples, network.last.name)
+    posterior = trained_posterior(FUNCTION_SPACE, task, field, objective.likelihood(), notes, samples, tau)
+    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.learn_noise:
-        posterior.record.tuning["noise variance"] = "learned with the posterior"
-    posterior.model = model
+        posterior.history.tuning["noise variance"] = "learned with the posterior"
     return posterior
 
 
@@ -118,7 +104,7 @@ def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> No
 
 
 def _look_at_data(task: Task, context: Context) -> tuple[int, Content | None]:
-    """The number of samples, once the context saw them; with a checkpoint, what tells these data from others too."""
+    """Show the data to the context; the number of samples and, with a checkpoint, the hash of the data."""
     samples, content = task.summary.seen, None if task.checkpoint is None else Content()
     if context.needs_data or not samples or content is not None:
         settings = task.settings
@@ -141,8 +127,8 @@ def _check_trained(field: MeanField) -> None:
 
 
 def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> FunctionSpaceOptions:
-    """The options with a number of context points: by default 32, but no more than the prior's functions have
-    dimensions; more than these are warned of.
+    """The options with a number of context points. The default is 32, or the dimension of the prior's function space
+    where that is less; a warning if more are asked for.
     """
     rank = network.last.inputs  # the features, and the bias if there is one
     if options.n_context is None:
@@ -157,7 +143,7 @@ def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> Func
 
 
 def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
-    """Adam moves a number by its rate a step, so that few steps leave the variances where they began."""
+    """Warn of too few steps: Adam moves a number by its rate a step, so few steps hardly move the variances."""
     schedule = options.schedule or cosine
     share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
     reach = share * steps * options.log_variance_lr
@@ -174,7 +160,7 @@ def _field(
     task: Task,
     start: Callable[[], Posterior | None],
 ) -> MeanField:
-    """Where the training begins."""
+    """The means and variances that the training begins with."""
     parameters = dict(network.twin.named_parameters())
     names = [name for layer in task.layers.values() for name in layer.parameter_names]
     narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
@@ -187,7 +173,7 @@ def _field(
     if options.train_mean:
         means = {name: mean.clone() for name, mean in means.items()}
     resumed = task.checkpoint is not None and task.checkpoint.training is not None
-    initial = None if resumed else start()  # what a checkpoint holds is put in place later
+    initial = None if resumed else start()  # else the checkpoint's tensors are put in place later
     if initial is None:
         last = network.last.parameter_names
         first = {
@@ -210,13 +196,13 @@ def _field(
 
 def _check_initial(initial: Posterior, means: Mapping[str, Tensor]) -> None:
     for name, mean in means.items():
-        own = initial.original.get(name)
-        if own is None:
+        trained = initial.original.get(name)
+        if trained is None:
             raise PosteriorMismatchError(
                 f"initial= is a posterior without parameter '{name}', which is to have a variance; fit it with the "
                 f"same layers."
             )
-        if own.shape != mean.shape or not torch.equal(own.to(mean), mean):
+        if trained.shape != mean.shape or not torch.equal(trained.to(mean), mean):
             raise PosteriorMismatchError(
                 f"initial= was fitted on another model: '{name}' is not the same there."
             )
@@ -229,7 +215,7 @@ def _prior(
     field: MeanField,
     precision: float,
 ) -> tuple[FunctionPrior, bool]:
-    """The prior, and whether its moments are those of the field's own means."""
+    """The prior, and whether its outputs and features are those at the field's own means."""
     pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
     if options.prior_mean == "random_init":
         seed = task.settings.seed
@@ -247,7 +233,7 @@ def _prior(
     ), frozen
 
 
-def _record(
+def _fit_notes(
     options: FunctionSpaceOptions,
     context: Context,
     history: list[dict[str, float]],
@@ -255,9 +241,9 @@ def _record(
     samples: int,
     last: str,
 ) -> dict[str, Any]:
-    named = options.context if isinstance(options.context, str) else type(context).__name__
+    context_name = options.context if isinstance(options.context, str) else type(context).__name__
     if options.context is None:
-        named = "batch and monochrome" if isinstance(context, Mixture) else "uniform"
+        context_name = "batch and monochrome" if isinstance(context, Mixture) else "uniform"
     losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
     return {
         "samples": samples,
@@ -265,7 +251,7 @@ def _record(
         "epochs": len(history),
         "epoch taken": _least(losses) + 1 if losses else len(history),
         "mean": "trained" if options.train_mean else "frozen",
-        "context": named,
+        "context": context_name,
         "n_context": options.n_context,
         "n_sets": options.n_sets,
         "n_draws": options.n_draws,
@@ -280,5 +266,5 @@ def _record(
 
 
 def _least(losses: list[float]) -> int:
-    """Where the least number stands; what is not finite is never the least, as in the training."""
+    """Index of the least number; one that is not finite is never the least, as in the training."""
     return min(range(len(losses)), key=lambda i: losses[i] if isfinite(losses[i]) else inf)

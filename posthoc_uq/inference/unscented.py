@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from math import exp, inf, isfinite
+from math import exp
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.moment_objective import MomentObjective
 from posthoc_uq.inference.moment_options import MomentOptions
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.training import Group, train
+from posthoc_uq.inference.trained import trained_posterior
+from posthoc_uq.inference.training import Group, best_epoch, train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
-from posthoc_uq.posteriors.record import Evidence, Record
-from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 
@@ -79,23 +78,12 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
         progress=settings.progress,
     )
     task.seconds["training"] = time.perf_counter() - began
-    posterior = Posterior(
-        UTVI,
-        task.layers,
-        field.blocks(task.layers, samples),
-        {name: [name] for name in task.layers},
-        trained,
-        objective.likelihood(),
-        Evidence(samples, noise_power=0),  # the variances do not follow a later change of the noise variance
-        Record(_record(options, history, task, samples), dict(task.prepared.deterministic)),
-        centre={name: mean.detach() for name, mean in field.means.items()} if field.train_mean else None,
-        settings=Hyperparameters(float(samples), precision),
-    )
-    posterior.record.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    notes = _fit_notes(options, history, task, samples)
+    posterior = trained_posterior(UTVI, task, field, objective.likelihood(), notes, samples, precision)
+    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.noise != "fixed":
         words = {"learned": "learned with the posterior", "none": "none: the propagated variance is all"}
-        posterior.record.tuning["noise variance"] = words[options.noise]
-    posterior.model = task.model
+        posterior.history.tuning["noise variance"] = words[options.noise]
     return posterior
 
 
@@ -173,16 +161,14 @@ def _look_at_data(task: Task) -> tuple[int, Content | None]:
     return samples, content
 
 
-def _record(
+def _fit_notes(
     options: MomentOptions, history: list[dict[str, float]], task: Task, samples: int
 ) -> dict[str, Any]:
-    losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
-    finite = [loss if isfinite(loss) else inf for loss in losses]
     return {
         "samples": samples,
         "seed": task.settings.seed,
         "epochs": len(history),
-        "epoch taken": finite.index(min(finite)) + 1 if losses else len(history),
+        "epoch taken": best_epoch(history),
         "start": "a posterior" if options.initial is not None else options.start,
         "mean": "trained" if options.train_mean else "frozen",
         "objective": options.objective,

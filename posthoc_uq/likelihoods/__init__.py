@@ -1,4 +1,4 @@
-"""What a model's outputs mean. One file a likelihood; `Likelihood` says what a likelihood can be asked."""
+"""The likelihoods, one file each; `Likelihood` is their base class."""
 
 from posthoc_uq.likelihoods.base import Fisher, Likelihood
 from posthoc_uq.likelihoods.bernoulli import Bernoulli

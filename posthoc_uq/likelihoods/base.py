@@ -1,4 +1,4 @@
-"""What a model's outputs mean: the loss of a sample, the gradients whose squares are the Fisher, the prediction.
+"""The base class of likelihoods: the loss of a sample, the gradients whose squares are the Fisher, the prediction.
 
 The Fisher information is an expectation over labels drawn from the model's own predictive. It is delivered
 here as one or more tensors ``v``, shaped like the outputs, to pull back through the network: the Fisher of a
@@ -30,23 +30,23 @@ from posthoc_uq.randomness import sample_keys, uniforms
 Fisher = Literal["mc", "exact", "empirical"]
 Self = TypeVar("Self", bound="Likelihood")
 
-_CERTAIN = 50.0  # a logarithm of a ratio of densities beyond which they are simply different
+_CERTAIN = 50.0  # log ratios of densities are clamped here: larger ones add nothing
 
 
 class Likelihood(ABC):
     """``p(y | outputs)`` for one sample; subclass it to add one.
 
-    Only `log_prob` must be written. Every other method has a default, or an error in words that names what is missing
-    for what was asked; `docs/methods.md`, "A likelihood of your own", says which method serves what. Outputs are
+    Only `log_prob` must be written. Every other method has a default, or raises an error that names the missing method;
+    `docs/methods.md`, "A likelihood of your own", says which method is for what. Outputs are
     ``(samples, ...)``, the first dimension counts the samples, and a sample's outputs and targets depend on no other's.
 
     Attributes:
         name: in reports, messages and files; by default that of the class.
         logits: outputs are logits, which a posterior's temperature divides.
-        softmax: outputs are logits of several classes. A number that all of them share changes nothing, and heads may
-            look at those of the most probable classes alone.
+        softmax: outputs are logits of several classes. Adding a number to all of them changes nothing, and heads may
+            use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
-        noise_variance: of Gaussian noise on the outputs, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
+        noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
     """
 
@@ -61,7 +61,7 @@ class Likelihood(ABC):
         if not cls.name:
             cls.name = cls.__name__
         if "check" in cls.__dict__ and "fault" not in cls.__dict__:
-            cls.fault = Likelihood.fault  # a check of its own is not left out
+            cls.fault = Likelihood.fault  # its own check must run
 
     def defines(self, *methods: str) -> bool:
         """Whether these methods are the subclass's own, rather than the defaults here."""
@@ -70,7 +70,7 @@ class Likelihood(ABC):
     def _missing(self, method: str, purpose: str) -> PosthocUQError:
         return PosthocUQError(f"Likelihood {self.name!r} {purpose}; give it a method {method}.")
 
-    # What fits it
+    # Checks of outputs and targets
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Raise `PosthocUQError` where outputs or targets have the wrong shape, type or range. By default there must be
@@ -86,8 +86,8 @@ class Likelihood(ABC):
             raise PosthocUQError("Some targets are not finite.")
 
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
-        """`check` for a loop that must not wait for the device at every batch: shapes and types are checked at once,
-        and of the range there is a flag on the device, set where `check` would raise; None where all is checked.
+        """`check` for a loop that must not wait for the device at every batch. Shapes and types are checked at once.
+        The result is a flag on the device, true where `check` would raise for the range, or None where all is checked.
         """
         self.check(outputs, targets)
         return None
@@ -113,27 +113,27 @@ class Likelihood(ABC):
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gradient of ``-log p(y | outputs)`` by the outputs, shaped like them; by default by autograd."""
         with torch.inference_mode(False), torch.enable_grad():
-            own = wide(outputs.detach()).clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(-self.log_prob(own, targets).sum(), own)
+            inputs = wide(outputs.detach()).clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(-self.log_prob(inputs, targets).sum(), inputs)
         return gradient
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """Targets drawn from ``p(y | outputs)``, ``(samples, ...)``: a function of the outputs, the keys ``(samples,)``
-        and the number of the draw, with random numbers from `uniforms` alone.
+        and the number of the draw; all random numbers come from `uniforms`.
         """
         raise self._missing("draw(outputs, keys, draw)", "draws no targets")
 
     @staticmethod
     def uniforms(outputs: Tensor, keys: Tensor, draw: int, numbers: int = 1) -> Tensor:
-        """Random numbers in (0, 1) for `draw`, ``(samples, numbers)``: in float64, on the outputs' device, in float32
-        where it has nothing wider.
+        """Random numbers in (0, 1) for `draw`, ``(samples, numbers)``: on the outputs' device, in float64, or in
+        float32 where the device has no float64.
         """
-        found = uniforms(keys, (draw + 1) * numbers)[:, draw * numbers :]
-        return found.to(device=outputs.device, dtype=widest(outputs.device))
+        numbers_of_draw = uniforms(keys, (draw + 1) * numbers)[:, draw * numbers :]
+        return numbers_of_draw.to(device=outputs.device, dtype=widest(outputs.device))
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs; as few as there
-        are, since each is a backward pass. Without this method the Fisher takes drawn labels.
+        """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs; as few as
+        possible, since each costs a backward pass. Without this method the Fisher is by drawn labels.
         """
         raise self._missing(
             "exact_factors(outputs)", "has no exact expectation over labels, take fisher='mc'"
@@ -198,7 +198,7 @@ class Likelihood(ABC):
         raise self._missing("variance(outputs)", "does not say what variance the target has")
 
     def entropy(self, outputs: Tensor) -> Tensor:
-        """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; a temperature that is matched goes by it."""
+        """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; by which a temperature is matched."""
         raise self._missing("entropy(outputs)", "does not say how undecided the network is")
 
     # Predictions
@@ -217,7 +217,7 @@ class Likelihood(ABC):
 
     def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> Prediction:
         """`from_draws` for outputs that come block by block, ``(draws, samples, ...)`` each; a likelihood whose
-        prediction needs no draw again sums them up instead of keeping them.
+        prediction needs each draw only once sums them up instead of keeping them.
         """
         return self.from_draws(torch.cat(list(blocks)), noise)
 
@@ -250,12 +250,13 @@ class Likelihood(ABC):
                 f"link={link!r} makes probabilities of Gaussian logits; likelihood {self.name!r} predicts by draws of "
                 f"the outputs: link='mc'."
             )
-        own = self if noise is None else self.with_noise(noise)
-        return DrawnPrediction.from_gaussian(mean, variance, own, covariance, n_draws)
+        likelihood = self if noise is None else self.with_noise(noise)
+        return DrawnPrediction.from_gaussian(mean, variance, likelihood, covariance, n_draws)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
-        """``KL(p(y | outputs) || prediction)`` of every sample, ``(samples,)``, in nats; of several outputs of a
-        regression, their mean. Without this method there is no faithful prior, and a fit takes the evidence;
+        """``KL(p(y | outputs) || prediction)`` of every sample, ``(samples,)``, in nats; for a
+        regression of several outputs, their mean. Without this method there is no faithful prior, and a fit uses the
+        evidence;
         `drawn_divergence` estimates it.
 
         Args:
@@ -278,9 +279,9 @@ class Likelihood(ABC):
     def drawn_divergence(self, outputs: Tensor, prediction: DrawnPrediction, n_draws: int = 64) -> Tensor:
         """`divergence` by drawn targets, for a `divergence` without a closed form.
 
-        With ``r = prediction(y) / p(y | outputs)`` it is the mean of ``2 (r - 1 - log r) / (1 + r)`` over targets of
-        which half come from the likelihood and half from the prediction: never negative, and of a small variance where
-        the two are close.
+        With ``r = prediction(y) / p(y | outputs)`` it is the mean of ``2 (r - 1 - log r) / (1 + r)`` over targets, half
+        from the likelihood and half from the prediction. It is never negative, and its variance is small where the two
+        are close.
         """
         keys = sample_keys([outputs], len(outputs), 0)  # the same in every batch
         half = max(1, n_draws // 2)
@@ -293,59 +294,59 @@ class Likelihood(ABC):
         return total / len(drawn)
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """Whether models with drawn weights still decide as the trained one does; a fit by the evidence warns if not.
+        """Whether models with drawn weights decide as the trained one does; a fit by the evidence warns if not.
 
         Args:
             outputs: of the trained network, ``(samples, ...)``.
-            draws: of drawn ones, ``(draws, samples, ...)``.
+            draws: outputs of models with drawn weights, ``(draws, samples, ...)``.
         """
         return True
 
-    # Classes, by which the novelty of inputs is told
+    # Classes, for the novelty of inputs
 
     def classes(self, outputs: int) -> int:
-        """How many classes a model of so many outputs tells apart; 1 where there are none."""
+        """The number of classes of a model with so many outputs; 1 where outputs are no classes."""
         return 1
 
     def predicted_class(self, outputs: Tensor) -> Tensor:
         """The class of every sample, ``(samples,)`` int64, below `classes`."""
         return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
 
-    # Noise
+    # Observation noise
 
     def with_noise(self: Self, noise_variance: Tensor) -> Self:
-        """The same likelihood with another `noise_variance`, positive; it is kept as it is, gradients included."""
-        found = copy.copy(self)
-        found.noise_variance = noise_variance
-        return found
+        """A copy with another `noise_variance`, positive; the tensor itself is kept, with its gradients."""
+        likelihood = copy.copy(self)
+        likelihood.noise_variance = noise_variance
+        return likelihood
 
     def residual_sums(self, log_likelihood: float, samples: int, outputs: int) -> tuple[float, int]:
-        """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`:
-        what the log marginal likelihood needs to follow a change of the noise. Nothing where there is no noise.
+        """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`.
+        The log marginal likelihood needs them when the noise variance changes. Zeros where there is no noise variance.
         """
         return 0.0, 0
 
     # Files
 
     def attributes(self) -> dict[str, Any]:
-        """Plain values that tell this object from others of its class, the name among them: all that a file keeps. By
-        default its attributes whose names do not begin with an underscore.
+        """The plain values that a file keeps of this object, its name among them. By default its attributes whose names
+        do not begin with an underscore.
 
         Raises:
-            PosthocUQError: an attribute is no plain value.
+            PosthocUQError: an attribute is not a plain value.
         """
-        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {
             "name": self.name,
-            **{name: plain_value(self.name, name, value) for name, value in own.items()},
+            **{name: plain_value(self.name, name, value) for name, value in values.items()},
         }
 
     @classmethod
     def restore(cls: type[Self], attributes: Mapping[str, Any]) -> Self:
-        """The likelihood that `attributes` described; asked of the likelihoods of this package alone."""
-        noise = attributes.get("noise_variance")
-        return cls() if noise is None else cls().with_noise(host_double(noise))
+        """The likelihood with these `attributes`; only called for the likelihoods of this package."""
+        noise_variance = attributes.get("noise_variance")
+        return cls() if noise_variance is None else cls().with_noise(host_double(noise_variance))
 
     def identity(self) -> dict[str, Any]:
-        """What tells two fits apart, of which one goes on where the other stopped."""
+        """What must be the same for a fit to go on where another one stopped."""
         return {"name": self.name, **vars(self)}

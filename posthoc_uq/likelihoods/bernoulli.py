@@ -73,7 +73,7 @@ class Bernoulli(Likelihood):
         return entropy_of_logits(torch.cat([torch.zeros_like(logits), logits], dim=1))
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of the samples have the same more probable class."""
+        """At least three quarters of the samples keep their more probable class."""
         same = (draws.sigmoid().mean(0) > 0.5) == (outputs > 0)
         return not bool(same.float().mean() < AGREEMENT)
 

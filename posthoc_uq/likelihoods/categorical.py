@@ -20,7 +20,7 @@ from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.streaming import classes_of_draws
 
 AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
-_TOLERANCE = 1e-4  # of a sum of probabilities, and more where half precision rounds it
+_TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
 
 
 class Categorical(Likelihood):
@@ -57,8 +57,8 @@ class Categorical(Likelihood):
 
     @staticmethod
     def _indices(outputs: Tensor, targets: Tensor) -> Tensor:
-        """The labels as indices that are safe where nobody has looked at a `fault` yet: one out of range would end a
-        process that uses CUDA.
+        """The labels as indices, clamped: `fault` may not have been read yet, and on CUDA an index out of range
+        ends the process.
         """
         return targets.long().clamp(0, outputs.shape[1] - 1)
 
@@ -66,8 +66,8 @@ class Categorical(Likelihood):
         return outputs >= 2
 
     def seems_applied(self, outputs: Tensor) -> bool:
-        """Every row is non-negative and sums to 1; of rows that are all one and the same, the outputs must come out of
-        a softmax too.
+        """Every row is non-negative and sums to 1; where all rows are equal, the outputs must also come out
+        of a softmax.
         """
         values = outputs.detach().float()
         if values.ndim != 2 or values.shape[1] < 2:
@@ -93,7 +93,7 @@ class Categorical(Likelihood):
         return entropy_of_logits(as_double(outputs.reshape(len(outputs), -1)))
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of the samples have the same most probable class."""
+        """At least three quarters of the samples keep their most probable class."""
         same = draws.softmax(-1).mean(0).argmax(-1) == outputs.argmax(-1)
         return not bool(same.float().mean() < AGREEMENT)
 
@@ -133,15 +133,15 @@ class Categorical(Likelihood):
         )
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        # diag(p) - p p^T has a rank less than classes. Its Cholesky factor (Tanabe & Sagae 1992) has a column for each
-        # choice between a class and all after it, where none before it was taken.
+        # diag(p) - p p^T has rank classes - 1. Its Cholesky factor (Tanabe & Sagae 1992) has a column for each choice
+        # between a class and all classes after it, given that no earlier class was chosen.
         logits = wide(outputs)
-        whole = left = logits.logsumexp(1, keepdim=True)
+        log_total = log_remaining = logits.logsumexp(1, keepdim=True)
         for label in range(outputs.shape[1] - 1):
-            after = logits[:, label + 1 :]
-            rest = after.logsumexp(1, keepdim=True)
-            # The root of P(none before) P(this | none before) P(after | none before).
-            weight = (0.5 * (logits[:, label : label + 1] + rest - left - whole)).exp()
+            later_logits = logits[:, label + 1 :]
+            log_after = later_logits.logsumexp(1, keepdim=True)
+            # The root of P(none earlier) P(this | none earlier) P(a later one | none earlier).
+            weight = (0.5 * (logits[:, label : label + 1] + log_after - log_remaining - log_total)).exp()
             earlier = logits.new_zeros(logits.shape[0], label)
-            yield torch.cat([earlier, weight, -weight * (after - rest).exp()], 1)
-            left = rest
+            yield torch.cat([earlier, weight, -weight * (later_logits - log_after).exp()], 1)
+            log_remaining = log_after

@@ -1,4 +1,4 @@
-"""Regression: means with Gaussian noise."""
+"""Regression: means with Gaussian observation noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.likelihoods.base import Likelihood
 from posthoc_uq.likelihoods.outputs import wide
 from posthoc_uq.predictions.links import DRAWS
-from posthoc_uq.predictions.regression import RegressionPrediction, fitting_noise
+from posthoc_uq.predictions.regression import RegressionPrediction, placed_noise_variance
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.streaming import values_of_draws
 from posthoc_uq.randomness import uniforms
@@ -36,15 +36,19 @@ class Gaussian(Likelihood):
         try:
             if isinstance(noise_variance, bool):
                 raise TypeError
-            noise = host_double(noise_variance).detach().flatten()
+            noise_variances = host_double(noise_variance).detach().flatten()
         except (TypeError, ValueError, RuntimeError):
             raise PosthocUQError(
                 f"noise_variance must be a number, or one number an output, not a {type(noise_variance).__name__}; it "
                 f"is the same for every input."
             ) from None
-        if noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
-            raise PosthocUQError(f"noise_variance must be positive and finite, not {noise.tolist()}.")
-        self.noise_variance = noise  # pyright: ignore[reportIncompatibleVariableOverride]
+        if noise_variances.numel() == 0 or not bool(
+            (torch.isfinite(noise_variances) & (noise_variances > 0)).all()
+        ):
+            raise PosthocUQError(
+                f"noise_variance must be positive and finite, not {noise_variances.tolist()}."
+            )
+        self.noise_variance = noise_variances  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "noise_variance": self.noise_variance.tolist()}
@@ -54,9 +58,9 @@ class Gaussian(Likelihood):
         return cls(host_double(attributes["noise_variance"]))
 
     def residual_sums(self, log_likelihood: float, samples: int, outputs: int) -> tuple[float, int]:
-        noise = self.noise_variance.expand(outputs)
-        constant = float((noise.log() + log(2 * pi)).sum()) * samples
-        # What is left of the log likelihood; rounding can leave a little less than nothing.
+        noise_variance = self.noise_variance.expand(outputs)
+        constant = float((noise_variance.log() + log(2 * pi)).sum()) * samples
+        # The rest of the log likelihood; rounding can make it slightly negative.
         return max(0.0, -2 * log_likelihood - constant), samples * outputs
 
     def noise(self, outputs: Tensor) -> Tensor:
@@ -99,23 +103,25 @@ class Gaussian(Likelihood):
         return self.noise_variance.numel() in (1, outputs)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        noise = self.noise(outputs)
-        terms = -0.5 * (self.residuals(outputs, targets) ** 2 / noise + noise.log() + log(2 * pi))
+        noise_variance = self.noise(outputs)
+        terms = -0.5 * (
+            self.residuals(outputs, targets) ** 2 / noise_variance + noise_variance.log() + log(2 * pi)
+        )
         return terms.reshape(outputs.shape[0], -1).sum(1)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
-        # KL(N(f, s) || N(m, s + v)) of every output, whose noise s is the prediction's
-        noise, total = prediction.noise_variance, prediction.variance
+        # KL(N(f, s) || N(m, s + v)) of every output, with the prediction's noise variance s
+        noise_variance, total = prediction.noise_variance, prediction.variance
         squares = (prediction.mean - wide(outputs)).square()
-        terms = 0.5 * ((noise + squares) / total - 1 + (total / noise).log())
+        terms = 0.5 * ((noise_variance + squares) / total - 1 + (total / noise_variance).log())
         return terms.reshape(outputs.shape[0], -1).mean(1)
 
     def expected_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
     ) -> Tensor:
         """In closed form: ``log p(y | mean) - variance / (2 noise)``, summed over outputs."""
-        spent = 0.5 * wide(variance) / self.noise(mean)
-        return self.log_prob(mean, targets) - spent.reshape(mean.shape[0], -1).sum(1)
+        penalty = 0.5 * wide(variance) / self.noise(mean)
+        return self.log_prob(mean, targets) - penalty.reshape(mean.shape[0], -1).sum(1)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
@@ -132,13 +138,13 @@ class Gaussian(Likelihood):
         return self.noise(outputs).expand(outputs.shape)
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """The mean of the drawn ones is no further from the trained one's than the noise, in mean square."""
+        """The mean of the draws is not further from the trained outputs, in mean square, than the noise variance."""
         squares = (draws.mean(0) - outputs).square().mean(0)
         return not bool((squares > self.noise(outputs)).any())
 
     def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> RegressionPrediction:
-        given = self.noise_variance if noise is None else noise
-        return RegressionPrediction.from_samples(outputs, fitting_noise(given, outputs.device))
+        variance = self.noise_variance if noise is None else noise
+        return RegressionPrediction.from_samples(outputs, placed_noise_variance(variance, outputs.device))
 
     def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> RegressionPrediction:
         return values_of_draws(blocks, self.noise_variance if noise is None else noise)
@@ -154,8 +160,8 @@ class Gaussian(Likelihood):
         noise: Tensor | None = None,
     ) -> RegressionPrediction:
         """In closed form, whatever the link."""
-        given = self.noise_variance if noise is None else noise
-        return RegressionPrediction(mean, variance, fitting_noise(given, mean.device))
+        noise_variance = self.noise_variance if noise is None else noise
+        return RegressionPrediction(mean, variance, placed_noise_variance(noise_variance, mean.device))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.residuals(outputs, targets) / self.noise(outputs)

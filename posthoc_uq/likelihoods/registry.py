@@ -14,7 +14,7 @@ from posthoc_uq.likelihoods.categorical import Categorical
 from posthoc_uq.likelihoods.gaussian import Gaussian
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
-"""Those of this package, by the name that `fit` takes."""
+"""The likelihoods of this package, by the name that `fit` takes."""
 
 
 def resolve_likelihood(
@@ -23,7 +23,7 @@ def resolve_likelihood(
     """The `Likelihood` of that name, or the object itself.
 
     Raises:
-        PosthocUQError: the name is unknown, or a noise is given for something that has none.
+        PosthocUQError: the name is unknown, or a noise variance is passed for a likelihood that has none.
     """
     if isinstance(likelihood, Likelihood):
         if noise_variance is not None:
@@ -41,10 +41,10 @@ def resolve_likelihood(
 
 
 def described(likelihood: Likelihood) -> dict[str, Any]:
-    """A likelihood as a file keeps it: its attributes; of a class of the user's also the name of the class.
+    """A likelihood as a file keeps it: its attributes, and for a user's class the name of the class.
 
     Raises:
-        PosthocUQError: an attribute is no plain value.
+        PosthocUQError: an attribute is not a plain value.
     """
     attributes = likelihood.attributes()
     if LIKELIHOODS.get(likelihood.name) is type(likelihood):
@@ -58,15 +58,15 @@ def described(likelihood: Likelihood) -> dict[str, Any]:
 
 
 def likelihood_from_attributes(description: Mapping[str, Any], given: Likelihood | None = None) -> Likelihood:
-    """The likelihood that `described` described: made anew if it is one of this package's, else the one given. No code
-    is looked up by a name that stands in a file.
+    """The likelihood of a description by `described`: made anew if its class is this package's, else `given`. No code
+    is looked up by a name in a file.
 
     Args:
         description: plain values.
         given: an object of the class and with the attributes that are described.
 
     Raises:
-        PosthocUQError: the class is the user's and no object is given, or the one given is another.
+        PosthocUQError: the class is the user's and no object is given, or `given` is another likelihood.
     """
     if given is not None:
         _check_same(description, given)
@@ -81,37 +81,37 @@ def likelihood_from_attributes(description: Mapping[str, Any], given: Likelihood
 
 
 def _check_same(description: Mapping[str, Any], given: Likelihood) -> None:
-    """Refuse a likelihood that is not the one described. A class that was, or is, defined in a script has no module to
-    compare.
+    """Refuse a likelihood that is not the described one. The module of a class is not compared where the class was,
+    or is, defined in a script.
     """
-    own = described(given)
-    file_class, own_class = description.get("class"), own.get("class")
-    if file_class is None or own_class is None:
-        same = file_class == own_class
+    offered = described(given)
+    file_class, given_class = description.get("class"), offered.get("class")
+    if file_class is None or given_class is None:
+        same = file_class == given_class
     else:
-        (module, name), (own_module, own_name) = file_class.split(":"), own_class.split(":")
-        same = name == own_name and (module == own_module or "__main__" in (module, own_module))
+        (module, name), (given_module, given_name) = file_class.split(":"), given_class.split(":")
+        same = name == given_name and (module == given_module or "__main__" in (module, given_module))
     if not same:
         raise PosthocUQError(
-            f"it was fitted with the likelihood {_named(description)}, and likelihood= is {_named(own)}; pass an "
+            f"it was fitted with the likelihood {_named(description)}, and likelihood= is {_named(offered)}; pass an "
             f"object of the same class."
         )
-    kept = description if file_class is None else description["attributes"]
-    found = given.attributes()
-    other = sorted(name for name in {*kept, *found} if kept.get(name) != found.get(name))
-    if other:
+    fitted = description if file_class is None else description["attributes"]
+    new = given.attributes()
+    different = sorted(name for name in {*fitted, *new} if fitted.get(name) != new.get(name))
+    if different:
         raise PosthocUQError(
             f"it was fitted with the likelihood {_named(description)}, whose "
-            + ", ".join(f"{name} was {kept.get(name)!r}" for name in other)
+            + ", ".join(f"{name} was {fitted.get(name)!r}" for name in different)
             + "; of likelihood= "
-            + ", ".join(f"{name} is {found.get(name)!r}" for name in other)
+            + ", ".join(f"{name} is {new.get(name)!r}" for name in different)
             + "."
         )
 
 
 def _named(description: Mapping[str, Any]) -> str:
-    own = description.get("class")
-    return repr(description["name"]) + ("" if own is None else f" of the class '{own}'")
+    class_name = description.get("class")
+    return repr(description["name"]) + ("" if class_name is None else f" of the class '{class_name}'")
 
 
 def _short(qualified: str) -> str:

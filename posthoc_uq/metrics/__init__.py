@@ -1,7 +1,7 @@
-"""Scores of predictions against what was observed: Python floats, and named tuples of tensors for curves.
+"""Scores of predictions against observed targets: Python floats, and named tuples of tensors for curves.
 
-Thin on purpose: torchmetrics computes wherever it has the metric (imported inside the functions: it takes
-seconds to load, which a program that only predicts should not have to wait for). Everything is evaluated on
+torchmetrics computes every metric that it has. It is imported inside the functions: it takes seconds to load,
+which a program that only predicts should not wait for. Everything is evaluated on
 the CPU, from float64 values, and no function draws random numbers. A NaN is refused with a `NonFiniteError`
 rather than counted as a wrong answer, or a right one.
 """

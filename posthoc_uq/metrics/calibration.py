@@ -1,7 +1,7 @@
 """Calibration errors of class probabilities, in bins of equal width or of equal mass.
 
 Bins of equal width are [k / bins, (k + 1) / bins), the last one closed. Bins of equal mass hold the same number
-of inputs, up to one; inputs of equal confidence always share a bin, the one of the first of them in ascending
+of inputs, up to one; inputs of equal confidence always share the bin of the first of them in ascending
 order, so that the order of the inputs does not matter.
 """
 
@@ -55,8 +55,8 @@ def expected_calibration_error(
     if binning == "equal_mass":
         confidence, predicted = probs.max(dim=-1)
         return _gap(_binned(confidence, predicted == labels, bins, binning))
-    # torchmetrics puts a confidence of exactly 1 into a bin of its own and takes anything above 1, be it by
-    # rounding, for a sign that these are logits
+    # torchmetrics puts a confidence of exactly 1 into a separate bin, and treats numbers as logits if one is above 1,
+    # be it by rounding
     below_one = 1 - torch.finfo(torch.float32).eps / 2
     return multiclass_calibration_error(
         probs.clamp(0, below_one), labels, num_classes=probs.shape[1], n_bins=bins, norm="l1"
@@ -82,7 +82,7 @@ def classwise_calibration_error(
     probabilities of class c of all n inputs: the static calibration error of Nixon et al. ("Measuring
     Calibration in Deep Learning", CVPR workshops 2019), the classwise-ECE of Kull et al. ("Beyond temperature
     scaling", NeurIPS 2019); with bins of equal mass Nixon's adaptive calibration error. With many classes it is
-    small by nature, because most probabilities are: compare models on the same data only.
+    small because most probabilities are small: compare models on the same data only.
 
     Args, Raises: as `expected_calibration_error`.
     """

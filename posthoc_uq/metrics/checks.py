@@ -1,4 +1,4 @@
-"""What every metric demands of its input, and how it is brought to float64 on the CPU."""
+"""Checks of the inputs of metrics, and their conversion to float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def classified(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         )
     probs = plain(probs)
     refuse_nan(probs=probs)
-    # half precision rounds by less than this
+    # half precision rounds by less than 0.01
     if float(probs.min()) < -0.01 or float(probs.max()) > 1.01:
         raise PosthocUQError(
             f"probs must lie between 0 and 1, but range from {float(probs.min()):.3g} to "
@@ -80,8 +80,10 @@ def same_shape(**tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def refuse_nan(**tensors: Tensor) -> None:
-    """Raises:
-    NonFiniteError: one of them holds a NaN.
+    """Refuse NaN.
+
+    Raises:
+        NonFiniteError: one of the tensors holds a NaN.
     """
     for name, tensor in tensors.items():
         wrong = int(tensor.isnan().sum())

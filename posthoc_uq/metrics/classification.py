@@ -45,10 +45,10 @@ def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:
     probs, labels = classified(probs, labels)
     if not 1 <= k <= probs.shape[1]:
         raise PosthocUQError(f"top_k_accuracy needs k between 1 and the {probs.shape[1]} classes, not {k}.")
-    # not torchmetrics: which of equal probabilities (often zeros) its top k holds is left to torch.topk
-    own = probs.gather(-1, labels.unsqueeze(-1))
+    # not torchmetrics: among equal probabilities (often zeros) its choice is up to torch.topk
+    of_label = probs.gather(-1, labels.unsqueeze(-1))
     earlier = torch.arange(probs.shape[1], device="cpu") < labels.unsqueeze(-1)
-    ahead = ((probs > own) | ((probs == own) & earlier)).sum(dim=-1)
+    ahead = ((probs > of_label) | ((probs == of_label) & earlier)).sum(dim=-1)
     return (ahead < k).double().mean().item()
 
 

@@ -1,7 +1,7 @@
 """How well a score tells foreign (out-of-distribution) inputs from familiar ones.
 
-Any score will do whose larger values mean stranger: only its order counts, so it may be infinite and of any
-scale. The foreign inputs are the positive class throughout.
+Any score whose larger values mean stranger inputs can be used: only its order counts, so it may be infinite and
+of any scale. The foreign inputs are always the positive class.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ood_fpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.95) -> float:
     """Share of familiar inputs flagged when the threshold is set to catch a share `tpr` of the foreign ones.
 
     An input is flagged where score >= threshold, and the threshold is the largest one that flags at least
-    `tpr` of the foreign inputs; equal scores are flagged together. Smaller is better. Beware that some of the
+    `tpr` of the foreign inputs; equal scores are flagged together. Smaller is better. Some of the
     literature (Hendrycks and Gimpel 2017; Liang et al. 2018) quotes as FPR95 the share of foreign inputs
     accepted when 95 % of the familiar ones are; to get that, swap the two and negate the scores.
 

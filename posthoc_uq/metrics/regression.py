@@ -99,7 +99,7 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
 def interval_sharpness(lower: Tensor, upper: Tensor) -> float:
     """Mean width of the intervals over all inputs and outputs, in units of the output.
 
-    Of models whose intervals cover equally often, the one with the narrower intervals says more (Gneiting,
+    Of models whose intervals cover equally often, the one with narrower intervals is better (Gneiting,
     Balabdaoui and Raftery, "Probabilistic forecasts, calibration and sharpness", JRSS B 2007).
 
     Raises:
@@ -119,7 +119,7 @@ def coverage_curve(
     *,
     kind: Literal["interval", "quantile"] = "interval",
 ) -> CoverageCurve:
-    """How often N(mean, variance) really covers, for each level at which it should.
+    """The observed coverage of N(mean, variance) at each nominal level.
 
     With "interval": the share of targets inside the central interval of that probability,
     `|y - mean| <= Phi^-1((1 + level) / 2) s`. With "quantile": the share at or below the quantile of that level,
@@ -141,18 +141,18 @@ def coverage_curve(
         raise PosthocUQError(f"levels must be numbers strictly between 0 and 1, not {values}.")
     z = _standardised("coverage_curve", mean, variance, targets).flatten()
     if kind == "interval":
-        needed = torch.special.erf(z.abs() / math.sqrt(2))
+        needed_level = torch.special.erf(z.abs() / math.sqrt(2))
     elif kind == "quantile":
-        needed = torch.special.ndtr(z)
+        needed_level = torch.special.ndtr(z)
     else:
         raise PosthocUQError(f"kind must be 'interval' or 'quantile', not {kind!r}.")
     nominal = torch.tensor(values, dtype=torch.float64, device="cpu")
-    covered = torch.searchsorted(needed.sort().values, nominal, right=True)
-    return CoverageCurve(nominal, covered.double() / len(needed))
+    covered = torch.searchsorted(needed_level.sort().values, nominal, right=True)
+    return CoverageCurve(nominal, covered.double() / len(needed_level))
 
 
 def _standardised(name: str, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-    """(targets - mean) / s; where s is 0, infinite with the sign of the error, or 0 where there is none."""
+    """(targets - mean) / s. Where s is 0: infinite with the sign of the error, or 0 without an error."""
     if bool((variance < 0).any()):
         raise PosthocUQError(f"{name} needs a variance that is nowhere negative.")
     z = (targets - mean) / variance.sqrt()

@@ -1,8 +1,8 @@
-"""Selective prediction: what is left of the errors when the most uncertain inputs are handed to someone else.
+"""Selective prediction: the errors that remain when the most uncertain inputs are referred to someone else.
 
-Inputs are retained in the order of an uncertainty, the smallest first. Where scores are equal the order among them
-is open; every number here is then the mean over all their orders (for `selective_auc`, tied inputs at the border
-are retained in part), so that the order in which inputs come never matters.
+Inputs are retained in the order of an uncertainty, the smallest first. Where scores tie, every number here is the mean
+over all orders of the tied inputs (for `selective_auc`, tied inputs at the border are retained in part), so that the
+order of the inputs never matters.
 
 A referral rate leaves `floor(rate * inputs)` inputs to the expert, as in the protocol of Rudner et al. ("Tractable
 Function-Space Variational Inference in Bayesian Neural Networks", NeurIPS 2022, appendix D.4).
@@ -26,9 +26,9 @@ class RiskCoverage(NamedTuple):
 
     Attributes:
         coverage: share of inputs retained, k / inputs for k = 1, ..., inputs.
-        risk: mean loss of the retained ones, in units of the loss.
-        thresholds: the scores in ascending order: retained are inputs with score <= threshold, of those whose
-            score equals it as many as the coverage asks for.
+        risk: mean loss of the retained inputs, in units of the loss.
+        thresholds: the scores in ascending order: inputs with score <= threshold are retained; of those whose
+            score equals it, as many as the coverage needs.
     """
 
     coverage: Tensor
@@ -43,7 +43,7 @@ class RiskCoverage(NamedTuple):
 
 
 def risk_coverage(scores: Tensor, losses: Tensor) -> RiskCoverage:
-    """Mean loss of the k inputs that the score is surest of, for every k.
+    """Mean loss of the k inputs with the smallest scores, for every k.
 
     Geifman and El-Yaniv, "Selective Classification for Deep Neural Networks", NeurIPS 2017. The risk within a
     run of equal scores is its mean over the orders of that run, and so is the area.
@@ -61,8 +61,8 @@ def risk_coverage(scores: Tensor, losses: Tensor) -> RiskCoverage:
     thresholds, order = scores.sort(stable=True)
     group = torch.unique_consecutive(thresholds, return_inverse=True)[1]
     mean = torch.bincount(group, weights=losses[order]) / torch.bincount(group)
-    kept = torch.arange(1, len(scores) + 1, dtype=torch.float64, device="cpu")
-    return RiskCoverage(kept / len(scores), mean[group].cumsum(0) / kept, thresholds)
+    retained_counts = torch.arange(1, len(scores) + 1, dtype=torch.float64, device="cpu")
+    return RiskCoverage(retained_counts / len(scores), mean[group].cumsum(0) / retained_counts, thresholds)
 
 
 def selective_accuracy(
@@ -85,7 +85,7 @@ def selective_accuracy(
     """
     probs, labels = classified(probs, labels)
     curve = _miss_curve(scores, probs, labels)
-    return 1 - curve.risk[[kept - 1 for kept in retained(rates, len(labels))]]
+    return 1 - curve.risk[[count - 1 for count in retained(rates, len(labels))]]
 
 
 def selective_accuracy_area(scores: Tensor, probs: Tensor, labels: Tensor) -> float:
@@ -102,10 +102,10 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
 
     With two classes this is the area under the ROC curve of P(class 1). With more it is the plain mean over
     classes of the AUC of that class against the rest (macro, one versus rest), over the classes that some but
-    not all of the retained inputs have. Where no class is left to tell apart, the entry is NaN.
+    not all of the retained inputs have. Where there is no such class, the entry is NaN.
 
-    Inputs that tie at the border are retained in part: each with the share of them that the rate leaves, as
-    its weight in the AUC.
+    Inputs that tie at the border are retained in part: the weight of each in the AUC is the share of them that the
+    rate leaves.
 
     Args, Raises: as `selective_accuracy`.
 
@@ -116,19 +116,19 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
     scores = row("scores", scores, len(labels))
     ascending = scores.sort().values
     values: list[float] = []
-    for kept in retained(rates, len(labels)):
-        border = ascending[kept - 1]
+    for count in retained(rates, len(labels)):
+        border = ascending[count - 1]
         inside, tied = scores < border, scores == border
-        weights = inside.double() + tied * ((kept - inside.sum()) / tied.sum().double())
-        held = weights > 0
-        values.append(_macro_auc(probs[held], labels[held], weights[held]))
+        weights = inside.double() + tied * ((count - inside.sum()) / tied.sum().double())
+        used = weights > 0
+        values.append(_macro_auc(probs[used], labels[used], weights[used]))
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def referral_threshold(scores: Tensor, rate: float) -> float:
     """The smallest threshold that refers at most a share `rate`, when score > threshold is referred.
 
-    It is a score itself, namely the one that ranks `floor(rate * inputs) + 1` from above. Inputs whose score
+    It is the score that ranks `floor(rate * inputs) + 1` from above. Inputs whose score
     equals it are all retained, so with ties fewer than `rate` may be referred. `rate = 1` gives minus infinity.
 
     Args:
@@ -151,7 +151,7 @@ def _miss_curve(scores: Tensor, probs: Tensor, labels: Tensor) -> RiskCoverage:
 
 
 def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
-    """How many inputs each rate leaves, at least one."""
+    """The number of inputs that each rate retains, at least one."""
     values = [float(rate) for rate in rates]
     if not values or not all(0 <= rate < 1 for rate in values):
         raise PosthocUQError(
@@ -161,8 +161,8 @@ def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
 
 
 def referred_count(rate: float, inputs: int) -> int:
-    """How many inputs a rate refers at most."""
-    # a rate that came through float32 lies up to 6e-8 below what was meant: 0.7 of 10 are 7
+    """The largest number of inputs that a rate refers."""
+    # a rate in float32 may be up to 6e-8 too small, and 0.7 of 10 must be 7
     return math.floor(rate * inputs + min(1e-7 * inputs, 0.1))
 
 

@@ -1,8 +1,8 @@
 """How extreme an input is among familiar ones, by several scores at once.
 
 The tail probability of a score is the share of familiar inputs whose score is at least as large. It has no units, so
-those of different scores can be compared; an input counts by the smallest of its own, that is, by the score that finds
-it most extreme.
+those of different scores can be compared. An input is judged by the smallest of its tail probabilities, that is, by the
+score that finds it most extreme.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from posthoc_uq.metrics.checks import plain, row
 from posthoc_uq.metrics.selective import referred_count
 
 QUANTILES = 200
-"""How many points of a tail are kept at most."""
-_LINE_FROM = 0.1  # the share of familiar inputs whose scores say how the tail goes on
+"""The number of points of a tail that are kept at most."""
+_LINE_FROM = 0.1  # the tail is extrapolated from this share of familiar inputs with the largest scores
 
 
 class Tail(NamedTuple):
@@ -39,9 +39,9 @@ def tail_of(scores: Tensor, points: int | None = None) -> Tail:
 
     Args:
         scores: (inputs,), finite.
-        points: how many to keep at most, an even number; all if None. Of more inputs than points, the upper half of
-            the points are the largest scores, one by one, and the others lie ever further apart, their ranks in a
-            geometric row. So small shares are resolved however many inputs there are.
+        points: how many to keep at most, an even number; all if None. With more inputs than points, half of the points
+            are the largest scores, one by one, and the ranks of the others form a geometric sequence. So small shares
+            are resolved for any number of inputs.
 
     Raises:
         PosthocUQError: no scores, or not (inputs,).
@@ -62,7 +62,7 @@ def tail_probability(tail: Tail, scores: Tensor) -> Tensor:
     """The share of familiar inputs whose score is at least as large, in [0, 1], by linear interpolation.
 
     It is 0 above the largest familiar score, 1 at the smallest and below, and never grows with the score. At a score
-    that several points have it is the largest of their shares.
+    shared by several points it is the largest of their shares.
 
     Args:
         tail: from `tail_of`.
@@ -71,22 +71,22 @@ def tail_probability(tail: Tail, scores: Tensor) -> Tensor:
     Returns:
         (inputs,), float64, on the CPU; NaN where the score is.
     """
-    found = plain(scores)
+    values = plain(scores)
     points = len(tail.values)
-    at_least = points - torch.searchsorted(tail.values.flip(0), found)
+    at_least = points - torch.searchsorted(tail.values.flip(0), values)
     left = (at_least - 1).clamp(0, points - 1)
     right = (left + 1).clamp(max=points - 1)
     width = tail.values[left] - tail.values[right]
-    part = torch.where(width > 0, (tail.values[left] - found) / width, 0.0).clamp(0, 1)
+    part = torch.where(width > 0, (tail.values[left] - values) / width, 0.0).clamp(0, 1)
     shares = tail.shares[left] + part * (tail.shares[right] - tail.shares[left])
     shares = torch.where(at_least == 0, 0.0, torch.where(at_least == points, 1.0, shares))
-    return torch.where(found.isnan(), torch.nan, shares)
+    return torch.where(values.isnan(), torch.nan, shares)
 
 
 def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> Tensor:
     """One score from several: ``-log min_s p_s(x)``, with the tail probabilities `p_s` among familiar inputs.
 
-    Beyond the largest familiar score of `s`, where the share is 0, ``-log p_s`` goes on as a straight line, so that
+    Beyond the largest familiar score of `s`, where the share is 0, ``-log p_s`` continues as a straight line, so that
     very foreign inputs do not tie. It starts at ``log(inputs)`` and has the slope of the line between the point where
     a tenth of the familiar inputs lie above and the largest of them: an exponential tail. Where the familiar scores
     are all the same there is no slope, and any larger score gives infinity.
@@ -106,12 +106,14 @@ def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> 
         raise PosthocUQError(
             f"joint_tail needs the same scores on both sides, not {sorted(familiar)} and {sorted(scores)}."
         )
-    known, judged = _columns(familiar), _columns(scores)
-    return torch.stack([_surprise(tail_of(known[name]), judged[name]) for name in known]).amax(0)
+    familiar_columns, columns = _columns(familiar), _columns(scores)
+    return torch.stack(
+        [_surprise(tail_of(familiar_columns[name]), columns[name]) for name in familiar_columns]
+    ).amax(0)
 
 
 def referral_thresholds(scores: Mapping[str, Tensor], rate: float) -> dict[str, float]:
-    """Thresholds of several scores that together refer at most a share `rate`, when any score above its own refers.
+    """Thresholds of several scores that together refer at most a share `rate`; any score above its own refers an input.
 
     Every input gets the smallest of its tail probabilities among these very inputs (ties count in full: inputs whose
     score is equal or larger). With ``k = floor(rate * inputs)``, the border is the one that ranks ``k + 1`` from below,
@@ -140,7 +142,7 @@ def referral_thresholds(scores: Mapping[str, Tensor], rate: float) -> dict[str, 
 
 
 def _surprise(tail: Tail, scores: Tensor) -> Tensor:
-    """``-log`` of the tail probability, and beyond the largest familiar score the line that goes on from there."""
+    """``-log`` of the tail probability; beyond the largest familiar score, the straight line that continues it."""
     largest, start = tail.values[0], -tail.shares[0].log()
     line = (tail.shares >= _LINE_FROM) & (tail.values < largest)
     slope = torch.tensor(torch.inf, dtype=torch.float64, device="cpu")
@@ -149,7 +151,7 @@ def _surprise(tail: Tail, scores: Tensor) -> Tensor:
         slope = (tail.shares[first] / tail.shares[0]).log() / (largest - tail.values[first])
     beyond = scores > largest
     excess = torch.where(beyond, scores - largest, 1.0)
-    # a step that rounding would swallow still counts as beyond
+    # a step lost in rounding still counts as beyond
     outside = torch.maximum(start + slope * excess, start.nextafter(start + 1))
     return torch.where(beyond, outside, -tail_probability(tail, scores).log())
 

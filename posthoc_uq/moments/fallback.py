@@ -1,4 +1,4 @@
-"""Functions without a rule of their own: draws of their inputs, or a linearisation by random probes."""
+"""Fallbacks for functions without a rule: draws of their inputs, or a linearisation by random probes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def draws(func: Any, args: Any, kwargs: Any) -> Any:
     _refuse_in_place(func)
     inputs, build = _inputs(args, kwargs)
     generator = torch.Generator().manual_seed(0)
-    found: list[Any] = []
+    outputs: list[Any] = []
     for _ in range(DRAWS // 2):
-        noise = [torch.randn(_one(x), generator=generator, device="cpu") for x in inputs]
+        normals = [torch.randn(_sample_shape(x), generator=generator, device="cpu") for x in inputs]
         for sign in (1.0, -1.0):
             values = [
-                x.moment_mean + (sign * e.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
-                for x, e in zip(inputs, noise, strict=True)
+                x.moment_mean
+                + (sign * normal.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
+                for x, normal in zip(inputs, normals, strict=True)
             ]
-            found.append(_call(func, build(values)))
-    return _summary(func, found, lambda stack: (stack.mean(0), stack.var(0, correction=0)))
+            outputs.append(_call(func, build(values)))
+    return _summary(func, outputs, lambda stack: (stack.mean(0), stack.var(0, correction=0)))
 
 
 def delta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -51,10 +52,13 @@ def delta(func: Any, args: Any, kwargs: Any) -> Any:
     primal: Any = None
     tangents: list[Any] = []
     for _ in range(DRAWS):
-        signs = [torch.randint(0, 2, _one(x), generator=generator, device="cpu") * 2.0 - 1.0 for x in inputs]
+        signs = [
+            torch.randint(0, 2, _sample_shape(x), generator=generator, device="cpu") * 2.0 - 1.0
+            for x in inputs
+        ]
         steps = tuple(
-            (e.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
-            for x, e in zip(inputs, signs, strict=True)
+            (sign.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
+            for x, sign in zip(inputs, signs, strict=True)
         )
 
         def run(*values: Tensor) -> Any:
@@ -70,8 +74,8 @@ def delta(func: Any, args: Any, kwargs: Any) -> Any:
     return _joined(centre, spread)
 
 
-def _one(x: MomentTensor) -> tuple[int, ...]:
-    """The shape of one sample: all samples get the same draws, so that none depends on its place in the batch."""
+def _sample_shape(x: MomentTensor) -> tuple[int, ...]:
+    """The shape of one sample. All samples get the same draws, so none depends on its place in the batch."""
     return tuple(x.moment_mean.shape[1:])
 
 
@@ -85,7 +89,7 @@ def _refuse_in_place(func: Any) -> None:
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[list[MomentTensor], Callable[[list[Tensor]], tuple[Any, Any]]]:
-    """The moment tensors among the arguments, and how to put others in their places."""
+    """The moment tensors among the arguments, and a function that puts plain tensors in their places."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, MomentTensor)]
 
@@ -102,18 +106,18 @@ def _call(func: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
     return func(*arguments[0], **arguments[1])
 
 
-def _summary(func: Any, found: list[Any], summarise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Any:
-    first = found[0]
+def _summary(func: Any, outputs: list[Any], summarise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Any:
+    first = outputs[0]
     if isinstance(first, Tensor):
         if not first.is_floating_point():
             raise PosthocUQError(
                 f"{function_name(func)} gives {first.dtype} from uncertain inputs, which has no variance; keep it out "
                 f"of the model's forward pass, or predict with head='sampling'."
             )
-        mean, variance = summarise(torch.stack(found))
+        mean, variance = summarise(torch.stack(outputs))
         return MomentTensor(mean, variance.to(variance_dtype(mean.dtype)))
     if isinstance(first, (tuple, list)):
-        return tuple(_summary(func, list(parts), summarise) for parts in zip(*found, strict=True))
+        return tuple(_summary(func, list(parts), summarise) for parts in zip(*outputs, strict=True))
     raise PosthocUQError(
         f"{function_name(func)} makes a {type(first).__name__} of an uncertain activation, which has no variance; keep "
         f"it out of the model's forward pass, or predict with head='sampling'."

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from posthoc_uq.moments.unscented import Moments, block_size, is_recorded, root
 
-OUTSIDE = float("-inf")  # mean of padding, which never is the maximum
+OUTSIDE = float("-inf")  # mean of padding, which is never the maximum
 
 
 def larger(first: Moments, second: Moments) -> Moments:
     """Moments of the larger of two independent Gaussians, element by element.
 
     With ``d = m1 - m2``, ``a^2 = v1 + v2``, ``alpha = d / a``, ``P = Phi(alpha)``: ``E max = m2 + d P + a phi(alpha)``
-    and ``Var max = v1 P + v2 (1 - P) + d^2 P (1 - P) + d a phi (1 - 2 P) - a^2 phi^2``. The mean is written as the
-    larger mean and what is gained over it, so that it keeps its digits beside one that is far below, or minus
-    infinity.
+    and ``Var max = v1 P + v2 (1 - P) + d^2 P (1 - P) + d a phi (1 - 2 P) - a^2 phi^2``. The mean is computed
+    as the larger mean plus a gain, so that it keeps its digits where the other is far below, or minus infinity.
     """
     (mean1, variance1), (mean2, variance2) = first, second
     spread = root(variance1 + variance2)
@@ -55,7 +54,7 @@ def largest(parts: list[Moments]) -> Moments:
 
 
 def along(mean: Tensor, variance: Tensor, dim: int) -> Moments:
-    """The largest along a dimension, which goes."""
+    """The largest along a dimension, which is removed."""
     return largest(list(zip(mean.unbind(dim), variance.unbind(dim), strict=True)))
 
 
@@ -109,8 +108,8 @@ def _pool_dim(
 def by_planes(
     rule: Callable[[Tensor, Tensor], Moments], mean: Tensor, variance: Tensor, dims: int
 ) -> Moments:
-    """A rule of the last `dims` dimensions, a few planes at a time where no gradient is recorded, so that what it needs
-    stays in the cache.
+    """Apply a rule of the last `dims` dimensions, a few planes at a time where no gradient is recorded, so that its
+    temporaries stay in the cache.
     """
     lead, plane = mean.shape[: mean.ndim - dims], mean.shape[mean.ndim - dims :]
     if is_recorded(mean, variance) or mean.numel() <= block_size():
@@ -118,5 +117,5 @@ def by_planes(
     means, variances = mean.reshape(-1, *plane), variance.reshape(-1, *plane)
     step = max(1, block_size() // prod(plane))
     parts = [rule(means[i : i + step], variances[i : i + step]) for i in range(0, means.shape[0], step)]
-    found = torch.cat([m for m, _ in parts]), torch.cat([v for _, v in parts])
-    return found[0].reshape(*lead, *found[0].shape[1:]), found[1].reshape(*lead, *found[1].shape[1:])
+    moments = torch.cat([m for m, _ in parts]), torch.cat([v for _, v in parts])
+    return moments[0].reshape(*lead, *moments[0].shape[1:]), moments[1].reshape(*lead, *moments[1].shape[1:])

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import output_tensor
-from posthoc_uq.moments.rules import MomentTensor, Noises, Pass, Rules
-from posthoc_uq.moments.tensor import WeightNoise, variance_dtype
+from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
+from posthoc_uq.moments.tensor import WeightPosterior, variance_dtype
 
 
 class OutputMoments(NamedTuple):
@@ -38,7 +38,7 @@ class OutputMoments(NamedTuple):
 
 def propagate(
     run: Callable[[], Any],
-    noises: Iterable[tuple[Tensor, WeightNoise]],
+    posteriors: Iterable[tuple[Tensor, WeightPosterior]],
     rules: Rules,
     where: Callable[[], str] = lambda: "",
 ) -> OutputMoments:
@@ -46,14 +46,14 @@ def propagate(
 
     Args:
         run: calls the model.
-        noises: every uncertain weight, as the very tensor that the model's code uses, with its variances.
+        posteriors: every uncertain weight, as the very tensor that the model's code uses, with its variances.
         rules: choices between forms of rules.
         where: names the module that is running, for messages.
 
     Raises:
         PosthocUQError: a function has no rule, or writes into an activation.
     """
-    known = Noises({id(weight): noise for weight, noise in noises})
+    known = WeightPosteriors({id(weight): posterior for weight, posterior in posteriors})
     with Pass(rules, known, where):
         outputs: Any = output_tensor(run())
     if not isinstance(outputs, MomentTensor):
@@ -107,7 +107,7 @@ def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> Products:
 
 @dataclass
 class IndependentWeights:
-    """A layer of independent weights, as a `WeightNoise`; gradients flow into its means and variances.
+    """A layer of independent weights, as a `WeightPosterior`; gradients flow into its means and variances.
 
     Attributes:
         layer: its name.
@@ -126,12 +126,12 @@ class IndependentWeights:
     row: bool = False
 
     def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
-        """See `WeightNoise`."""
+        """See `WeightPosterior`."""
         second = mean.square() if variance is None else mean.square() + variance
         return nn.functional.linear(second, self.variances, self.bias_variances)
 
     def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        """See `WeightNoise`."""
+        """See `WeightPosterior`."""
         variance = None if covariance is None else covariance.diagonal(dim1=1, dim2=2)
         return torch.diag_embed(self.row_variance(mean, variance))
 

@@ -1,7 +1,7 @@
 """A tensor that carries a mean and a variance through unchanged model code, and the pass that dispatches it.
 
-Every torch function that meets a `MomentTensor` goes to a rule (Schodt 2024, section 4, carries the same two
-moments). What has no rule follows the policy of the pass; nothing loses its variance in silence.
+Every torch function with a `MomentTensor` among its arguments goes to a rule (Schodt 2024, section 4, carries the same
+two moments). A function without a rule follows the policy of the pass; no variance is lost silently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posthoc_uq.moments.unscented import Moments
 Unknown = Literal["error", "mc", "delta"]
 
 
-class WeightNoise(Protocol):
+class WeightPosterior(Protocol):
     """The posterior of one layer's weights, as the affine rules need it.
 
     Attributes:
@@ -33,7 +33,7 @@ class WeightNoise(Protocol):
         row: whether correlations inside a row of the weight matrix are kept.
         variances: marginal variances, in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
-        summed: ``W o W + S``, or None where it is to be made at every call.
+        summed: ``W o W + S`` (W the means, S the variances), or None where every call computes it.
         joined: ``[W o W + S, S]`` along the input channels of a convolution, or None.
     """
 
@@ -50,14 +50,14 @@ class WeightNoise(Protocol):
 
     def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
         """Covariance by the weights alone, ``(rows, outputs, outputs)``, for inputs of covariance ``(rows, inputs,
-        inputs)``, or certain ones.
+        inputs)``, or without one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Which form of a rule is taken where there is a choice.
+    """Options of the rules.
 
     Attributes:
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.
@@ -76,18 +76,18 @@ class Rules:
 
 
 class MomentTensor(Tensor):
-    """Mean and variance of every entry of a tensor; made and read by rules only.
+    """Mean and variance of every entry of a tensor; only rules make and read it.
 
-    The tensor itself holds no numbers: an operation that a rule does not see fails instead of losing variance.
+    The tensor itself holds no numbers: an operation that no rule sees fails instead of losing variance.
 
     Attributes:
         moment_covariance: ``(batch, n, n)`` beside a mean ``(batch, n)``, or None.
-        moment_note: what a later rule may want to know of where this came from.
-        moment_aliases: weak references to all that share its memory, itself among them, in a list that all of them
-            share; or None where it has no views.
+        moment_note: what a rule leaves for a later rule, or None.
+        moment_aliases: weak references to all tensors that share its memory, itself included, in one list for all of
+            them; None where it has no views.
         moment_parts: mean and variance, before `moment_scaling`.
-        moment_scaling: scale and shift by channel that are still to be applied, as BatchNorm leaves them for the
-            nonlinearity that follows, or None.
+        moment_scaling: scale and shift by channel that are not applied yet, as BatchNorm leaves them for the next
+            nonlinearity, or None.
     """
 
     moment_covariance: Tensor | None
@@ -110,14 +110,14 @@ class MomentTensor(Tensor):
     @property
     def moment_mean(self) -> Tensor:
         """The means."""
-        return self._settled()[0]
+        return self._with_scaling_applied()[0]
 
     @property
     def moment_variance(self) -> Tensor:
         """The variances, of the same shape; in float32 at least."""
-        return self._settled()[1]
+        return self._with_scaling_applied()[1]
 
-    def _settled(self) -> tuple[Tensor, Tensor]:
+    def _with_scaling_applied(self) -> tuple[Tensor, Tensor]:
         if self.moment_scaling is not None:
             (mean, variance), (scale, shift) = self.moment_parts, self.moment_scaling
             shape = (1, -1, *[1] * (mean.ndim - 2))
@@ -172,15 +172,15 @@ def named(*names: str, places: Sequence[Any] = (torch, F, Tensor)) -> list[Any]:
 
 
 def function_name(func: Any) -> str:
-    """How a function is called in the docs, as well as that can be told."""
+    """A function's name as in torch's documentation, as far as it is known."""
     return resolve_name(func) or getattr(func, "__name__", repr(func))
 
 
 def moments_of(value: Any) -> Moments:
-    """Mean and variance of a tensor or number; variance 0 where it is certain."""
+    """Mean and variance of a tensor or number; variance 0 for anything but a `MomentTensor`."""
     if isinstance(value, MomentTensor):
         return value.moment_mean, value.moment_variance
-    # A number in full: a tensor of no dimensions leaves the other's precision as it is.
+    # A number in float64: a tensor without dimensions does not change the other operand's precision.
     tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     return tensor, torch.zeros((), dtype=variance_dtype(tensor.dtype), device=tensor.device).expand(
         tensor.shape
@@ -188,7 +188,7 @@ def moments_of(value: Any) -> Moments:
 
 
 def mean_of(value: Any) -> Any:
-    """The mean where there is one, in lists, tuples and dictionaries too."""
+    """The mean in place of every moment tensor, in lists, tuples and dictionaries too; anything else as it is."""
     return _mapped(value, lambda x: x.moment_mean)
 
 
@@ -211,7 +211,7 @@ def _mapped(value: Any, take: Callable[[MomentTensor], Tensor]) -> Any:
 
 
 def variance_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Squares of small numbers are lost below float32."""
+    """The dtype of variances: at least float32, since squares of small numbers underflow below it."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -224,7 +224,7 @@ def rewrapped(mean: Any, variance: Any) -> Any:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """No autocast: for arithmetic of variances."""
+    """A context without autocast, for arithmetic of variances."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -232,18 +232,18 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 @dataclass
-class Noises:
-    """The posteriors of the model's layers by the identity of their weights, and which a pass has used."""
+class WeightPosteriors:
+    """The posteriors of a model's layers by the identity of their weights, and the names of those that a pass used."""
 
-    by_weight: Mapping[int, WeightNoise]
+    by_weight: Mapping[int, WeightPosterior]
     used: set[str] = field(default_factory=lambda: set[str]())
 
-    def of(self, weight: Any) -> WeightNoise | None:
-        """The posterior of a weight, noted as used."""
-        found = self.by_weight.get(id(weight))
-        if found is not None:
-            self.used.add(found.layer)
-        return found
+    def of(self, weight: Any) -> WeightPosterior | None:
+        """The posterior of a weight, which is marked as used; None if it has none."""
+        posterior = self.by_weight.get(id(weight))
+        if posterior is not None:
+            self.used.add(posterior.layer)
+        return posterior
 
 
 class Pass(TorchFunctionMode):
@@ -251,14 +251,16 @@ class Pass(TorchFunctionMode):
 
     Args:
         rules: choices between forms of rules.
-        noises: where uncertainty comes in.
-        stack: names the module that is running, for messages.
+        posteriors: of the layers' weights.
+        stack: gives the name of the module that is running, for messages.
     """
 
-    def __init__(self, rules: Rules, noises: Noises, stack: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, rules: Rules, posteriors: WeightPosteriors, stack: Callable[[], str] = lambda: ""
+    ) -> None:
         super().__init__()
         self.rules = rules
-        self.noises = noises
+        self.posteriors = posteriors
         self.where = stack
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,7 +269,7 @@ class Pass(TorchFunctionMode):
             with self:
                 return open_attention(*args, **kwargs)
         call = affine_call(func, args, kwargs)
-        if call is not None and id(call.parameter) in self.noises.by_weight:
+        if call is not None and id(call.parameter) in self.posteriors.by_weight:
             if call.kind.startswith("conv"):
                 return RULES[func](self, *args, **kwargs)
             return RULES[F.linear](self, call.input, call.matrix, call.bias, parameter=call.parameter)
@@ -275,9 +277,9 @@ class Pass(TorchFunctionMode):
             return func(*args, **kwargs)
         if kwargs.get("out") is not None:
             raise self.refusal(f"{function_name(func)} writes into out=", "use its result")
-        found = RULES.get(func)
-        if found is not None:
-            return found(self, *args, **kwargs)
+        implementation = RULES.get(func)
+        if implementation is not None:
+            return implementation(self, *args, **kwargs)
         others = (*args[1:], *kwargs.values())
         if func in QUERIES and func not in COMPARISONS and any(isinstance(x, MomentTensor) for x in others):
             raise self.refusal(
@@ -290,7 +292,7 @@ class Pass(TorchFunctionMode):
         return self.unknown(func, args, kwargs)
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function without a rule, by the policy."""
+        """The result of a function without a rule, by the policy of the pass."""
         fallback = FALLBACKS.get(self.rules.unknown)
         if fallback is not None:
             return fallback(func, args, kwargs)
@@ -300,14 +302,14 @@ class Pass(TorchFunctionMode):
         )
 
     def refusal(self, problem: str, remedy: str) -> PosthocUQError:
-        """What to raise: where in the model, what is wrong, and the way out."""
+        """The error to raise: where in the model, what is wrong, and what to do."""
         where = self.where()
         inside = f"In module '{where}' " if where else ""
         text = f"{inside}{problem}" if inside else problem[0].upper() + problem[1:]
         return PosthocUQError(f"{text}; {remedy}, or predict with head='sampling'.")
 
-    def replace(self, target: MomentTensor, found: MomentTensor) -> MomentTensor:
-        """Make an in-place operation's result the target's own, so that it also holds where the result is dropped.
+    def replace(self, target: MomentTensor, result: MomentTensor) -> MomentTensor:
+        """Write the result of an in-place operation into its target; returns the target.
 
         Raises:
             PosthocUQError: the target shares its memory with another tensor that is still in use.
@@ -318,13 +320,13 @@ class Pass(TorchFunctionMode):
                 "an operation in place changes a view of a tensor that is still in use",
                 "make it out of place",
             )
-        target.moment_parts, target.moment_scaling = found.moment_parts, found.moment_scaling
-        target.moment_covariance, target.moment_note = found.moment_covariance, found.moment_note
+        target.moment_parts, target.moment_scaling = result.moment_parts, result.moment_scaling
+        target.moment_covariance, target.moment_note = result.moment_covariance, result.moment_note
         return target
 
 
 def as_view(base: Any, view: Any) -> Any:
-    """Note that a tensor (or each of several) shares its memory with another, and with all that other's views."""
+    """Record that a view (or each of several) shares memory with `base` and with all other views of it."""
     if isinstance(base, MomentTensor):
         if base.moment_aliases is None:
             base.moment_aliases = [weakref.ref(base)]

@@ -17,7 +17,7 @@ Function = Callable[[Tensor], Tensor]
 Moments = tuple[Tensor, Tensor]
 
 ROOT3 = sqrt(3.0)
-GRAIN = 2**15  # numbers of a block for each thread
+GRAIN = 2**15  # numbers in a block for each thread
 _SMALLEST = 1e-15  # spread below which a slope is taken as a derivative
 _LEAST_VARIANCE = 1e-20  # below which a root has no gradient
 
@@ -33,7 +33,7 @@ def unscented(function: Function, mean: Tensor, variance: Tensor, out: Moments |
     """Mean and variance of ``f(x)``, ``x ~ N(mean, variance)`` element by element.
 
     With ``u``, ``c``, ``l`` the upper, central and lower value: ``c + (u + l - 2 c) / 6`` and
-    ``(u - l)^2 / 12 + (u + l - 2 c)^2 / 18``, in which nothing cancels that the values themselves do not.
+    ``(u - l)^2 / 12 + (u + l - 2 c)^2 / 18``, in which only differences of the values cancel.
 
     Args:
         out: where to write, or None.
@@ -46,18 +46,18 @@ def unscented(function: Function, mean: Tensor, variance: Tensor, out: Moments |
         torch.add(centre, bend, alpha=1 / 6, out=out[0])
         torch.addcmul(difference.square_().mul_(1 / 12), bend, bend, value=1 / 18, out=out[1])
         return out
-    found = torch.addcmul(difference.square() * (1 / 12), bend, bend, value=1 / 18)
-    return torch.add(centre, bend, alpha=1 / 6), found
+    moment_variance = torch.addcmul(difference.square() * (1 / 12), bend, bend, value=1 / 18)
+    return torch.add(centre, bend, alpha=1 / 6), moment_variance
 
 
 def unscented_positive(function: Function, mean: Tensor, variance: Tensor, edge: float = 0.0) -> Moments:
-    """`unscented` for functions that exist above an edge only (log, sqrt, powers): the outer points are drawn in where
-    they would cross it, and second differences stand for derivatives there.
+    """`unscented` for functions that exist above an edge only (log, sqrt, powers): outer points that would cross
+    it are moved inside, and second differences replace derivatives there.
     """
     spread = root(3.0 * variance)
     room = (mean - edge).abs()
     step = torch.minimum(spread, 0.9 * room)
-    # At the edge itself there is a way up only; twice that stands for both.
+    # At the edge itself only a step up is possible; it counts twice.
     step = torch.where(room == 0, spread, step)
     lower = torch.where(room == 0, mean, mean - step)
     centre, up, down = function(mean), function(mean + step), function(lower)
@@ -73,7 +73,7 @@ def unscented_positive(function: Function, mean: Tensor, variance: Tensor, edge:
 def slope(function: Function, mean: Tensor, variance: Tensor) -> Tensor:
     """``Cov(x, f(x)) / variance`` by the same three points: the slope of statistical linearisation."""
     spread = ROOT3 * variance.sqrt().clamp(min=_SMALLEST)
-    floor = torch.finfo(mean.dtype).eps ** (1 / 3) * (1 + mean.abs())  # a difference needs a step that shows
+    floor = torch.finfo(mean.dtype).eps ** (1 / 3) * (1 + mean.abs())  # a smaller step is lost in rounding
     step = torch.maximum(spread, floor)
     return (function(mean + step) - function(mean - step)) / (2 * step)
 
@@ -91,7 +91,7 @@ def rectified(mean: Tensor, variance: Tensor, negative_slope: float = 0.0) -> Mo
     above, below = torch.special.ndtr(z), torch.special.ndtr(-z)
     positive = deviation * density + mean * above
     negative = mean * below - deviation * density
-    # Far below the kink the two terms cancel; what is left is asymptotic: sigma phi(z) / z^2.
+    # Far below the kink the two terms cancel; the sum is asymptotically sigma phi(z) / z^2.
     positive = torch.where(z < -5, deviation * _tail(z), positive)
     negative = torch.where(z > 5, -deviation * _tail(-z), negative)
     second = variance + mean.square()
@@ -129,8 +129,8 @@ def _far_below(z: Tensor) -> Tensor:
 
 
 def blockwise(rule: Callable[..., Moments], mean: Tensor, variance: Tensor) -> Moments:
-    """An element-wise rule ``(mean, variance, out)``, block by block where the whole would go through memory again and
-    again; the result does not depend on it.
+    """Apply an element-wise rule ``(mean, variance, out)`` block by block, where its temporaries would not stay in the
+    cache; the result is the same.
     """
     block = block_size()
     if is_recorded(mean, variance) or mean.numel() <= block or mean.dtype != variance.dtype:
@@ -150,8 +150,8 @@ def blockwise(rule: Callable[..., Moments], mean: Tensor, variance: Tensor) -> M
 def blockwise_scaled(
     rule: Callable[..., Moments], mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor
 ) -> Moments:
-    """`blockwise` of ``scale x + shift`` with numbers for each channel, ``(batch, channels, ...)`` contiguous: one way
-    through memory in place of two.
+    """`blockwise` of ``scale x + shift`` with numbers for each channel, ``(batch, channels, ...)`` contiguous: memory
+    is read once instead of twice.
     """
     shape, block = mean.shape, block_size()
     means, variances = mean.reshape(shape[0], shape[1], -1), variance.reshape(shape[0], shape[1], -1)
@@ -169,12 +169,12 @@ def blockwise_scaled(
 
 
 def block_size() -> int:
-    """Numbers that are worked on at once: what a block needs stays in the caches of the threads that share it."""
+    """Numbers in one block: its temporaries stay in the caches of the threads that share it."""
     return GRAIN * max(2, torch.get_num_threads())
 
 
 def is_recorded(mean: Tensor, variance: Tensor) -> bool:
-    """Whether something looks on - autograd, a tracer, a compiler - or the numbers are not in the CPU's memory."""
+    """Whether autograd, a tracer or a compiler records the operations, or the numbers are not in the CPU's memory."""
     if type(mean) is not Tensor or type(variance) is not Tensor or mean.device.type != "cpu":
         return True
     recorded = torch.is_grad_enabled() and (mean.requires_grad or variance.requires_grad)
@@ -182,7 +182,7 @@ def is_recorded(mean: Tensor, variance: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
-    """The numbers in the order of memory, or None where they do not lie together once each."""
+    """The numbers in the order of memory, or None where they are not contiguous in some order of the dimensions."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     expected = 1
@@ -236,8 +236,8 @@ def unscented_map(function: Function, mean: Tensor, covariance: Tensor) -> tuple
     batch, size = mean.shape
     kappa = max(3.0 - size, 0.0)
     values, vectors = torch.linalg.eigh(covariance)
-    # Any root will do for the points, but a triangular one is what the transform names; qr gives it without
-    # needing a positive definite matrix.
+    # Any root gives valid points, but the transform takes the triangular one; qr gives it also for a singular
+    # matrix.
     root = torch.linalg.qr(
         (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)).transpose(-1, -2)
     ).R.transpose(-1, -2)

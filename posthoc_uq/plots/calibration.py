@@ -1,4 +1,4 @@
-"""Is it right as often as it says: classes by confidence, regressions by their intervals."""
+"""Figures of calibration: classes by confidence, regressions by their intervals."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from posthoc_uq.plots.style import wilson as wilson_interval
 def reliability_diagram(
     predictions: Mapping[str, tuple[Tensor, Tensor]], *, bins: int = 15, binning: Binning = "equal_width"
 ) -> Figure:
-    """Accuracy over confidence, one line per model, and below how the confidences are distributed.
+    """Accuracy over confidence, one line per model, and below it the distribution of the confidences.
 
     Points sit at the mean confidence of their bin; a vertical bar is the 95 % Wilson interval of the
     accuracy, wide where a bin holds few inputs. The legend gives the expected calibration error. The lower
-    panel always has bins of equal width, since those of equal mass would all be equally high.
+    panel always has bins of equal width, since bins of equal mass would all have the same height.
 
     Args:
         predictions: by model, its probs (inputs, classes) and the integer labels (inputs,).
@@ -93,7 +93,7 @@ def coverage_plot(
     Args:
         predictions: by model, its mean, total variance and the targets, each (inputs,) or (inputs, outputs).
         levels: probabilities strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
-        kind: "interval" for central intervals, "quantile" for what lies below each quantile.
+        kind: "interval" for central intervals, "quantile" for the share below each quantile.
 
     Raises:
         PosthocUQError: nothing to draw, shapes that differ, a negative variance, levels outside (0, 1).

@@ -27,7 +27,7 @@ _LABELS = {
     "variation_ratio": "variation ratio",
 }
 _BATCH = 4096
-# paler than the points, so that these stand out in their own region
+# paler than the points, so that they stand out
 _STRENGTH = 0.6
 
 
@@ -68,7 +68,7 @@ def class_uncertainty_map(
     """A classifier of two inputs: left what it predicts, right how uncertain it is, with the training points.
 
     With two classes the left panel is the probability of class 1; with more it is the colour of the most probable
-    class, the paler the less probable. Lines are the decision boundaries. More than seven classes share
+    class, paler where it is less probable. Lines are the decision boundaries. More than seven classes share
     colours, and their numbers stand at their training points.
 
     Args:
@@ -81,8 +81,8 @@ def class_uncertainty_map(
             (batch,), higher meaning more uncertain, such as `ClassPrediction.expected_entropy`.
         resolution: points along either axis.
         margin: how far the map goes beyond the points, as a share of their range on either side.
-        log: a logarithmic colour scale, for scores over orders of magnitude; what is not positive is drawn at
-            the smallest positive score.
+        log: a logarithmic colour scale, for scores over orders of magnitude; scores that are not positive are drawn at
+            the smallest positive one.
 
     Raises:
         PosthocUQError: points that are not two-dimensional, labels that do not fit, an unknown score, a

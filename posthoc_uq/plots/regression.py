@@ -16,7 +16,7 @@ from posthoc_uq.predictions.regression import RegressionPrediction
 def regression_band(
     x: Tensor, prediction: RegressionPrediction, x_train: Tensor, y_train: Tensor, *, level: float = 0.95
 ) -> Figure:
-    """A one-dimensional regression: mean, the band of the weights, the band with noise, training data.
+    """A one-dimensional regression: mean, the band by the weights, the band with observation noise, training data.
 
     Args:
         x: (inputs,) or (inputs, 1), in any order.
@@ -58,7 +58,7 @@ def regression_band(
     )
     axes.set(xlabel="input", ylabel="output")
     axes.margins(x=0.01)
-    # outside, because a band that opens up can reach any corner
+    # outside, because a wide band can reach any corner
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     clean(axes)
     return figure

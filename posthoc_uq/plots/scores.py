@@ -28,7 +28,7 @@ def score_histograms(
             (inputs,), higher meaning stranger.
         bins: number of bins over the common range of a panel.
         log: the panels with a logarithmic axis, for scores that spread over orders of magnitude (such as
-            `epistemic()`); what is not positive is drawn at the smallest positive score.
+            `epistemic()`); scores that are not positive are drawn at the smallest positive one.
 
     Raises:
         PosthocUQError: nothing to draw, an empty data set, a name in `log` that is no panel, or scores that

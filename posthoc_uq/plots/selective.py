@@ -1,4 +1,4 @@
-"""What is left of the errors when the most uncertain inputs are referred."""
+"""Figures of selective prediction: the errors that remain when the most uncertain inputs are referred."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from posthoc_uq.plots.style import (
 )
 
 _POINTS = 1000
-"""More points of a curve than this could not be told apart."""
+"""The points of a curve that are drawn; more could not be seen."""
 
 
 def risk_coverage_plot(
@@ -80,7 +80,7 @@ def risk_coverage_plot(
     ]
     axes.set(xlim=(0, 1), xlabel="coverage (share of inputs retained)", ylabel=risk_label)
     if min(float(losses.min()) for losses in all_losses) >= 0:
-        # the first few inputs retained can have any risk, which would flatten all that matters
+        # the risk of the first few inputs can be anything, and would compress the rest of the figure
         steady = [curve.risk[curve.coverage >= 0.05].max().item() for curve in curves.values()]
         top = 1.06 * max(steady) or 1.0
         axes.set_ylim(-0.01 * top, top)
@@ -98,7 +98,7 @@ def referral_plot(
 ) -> Figure:
     """Quality of the retained predictions over the share of inputs referred, one line per model.
 
-    A good uncertainty makes the line rise: what it refers is what would have been wrong. With "accuracy" a
+    A good uncertainty makes the line rise: it refers the inputs that would have been wrong. With "accuracy" a
     shaded band is the 95 % Wilson interval of the inputs that remain, and the legend gives the area under the
     curve over all rates (larger is better). With "auc" the line ends where the inputs that remain are all of one class.
 
@@ -141,7 +141,7 @@ def referral_plot(
 
 
 def _points(curve: RiskCoverage) -> tuple[np.ndarray, np.ndarray]:
-    """The curve, thinned out evenly where it has more points than can be seen."""
+    """The curve, with evenly chosen points where it has more than `_POINTS`."""
     size = len(curve.coverage)
     index = np.arange(size) if size <= _POINTS else np.unique(np.linspace(0, size - 1, _POINTS).astype(int))
     return curve.coverage.numpy()[index], curve.risk.numpy()[index]

@@ -1,4 +1,4 @@
-"""What all figures share: colours, frames, legends, small numerics."""
+"""Helpers of all figures: colours, frames, legends, intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
 GREY = "#595959"
 REFERENCE = (0, (4, 3))
-"""The dash of lines to compare with."""
+"""The dashes of reference lines."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -36,8 +36,8 @@ def clean(axes: Axes) -> None:
 
 def legend_above(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
     """A legend above the axes, because lines and bars can pass through any corner inside."""
-    given: dict[str, Any] = {} if handles is None else {"handles": handles}
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderaxespad=0.2, **given)
+    options: dict[str, Any] = {} if handles is None else {"handles": handles}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderaxespad=0.2, **options)
 
 
 def line_style(index: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def value_range(low: float, high: float, pad: float) -> tuple[float, float]:
 def wilson(
     share: NDArray[np.float64], count: NDArray[np.int64] | NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """95 % interval of a proportion (Wilson, "Probable inference", JASA 1927); sane at 0 and 1."""
+    """95 % interval of a proportion (Wilson, "Probable inference", JASA 1927); valid at 0 and 1 too."""
     z = 1.96
     centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))

@@ -3,6 +3,14 @@
 The files of blocks are imported here, so that every kind is registered before a posterior is read or made.
 """
 
-from posthoc_uq.posteriors import dense, diagonal, information, kronecker, mean_field
+from posthoc_uq.posteriors import (
+    dense,
+    diagonal,
+    information,
+    kronecker,
+    latent_binary,
+    mean_field,
+    median_model,
+)
 
-__all__ = ["dense", "diagonal", "information", "kronecker", "mean_field"]
+__all__ = ["dense", "diagonal", "information", "kronecker", "latent_binary", "mean_field", "median_model"]

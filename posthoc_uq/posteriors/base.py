@@ -18,14 +18,15 @@ from posthoc_uq.posteriors import capabilities as can
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
 from posthoc_uq.posteriors.factors import FactorCache
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.layout import Layout
-from posthoc_uq.posteriors.record import Evidence, Record
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.row_covariance import RowCovariance
 from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.values import COUNT, shown
 
+_Number = float | Tensor
 _TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
 
 
@@ -33,30 +34,29 @@ class Posterior(Adjustable):
     """A distribution over the weights of some layers, independent between blocks; as a rule ``N(mean, P^-1)``.
 
     ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
-    Fisher), with the Fisher information ``I`` in the form of the method. Hyperparameters are plain attributes, of which
-    `tunable` names those that may be set; setting one re-factors lazily, and never needs the data again. What is
-    computed is computed under the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
+    Fisher), with the Fisher information ``I`` in the form of the method. Hyperparameters are plain attributes, and
+    `tunable` names those that may be set. Setting one never needs the data again; factors are made anew when next used.
+    Every computation uses the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
 
-    Where a method found the variances themselves (``"function_space"``), its prior and its noise were parts of what it
-    optimised: `prior_precision` says which prior that was and cannot be set, and of the others only `scale` enters the
-    variances, as ``samples / scale``. Blocks that are no Gaussian can draw, and may be able to do nothing else.
+    A method that optimises the variances themselves (``"function_space"``) has its prior and its noise in what it
+    optimises. There `prior_precision` says which prior that was and cannot be set, and of the other hyperparameters
+    only `scale` enters the variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
 
     Attributes:
         method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"``, ``"full"`` or ``"function_space"``.
         layers: the layers by name.
-        blocks: block name to `Block`; the block's name is its layer's, but for the dense posterior.
+        blocks: block name to `Block`; a block has the name of its layer, except in the dense posterior.
         members: block name to the names of its layers.
         original: the model's own parameters by name, a view of them.
-        centre: what stands in place of the model's own parameters, by name, where a method trained the mean.
-        mean: the parameters that the Gaussian is centred on: `centre` where that has them, else `original`.
+        centre: trained parameters by name, where a method trained the mean; they replace the model's own.
+        mean: the parameters that the Gaussian is centred on: those of `centre`, and else of `original`.
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
-        features: what the training inputs looked like to the last layer, for the novelty of others; None where the fit
-            found no such layer, or took no such statistics.
+        features: statistics of the last layer's inputs on the training data, by which novelty is measured; None where
+            the fit found no such layer, or took no such statistics.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
-        fingerprint: digest of `original` at the fit, which is the model's own memory and may be trained on.
-        warned_heads: heads that `wrap` has said to be others than the one the hyperparameters were found for; no part
-            of the state.
+        fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
+        warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Posterior(Adjustable):
         mean: Mapping[str, Tensor],
         likelihood: Likelihood,
         evidence: Evidence,
-        record: Record | None = None,
+        history: History | None = None,
         *,
         centre: Mapping[str, Tensor] | None = None,
         settings: Hyperparameters | None = None,
@@ -78,23 +78,23 @@ class Posterior(Adjustable):
         self.blocks = dict(blocks)
         self.members = {name: list(inner) for name, inner in members.items()}
         self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
-        self.centre = dict(centre or {})
-        self.mean = {name: self.centre.get(name, own) for name, own in self.original.items()}
+        self._layout = Layout(self.layers, self.members)
+        self.centre = dict(centre or {}) | self._layout.means(self.blocks, self.original)
+        self.mean = {name: self.centre.get(name, parameter) for name, parameter in self.original.items()}
         self.likelihood = likelihood
         self.evidence = evidence
-        self.record = record or Record()
+        self.history = history or History()
         self.model: nn.Module | None = None
         self.features: FeatureGrams | None = None
         self.fingerprint: str | None = None
-        known = [type(block).makes.capabilities() for block in self.blocks.values()]
-        self.capabilities = known[0].intersection(*known) if known else frozenset[str]()
+        by_block = [type(block).makes.capabilities() for block in self.blocks.values()]
+        self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
         outputs = {"noise_scale"} if likelihood.noise_variance is not None else set[str]()
         outputs |= {"temperature"} if likelihood.logits else set()
         self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
         self._begin(settings or Hyperparameters(float(evidence.samples)))
-        self._layout = Layout(self.layers, self.members)
         self._cache = FactorCache()
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
@@ -109,16 +109,16 @@ class Posterior(Adjustable):
         )
 
     def snapshot(self, settings: Hyperparameters | None = None) -> Posterior:
-        """This posterior at its present settings, whatever is set on it later; all else is shared.
+        """A copy of this posterior that keeps the present settings whatever is set later; all else is shared.
 
         Args:
-            settings: others in place of the present ones.
+            settings: other settings, in place of the present ones.
         """
-        found = copy.copy(self)
-        found._searching = True  # its settings are nobody's choice
+        frozen = copy.copy(self)
+        frozen._searching = True  # no warnings: nobody chose its settings
         if settings is not None:
-            found.settings = settings
-        return found
+            frozen.settings = settings
+        return frozen
 
     @property
     def device(self) -> torch.device:
@@ -127,14 +127,14 @@ class Posterior(Adjustable):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the blocks are stored in."""
+        """The number format of the blocks."""
         return next(iter(next(iter(self.blocks.values())).tensors().values())).dtype
 
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        noise = self.likelihood.noise_variance
-        return None if noise is None else noise * self.noise_scale
+        fitted_variance = self.likelihood.noise_variance
+        return None if fitted_variance is None else fitted_variance * self.noise_scale
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
@@ -142,9 +142,9 @@ class Posterior(Adjustable):
         The i-th draw depends on the generator alone, not on `n`, the device or other draws; without a
         generator the draws differ from call to call. The global random state is never touched.
 
-        That holds for one fit. A fit that was rounded otherwise (another device, another order of the data) has the
-        same distribution to rounding, but with ``"kfac"`` and ``"efb"`` other draws of one seed: they are made along
-        eigenvectors, which turn freely among those of close eigenvalues.
+        That holds for one fit. A fit with other rounding (on another device, with the data in another order) has the
+        same distribution up to rounding, but with ``"kfac"`` and ``"efb"`` one seed then gives other draws: draws are
+        made along eigenvectors, and those of close eigenvalues are defined only up to a rotation.
 
         Returns:
             Parameter name to ``(n, *shape)``, in the parameters' dtype and on their device.
@@ -176,11 +176,11 @@ class Posterior(Adjustable):
         factors: Mapping[str, Factor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """The draws of these seeds; each is the same, bit for bit, whatever else is drawn with it.
+        """The draws of these seeds; each is the same, bit for bit, whatever other draws are made with it.
 
         Args:
             seeds: one per draw. A repeated seed gives the same deviation from the mean and is drawn only once.
-            signs: 1 or -1 per draw, what its deviation is multiplied with: ``mean - deviation`` is as likely
+            signs: 1 or -1 per draw, by which its deviation is multiplied: ``mean - deviation`` is as likely
                 as ``mean + deviation``, and such a pair is antithetic (Hammersley, Morton 1956). None for 1.
             factors: from `factors`, for draws at the settings of that moment; the present ones if None.
             dtype: of the draws; the parameters' own if None.
@@ -195,24 +195,24 @@ class Posterior(Adjustable):
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
         for layer, matrix, centred in self._drawn(unique, factors):
-            for name, own in layer.to_parameters(matrix).items():
+            for name, values in layer.to_parameters(matrix).items():
                 mean = self.mean[name]
-                # A bias is a column of its layer's matrix: as a view it would keep all of it alive.
-                drawn = own.to(device=mean.device, dtype=mean.dtype).contiguous()
+                # A bias is a column of its layer's matrix: a view of it would keep the whole matrix in memory.
+                draw = values.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
-                    sign = torch.tensor(signs, device="cpu").to(drawn).reshape(-1, *[1] * mean.ndim)
-                    drawn = drawn[index.to(drawn.device)] * sign
+                    sign = torch.tensor(signs, device="cpu").to(draw).reshape(-1, *[1] * mean.ndim)
+                    draw = draw[index.to(draw.device)] * sign
                 elif len(unique) < len(seeds):
-                    drawn = drawn[index.to(drawn.device)]
-                drawn = drawn.add_(mean) if centred else drawn
-                draws[name] = drawn.to(dtype=mean.dtype if dtype is None else dtype)
+                    draw = draw[index.to(draw.device)]
+                draw = draw.add_(mean) if centred else draw
+                draws[name] = draw.to(dtype=mean.dtype if dtype is None else dtype)
         return draws
 
     def factors(self) -> dict[str, Factor]:
         """Every block's precision at the present settings, factorised, by block name.
 
-        For whoever draws often: it takes the memory of about one more set of weights (for INF also the systems of
-        its directions), and saves factorising at every draw what is too large to be kept by the posterior itself.
+        For repeated draws: it takes the memory of about one more set of weights (for INF also the systems of its
+        directions), and saves factorising at every draw the blocks that are too large for the posterior's own cache.
         """
         return dict(self._each_factor())
 
@@ -225,7 +225,7 @@ class Posterior(Adjustable):
             factor = self._factor(name, settings) if factors is None else factors[name]
             shape, like = self._layout.shape(name), next(iter(block.tensors().values()))
             out = like.new_empty(len(seeds), *shape)
-            # One at a time, which is as fast: several columns round differently from one in a triangular solve.
+            # One at a time, which is as fast: a triangular solve rounds several columns differently from one.
             for row, seed in zip(out, seeds, strict=True):
                 row.copy_(factor.draw(torch.Generator().manual_seed(mixed_seed(seed, index)), row))
             for layer, matrix in self._layout.split(name, out):
@@ -238,11 +238,11 @@ class Posterior(Adjustable):
             PosthocUQError: the blocks know none.
         """
         self.require([can.VARIANCES], "posterior.variance()")
-        found: dict[str, Tensor] = {}
+        variances: dict[str, Tensor] = {}
         for name, factor in self._each_factor():
             for layer, matrix in self._layout.split(name, factor.variance()):
-                found |= layer.to_parameters(matrix)
-        return found
+                variances |= layer.to_parameters(matrix)
+        return variances
 
     def quadratic(self, jacobians: Mapping[str, Tensor]) -> Tensor:
         """``J Sigma J^T``, ``(q, q)``: the covariance of q linear functions of the weights.
@@ -287,8 +287,8 @@ class Posterior(Adjustable):
         if spec.bias is not None:
             means = torch.nn.functional.pad(means, (0, 1), value=1.0)
             spread = None if spread is None else torch.nn.functional.pad(spread, (0, 1))
-        found = self.rows(layer).variance(means, spread)
-        return found if grouped else found.squeeze(1)
+        variances = self.rows(layer).variance(means, spread)
+        return variances if grouped else variances.squeeze(1)
 
     def rows(self, layer: str) -> RowCovariance:
         """The covariance of one layer's rows, ready for many inputs.
@@ -325,10 +325,10 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: the fit saw no labels, or the variances are no Laplace approximation's.
         """
-        own = self.snapshot()
-        noise = own.noise_scale if noise_scale is None else noise_scale
-        parts = [own.occam_factor(name, prior_precision, noise_scale) for name in self.blocks]
-        return self.evidence.at_noise(noise) - 0.5 * torch.stack(parts).sum()
+        frozen = self.snapshot()
+        noise_factor = frozen.noise_scale if noise_scale is None else noise_scale
+        parts = [frozen.occam_factor(name, prior_precision, noise_scale) for name in self.blocks]
+        return self.evidence.at_noise(noise_factor) - 0.5 * torch.stack(parts).sum()
 
     def occam_factor(
         self,
@@ -346,11 +346,11 @@ class Posterior(Adjustable):
             )
         settings = self._settings
         prior = settings.prior_precision if prior_precision is None else prior_precision
-        noise = settings.noise_scale if noise_scale is None else noise_scale
+        noise_factor = settings.noise_scale if noise_scale is None else noise_scale
         if prior_precision is None and noise_scale is None:
             factor = self._factor(block, settings)
         else:
-            factor = self.blocks[block].factor(self._of_block(block, settings, prior, noise))
+            factor = self.blocks[block].factor(self._of_block(block, settings, prior, noise_factor))
         total = factor.log_determinant()
         for name in self.members[block]:
             tau = prior[name] if isinstance(prior, Mapping) else prior
@@ -375,15 +375,15 @@ class Posterior(Adjustable):
         key = (settings.scale, settings.noise_scale, settings.residual_weight, priors)
         factor = self._cache.get(block, key)
         if factor is None:
-            own = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
-            factor = self.blocks[block].factor(own)
+            block_settings = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
+            factor = self.blocks[block].factor(block_settings)
             self._cache.put(block, key, factor)
         return factor
 
-    def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise: float | Tensor) -> Settings:
-        """What the block's precision depends on, for a prior precision and noise of these settings or others."""
-        prior = self._layout.prior(block, prior)
-        return Settings(settings.scale / noise**self.evidence.noise_power, prior, settings.residual_weight)
+    def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:
+        """The settings on which a block's precision depends, at this prior precision and noise scale."""
+        scale = settings.scale / noise_scale**self.evidence.noise_power
+        return Settings(scale, self._layout.prior(block, prior), settings.residual_weight)
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
@@ -392,9 +392,9 @@ class Posterior(Adjustable):
             self.likelihood.name,
             self.layers,
             self.blocks,
-            self.record,
+            self.history,
             settings=self._settings,
             shown=self.reported(),
             features=self.features,
-            noise=self.noise_variance,
+            noise_variance=self.noise_variance,
         )

@@ -1,8 +1,7 @@
-"""The block protocol: what a posterior keeps of one layer, and that block made ready for a scale and a prior
-precision.
+"""The block protocol: what a posterior stores of one layer (`Block`), and that made ready for use at a scale and a
+prior precision (`Factor`).
 
-All tensors lead with the groups of the layer, ``(groups, outputs, inputs)`` = G, m, n, and groups are
-independent.
+The first dimensions of all tensors are the layer's groups, outputs and inputs, ``(G, m, n)``; groups are independent.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Settings:
     prior_precision``.
 
     Attributes:
-        scale: number of samples, or what stands for it; a float or a scalar tensor.
+        scale: by which the mean Fisher is multiplied, the number of samples unless tuned; a float or a scalar tensor.
         prior_precision: a float, or a tensor that broadcasts against ``(groups, outputs, inputs)``.
         residual_weight: omega of the information form; other families ignore it.
     """
@@ -52,11 +51,11 @@ class Settings:
 
 
 class Factor:
-    """A block at some settings, ready for use: of a Gaussian, its precision ``P``, factorised.
+    """A block at given settings, ready for use; for a Gaussian, its factorised precision ``P``.
 
-    What a subclass overrides is what its posteriors can do; `capabilities` names it. One that is no Gaussian overrides
-    `draw`; a Gaussian has `transform`, from which its draws follow, and all the rest is about deviations from the
-    posterior's mean.
+    The methods that a subclass overrides are what its posteriors can do; `capabilities` names them. A distribution that
+    is not Gaussian overrides `draw`. A Gaussian overrides `transform`, from which its draws follow; the other methods
+    are about deviations from the posterior's mean.
     """
 
     centred: ClassVar[bool] = True
@@ -65,23 +64,25 @@ class Factor:
     @classmethod
     def capabilities(cls) -> frozenset[str]:
         """What such factors can do, by the names in `posthoc_uq.posteriors.capabilities`."""
-        own = [
-            names for method, names in _PROVES.items() if getattr(cls, method) is not getattr(Factor, method)
+        groups = [
+            names
+            for method, names in _CAPABILITIES.items()
+            if getattr(cls, method) is not getattr(Factor, method)
         ]
-        return frozenset(name for names in own for name in names)
+        return frozenset(name for names in groups for name in names)
 
     def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
         """One draw of the block's weights, ``(G, m, n)``.
 
         Args:
-            generator: of the CPU, where all that is random comes from, so that every device gets the same.
-            like: has the draw's shape, number format and device.
+            generator: on the CPU, so that every device gets the same random numbers.
+            like: a tensor with the draw's shape, number format and device.
         """
-        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
-        return self.transform(noise.unsqueeze(0))[0]
+        normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        return self.transform(normals.unsqueeze(0))[0]
 
-    def transform(self, noise: Tensor) -> Tensor:
-        """Standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
+    def transform(self, normals: Tensor) -> Tensor:
+        """Turn standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
         raise self._cannot("draws from normals")
 
     def variance(self) -> Tensor:
@@ -89,11 +90,11 @@ class Factor:
         raise self._cannot(VARIANCES)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)``, which may be of another format than the block."""
+        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format."""
         raise self._cannot(QUADRATIC)
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        """RowCovariance ``r``, in float64, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``: ``(q, any)``."""
+        """Rows ``r`` in float64, ``(q, any)``, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``."""
         values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
         return vectors * values.clamp(min=0).sqrt()
 
@@ -102,17 +103,17 @@ class Factor:
         raise self._cannot(LOG_DETERMINANT)
 
     def rows(self, start: int, shape: Shape) -> RowCovariance:
-        """What one layer's weights contribute to the variance of its outputs.
+        """The covariance of one layer's rows, for the variance that its weights give to its outputs.
 
         Args:
-            start: offset of the layer inside the block (only a block of several layers has one).
+            start: offset of the layer inside the block; 0 unless the block holds several layers.
             shape: ``(G, m, n)`` of the layer.
         """
         raise self._cannot(ROWS)
 
     def form(self) -> CovarianceForm | None:
-        """The covariance as a diagonal less a low-rank part, by which Jacobians are contracted without being formed;
-        None where it has no such form.
+        """The covariance as a diagonal minus a low-rank part, which contracts Jacobians without forming them; None if
+        it has no such form.
         """
         return None
 
@@ -124,7 +125,7 @@ class Factor:
         return PosthocUQError(f"A {type(self).__name__} has no {what.removeprefix('a ')}.")
 
 
-_PROVES: dict[str, tuple[str, ...]] = {
+_CAPABILITIES: dict[str, tuple[str, ...]] = {
     "draw": (DRAWS,),
     "transform": (DRAWS, SYMMETRY),
     "variance": (VARIANCES,),
@@ -133,7 +134,7 @@ _PROVES: dict[str, tuple[str, ...]] = {
     "log_determinant": (LOG_DETERMINANT,),
     "form": (FORM,),
 }
-"""What each method of a factor, where it is overridden, says that it can do."""
+"""The capabilities of a factor that overrides a method, by the method's name."""
 
 
 BLOCKS: dict[str, type[Block]] = {}
@@ -148,15 +149,15 @@ class Block(ABC):
     """
 
     kind: ClassVar[str]
-    """By which files name it; no two classes have the same."""
+    """The name of the class in files; no two classes have the same."""
     makes: ClassVar[type[Factor]]
-    """The class of what `factor` gives, from which follows what posteriors of such blocks can do."""
+    """The class of the factors that `factor` makes; it determines what posteriors of such blocks can do."""
     fields: ClassVar[Mapping[str, Field]] = {}
     """What each of its `attributes` may be in a file."""
     joint: ClassVar[bool] = False
     """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
     trained: ClassVar[bool] = False
-    """Whether it comes of a training, which may have moved the mean as well."""
+    """Whether it comes from a training, which may have changed the mean as well."""
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision"})
     """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
     precision there is no marginal likelihood either."""
@@ -187,8 +188,8 @@ class Block(ABC):
     @classmethod
     @abstractmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files and their
-        checks follow from it.
+        """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files are
+        checked by it.
 
         Raises:
             CorruptPosteriorError: the attributes are out of range.
@@ -196,18 +197,24 @@ class Block(ABC):
 
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:
-        """How many numbers a block of this shape has at most, so that a file that is too large is not read. To be
-        overridden where `specs` needs attributes.
+        """The most numbers that a block of this shape can have; a larger file is not read. A class whose `specs` needs
+        attributes must override it.
         """
         return sum(spec.numbers for spec in cls.specs(shape, {}).values())
 
+    def own_mean(self) -> Tensor | None:
+        """The mean of the weights, ``(G, m, n)``, of blocks that know it themselves; of all others it is the model's
+        own, or the posterior's centre.
+        """
+        return None
+
     def fault(self) -> str | None:
-        """What is wrong with its tensors taken together, in words; what each must be by itself is in `specs`."""
+        """What is wrong with its tensors taken together, in words, or None; `specs` is about each tensor alone."""
         return None
 
     def reach(self, settings: Settings) -> float:
-        """The largest precision that it comes to at these settings, or variance where it keeps these, for files to
-        refuse what float32 cannot compute with; 0 where that cannot happen within the bounds of its `specs`.
+        """The largest precision at these settings, or the largest variance of a block that stores variances. Files that
+        reach more than float32 can compute with are refused. 0 where the bounds in `specs` exclude that already.
         """
         return 0.0
 
@@ -242,29 +249,32 @@ class Block(ABC):
 
 
 def _register(cls: type[Block]) -> None:
-    known = BLOCKS.get(cls.kind)
-    # the same name again is the same class: a module that was reloaded, a cell of a notebook that ran again
-    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+    registered = BLOCKS.get(cls.kind)
+    # the same name again is the same class: a reloaded module, or a notebook cell that ran again
+    if registered is not None and (registered.__module__, registered.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
         raise PosthocUQError(
-            f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {known.__module__}."
-            f"{known.__qualname__} is already; give it another kind."
+            f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {registered.__module__}."
+            f"{registered.__qualname__} is already; give it another kind."
         )
     BLOCKS[cls.kind] = cls
 
 
 @contextmanager
 def kinds_restored() -> Generator[None]:
-    """Within it, classes of blocks may be defined that are not to stay: afterwards the registry is what it was."""
-    before = dict(BLOCKS)
+    """For temporary classes of blocks: at its end the registry is what it was before."""
+    registered = dict(BLOCKS)
     try:
         yield
     finally:
         BLOCKS.clear()
-        BLOCKS.update(before)
+        BLOCKS.update(registered)
 
 
 def largest_of(*tensors: Tensor) -> float:
-    """The largest absolute number of several tensors, 0 of empty ones."""
+    """The largest absolute number of several tensors, 0 if they are empty."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
@@ -290,5 +300,5 @@ def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> in
 
 
 def log_sum(values: Tensor) -> Tensor:
-    """Sum of logarithms, in float64: the evidence is a small difference of such sums over millions of weights."""
+    """The sum of logarithms, in float64: the evidence is a small difference of such sums over millions of weights."""
     return as_double(values).log().sum()

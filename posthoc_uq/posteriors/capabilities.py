@@ -1,6 +1,6 @@
 """What a posterior's blocks can do, by name: heads and searches ask for that, never for a method.
 
-Drawing is the one thing that all can do. All else is about a posterior around its mean, as a Gaussian is.
+All blocks can draw. The other capabilities belong to posteriors that lie around a mean, as Gaussians do.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ DRAWS = "draws"
 SYMMETRY = "symmetric draws"  # mean - deviation is as likely as mean + deviation
 VARIANCES = "variances"  # of every weight
 QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
-ROWS = "row covariances"  # what a layer's weights give to the variance of its outputs
+ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
 LOG_DETERMINANT = "a log-determinant"  # of the precision
-FORM = "a covariance form"  # by which Jacobians are contracted without being formed
+FORM = "a covariance form"  # contracts Jacobians without forming them
 
 
 def required(
@@ -25,9 +25,9 @@ def required(
 
     Args:
         needs: names of capabilities.
-        known: those of the posterior.
+        known: capabilities of the posterior.
         method: the posterior's.
-        what: is asked for, as the subject of a sentence.
+        what: the request that needs them, as the subject of a sentence.
         way_out: what to do instead, as the end of that sentence.
 
     Raises:

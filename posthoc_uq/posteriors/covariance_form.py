@@ -1,4 +1,4 @@
-"""The covariance of one layer's weights as a diagonal less a low-rank part, to contract Jacobians with."""
+"""The covariance of one layer's weights as a diagonal minus a low-rank part, with which Jacobians are contracted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is taken off the diagonal: ``diag(s w) U D B^-1 D U^T diag(s w)`` with ``U = U_g x U_a``,
-    ``D = diag(roots)`` and ``B = R R^T``.
+    """The part that is subtracted: ``diag(s w) U D B^-1 D U^T diag(s w)`` with ``U = U_g x U_a``, ``D = diag(roots)``
+    and ``B = R R^T``.
 
     Attributes:
         input_basis: ``U_a``, ``(G, n, a)``.
@@ -19,7 +19,7 @@ class LowRank:
         roots: ``(G, g, a)``.
         shrink: ``s``, ``(G, m, n)``, or None for 1.
         root: ``R``, lower triangular, ``(G, g a, g a)`` in float64.
-        row_roots: gives ``T``, ``(G, m, a, a)``: what is taken off the covariance of the weights of output ``o`` is
+        row_roots: computes ``T``, ``(G, m, a, a)``: the part subtracted for the weights of output ``o`` is
             ``diag(s w)_o U_a T_o^T T_o U_a^T diag(s w)_o``.
     """
 

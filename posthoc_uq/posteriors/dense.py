@@ -1,6 +1,4 @@
-"""The dense posterior: the whole Fisher over all parameters of all its layers, correlations between layers
-included.
-"""
+"""The dense posterior: the full Fisher over all parameters of its layers, with the correlations between layers."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from posthoc_uq.posteriors.numerics import cholesky, positive_part
 from posthoc_uq.posteriors.row_covariance import DenseRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
-LARGEST_BYTES = 4 * 2**30  # that the Fisher may take in float64
+LARGEST_BYTES = 4 * 2**30  # the most that the Fisher may take in float64
 
 
 class DenseFactor(Factor):
@@ -36,9 +34,13 @@ class DenseFactor(Factor):
     def whiten(self, jacobians: Tensor) -> Tensor:
         return self._solve(jacobians.flatten(1))
 
-    def transform(self, noise: Tensor) -> Tensor:
-        rows = noise.flatten(1).to(self.root)
-        return torch.linalg.solve_triangular(self.root.T, rows.T, upper=True).T.to(noise).reshape(noise.shape)
+    def transform(self, normals: Tensor) -> Tensor:
+        rows = normals.flatten(1).to(self.root)
+        return (
+            torch.linalg.solve_triangular(self.root.T, rows.T, upper=True)
+            .T.to(normals)
+            .reshape(normals.shape)
+        )
 
     def covariance(self) -> Tensor:
         """``P^-1``, ``(parameters, parameters)``."""
@@ -56,11 +58,11 @@ class DenseFactor(Factor):
 
     def rows(self, start: int, shape: Shape) -> RowCovariance:
         groups, outputs, inputs = shape
-        own = self.covariance()[
+        covariance = self.covariance()[
             start : start + groups * outputs * inputs, start : start + groups * outputs * inputs
         ]
-        own = own.to(self._like)
-        return DenseRows(own.diagonal().reshape(shape), own)
+        covariance = covariance.to(self._like)
+        return DenseRows(covariance.diagonal().reshape(shape), covariance)
 
     def bytes(self) -> int:
         return self.root.numel() * self.root.element_size()
@@ -82,9 +84,7 @@ class DenseBlock(Block):
         prior = prior.expand(1, 1, fisher.shape[0]).flatten()
         try:
             root = cholesky(settings.scale * fisher + prior.diag())
-        except (
-            NonFiniteError
-        ):  # rounding in the accumulated Fisher left a negative eigenvalue below -prior_precision
+        except NonFiniteError:  # rounding of the summed Fisher left an eigenvalue below -prior_precision
             root = cholesky(settings.scale * positive_part(fisher) + prior.diag())
         return DenseFactor(root, self.fisher)
 

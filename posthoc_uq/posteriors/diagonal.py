@@ -22,8 +22,8 @@ class DiagonalFactor(Factor):
         self.precision = precision.to(like)
         self._log_determinant = log_sum(precision)
 
-    def transform(self, noise: Tensor) -> Tensor:
-        return noise * self.precision.rsqrt()
+    def transform(self, normals: Tensor) -> Tensor:
+        return normals * self.precision.rsqrt()
 
     def variance(self) -> Tensor:
         return self.precision.reciprocal()

@@ -1,6 +1,6 @@
 """Which kinds of blocks the posteriors of a method are made of, by the method's name.
 
-Methods stand far above files, which must know their names to tell a posterior's file from another: ``methods`` fills
+Storage must know the names of the methods, but may not import ``methods``, which stands above it; so ``methods`` fills
 this table.
 """
 

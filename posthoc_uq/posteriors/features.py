@@ -1,4 +1,4 @@
-"""What the training inputs looked like to the last layer: one Gram a class, compressed; and how novel others are."""
+"""Statistics of the last layer's inputs, one compressed Gram per class, and how novel other inputs are by them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class FeatureGrams:
 
     ``G_c = U (F_c F_c^T + diag(d_c)) U^T + rho_c (1 - U U^T)``
 
-    with a basis ``U`` that all classes share, exact on the diagonal in that basis, and in the leading directions of
-    each class's correlations there.
+    with a basis ``U`` that all classes share. In that basis the diagonal of each Gram is exact, and so are the leading
+    directions of its other entries.
 
     Attributes:
         layer: whose inputs these are.
-        source: ``"outputs"`` where the layer's outputs are the model's, ``"pooled"`` where the layer is merely the
-            last, with several rows of a sample averaged.
+        source: ``"outputs"`` where the layer's outputs are the model's; ``"pooled"`` where it is only the last layer,
+            and the rows of a sample are averaged.
         samples: training inputs that were seen.
         basis: U, ``(features, width)``, orthonormal; a bias counts as a feature that is always 1.
         diagonal: d, ``(classes, width)``.
@@ -64,11 +64,11 @@ class FeatureGrams:
         return self.diagonal.shape[0]
 
     def novelty(self, features: Tensor, smoothing: float | None = None) -> Tensor:
-        """The share of the prior's variance that the data left, of the class that explains an input best:
+        """The share of the prior's variance that the data left, for the class that explains an input best:
 
         ``nu(x) = min_c phi^T (G_c + r)^-1 phi / (phi^T phi / r)``
 
-        which is 1 where ``phi`` is 0: a Bayesian linear model of class c has that share of its prior variance left.
+        and 1 where ``phi`` is 0. A Bayesian linear model of class c has that share of its prior variance left.
 
         Args:
             features: phi, ``(samples, features)``.
@@ -90,25 +90,25 @@ class FeatureGrams:
         phi = as_double(features)
         squares = phi.square().sum(1, keepdim=True)
         inside = phi @ basis
-        left = inside.square() @ inverse[:, :-1].T
+        remaining = inside.square() @ inverse[:, :-1].T
         if basis.shape[1] < basis.shape[0]:
             outside = (squares - inside.square().sum(1, keepdim=True)).clamp(min=0)
-            left = left + outside * inverse[:, -1]
+            remaining = remaining + outside * inverse[:, -1]
         if directions.shape[1]:
             explained = inside @ directions
-            left = left - explained.square().reshape(len(phi), self.classes, -1).sum(2)
-        share = ridge * left.amin(1, keepdim=True) / squares
-        found = torch.where(squares == 0, torch.ones_like(share), share).squeeze(1)
-        return found.clamp(torch.finfo(torch.float32).tiny, 1.0)
+            remaining = remaining - explained.square().reshape(len(phi), self.classes, -1).sum(2)
+        share = ridge * remaining.amin(1, keepdim=True) / squares
+        novelty = torch.where(squares == 0, torch.ones_like(share), share).squeeze(1)
+        return novelty.clamp(torch.finfo(torch.float32).tiny, 1.0)
 
     def _prepared(self, ridge: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """For one ridge: the basis, the inverse diagonals ``(classes, width + 1)`` with that outside of the basis last,
-        and by the Woodbury identity what the factors take off, as directions ``(width, classes * rank)``.
+        """For one ridge: the basis; the inverse diagonals ``(classes, width + 1)``, the last for all that is outside of
+        the basis; and the directions ``(width, classes * rank)`` that the factors subtract by the Woodbury identity.
         """
         key = (ridge, device)
-        found = self._ready
-        if found is None or found[0] != key:
-            # a basis that was stored in half precision is orthonormal only so far
+        ready = self._ready
+        if ready is None or ready[0] != key:
+            # a basis that was stored in half precision is not quite orthonormal
             basis, triangle = torch.linalg.qr(as_double(self.basis.to(device)))
             basis = basis * triangle.diagonal().sign()
             residual = as_double(self.residual.to(device)).unsqueeze(1)
@@ -121,9 +121,9 @@ class FeatureGrams:
             )
             root = torch.linalg.cholesky(core)
             directions = torch.linalg.solve_triangular(root, scaled.transpose(1, 2), upper=False)
-            found = key, (basis, inverse, directions.permute(2, 0, 1).flatten(1))
-            self._ready = found
-        return found[1]
+            ready = key, (basis, inverse, directions.permute(2, 0, 1).flatten(1))
+            self._ready = ready
+        return ready[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""

@@ -60,7 +60,7 @@ class InformationFactor(Factor):
         return tensor if self._shrink is None else tensor * self._shrink.to(tensor)
 
     def _project(self, matrices: Tensor) -> Tensor:
-        """``V^T x`` of matrices ``(q, G, m, n)``: ``(q, G, L)``."""
+        """``V^T x`` for matrices ``(q, G, m, n)``: ``(q, G, L)``."""
         bases = self._output_basis.to(matrices).transpose(-1, -2), self._input_basis.to(matrices)
         return (bases[0] @ self._scaled(matrices) @ bases[1] * self._roots.to(matrices)).flatten(2)
 
@@ -80,7 +80,7 @@ class InformationFactor(Factor):
         groups, width_g, width_a = self._roots.shape
         weights = self._scaled(self._scaled(as_double(self._inverse)))
         first = _contract_pairs(weights, as_double(self._input_basis))
-        # Unpacked on the small side, so that what follows copies whole (a, a) blocks.
+        # Unpacked on the small side, so that the loop below copies whole (a, a) blocks.
         first = first[..., _pair_index(width_a, first.device).flatten()]
         packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
         packed = packed.reshape(groups, packed.shape[1], width_a, width_a)
@@ -97,24 +97,24 @@ class InformationFactor(Factor):
         """``(q, G, L)`` as columns ``(G, L, q)`` in the factor's precision and place."""
         return rows.permute(1, 2, 0).to(self._root)
 
-    def transform(self, noise: Tensor) -> Tensor:
+    def transform(self, normals: Tensor) -> Tensor:
         # P^-1 = H^1/2 (I + W W^T)^-1 H^1/2 with W = H^1/2 V, and for K = R^-T (I + R)^-1
-        # (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1. Rounding of W^T e spreads over all directions, relative to
-        # the stiffest, so that stiff layers are drawn in float64.
+        # (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1. Rounding errors of W^T e are relative to the stiffest
+        # direction and reach all others, so that stiff layers are drawn in float64.
         diagonal = self._root.diagonal(dim1=-2, dim2=-1)
         stiff = diagonal.numel() > 0 and float(diagonal.max()) ** 2 > _STIFF
-        own = as_double(noise) if stiff else noise
-        half = self._inverse.to(own).sqrt()
-        columns = self._columns(self._project(half * own))
+        wide = as_double(normals) if stiff else normals
+        half = self._inverse.to(wide).sqrt()
+        columns = self._columns(self._project(half * wide))
         lower = self._root + torch.eye(self._root.shape[-1], dtype=self._root.dtype, device=self._root.device)
         columns = torch.linalg.solve_triangular(lower, columns, upper=False)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
-        drawn = self._lift(columns.permute(2, 0, 1).to(own))
-        # half * (own - half * drawn), in place: these are the largest temporaries of a prediction's set-up
-        return drawn.mul_(half).neg_().add_(own).mul_(half).to(noise)
+        drawn = self._lift(columns.permute(2, 0, 1).to(wide))
+        # half * (wide - half * drawn), in place: these are the largest temporaries when a prediction is set up
+        return drawn.mul_(half).neg_().add_(wide).mul_(half).to(normals)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        # In float64, as M is: two large numbers cancel along stiff directions.
+        # In float64, as M is: along stiff directions two large numbers cancel.
         wide, inverse = as_double(jacobians), as_double(self._inverse)
         weighted = wide * inverse
         columns = torch.linalg.solve_triangular(
@@ -126,10 +126,10 @@ class InformationFactor(Factor):
     def form(self) -> CovarianceForm:
         if self._root.numel() == 0:  # no direction was kept
             return CovarianceForm(self._inverse)
-        kept = LowRank(
+        low_rank = LowRank(
             self._input_basis, self._output_basis, self._roots, self._shrink, self._root, self._row_roots
         )
-        return CovarianceForm(self._inverse, low_rank=kept)
+        return CovarianceForm(self._inverse, low_rank=low_rank)
 
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
@@ -148,8 +148,8 @@ class InformationFactor(Factor):
     def _row_roots(self, inverse: Tensor | None = None) -> Tensor:
         """``T_o``, ``(G, m, a, a)``: row ``o``'s covariance is ``H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``.
 
-        Triangular factors of ``R^-1 diag(sqrt(scale lambda)) (U_g[o] x I)``. Squares of them lose nothing where an
-        explicit inverse of ``I + M`` would cancel.
+        They are triangular factors of ``R^-1 diag(sqrt(scale lambda)) (U_g[o] x I)``. Their squares are accurate where
+        an explicit inverse of ``I + M`` would suffer from cancellation.
         """
         inverse = self._inverse_columns() if inverse is None else inverse
         groups, size, _, width_a = inverse.shape
@@ -173,14 +173,14 @@ class InformationFactor(Factor):
 
     def variance(self) -> Tensor:
         inverse = as_double(self._inverse)
-        found = inverse.clone()
+        variances = inverse.clone()
         for rows, lifted in self._rows():
-            found[:, rows] -= lifted.square().sum(-1)
+            variances[:, rows] -= lifted.square().sum(-1)
         # A diagonal entry of an inverse is at least the inverse of the diagonal entry.
         low_rank = as_double(self._output_basis).square() @ as_double(self._roots).square()
         low_rank = low_rank @ as_double(self._input_basis).square().transpose(-1, -2)
         floor = 1 / (1 / inverse + self._scaled(self._scaled(low_rank)))
-        return torch.maximum(found, floor).to(self._inverse)
+        return torch.maximum(variances, floor).to(self._inverse)
 
     def rows(self, start: int, shape: Shape) -> RowCovariance:
         columns = self._inverse_columns()
@@ -235,7 +235,7 @@ class InformationBlock(Block):
     def low_rank_diagonal(self) -> Tensor:
         """``l``, the diagonal of the low-rank part before any correction, ``(G, m, n)``, in float64.
 
-        ``D`` is the difference of ``l`` and ``d``, and what rounding leaves of it would count scale times.
+        ``D`` is the difference of ``l`` and ``d``; its rounding error is multiplied by the scale.
         """
         inner = as_double(self.output_basis).square() @ as_double(self.eigenvalues)
         return inner @ as_double(self.input_basis).square().transpose(-1, -2)
@@ -296,16 +296,16 @@ class InformationBlock(Block):
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:
         _, outputs, inputs = shape
-        whole = {"correction": "rescale", "input_directions": inputs, "output_directions": outputs}
-        return sum(spec.numbers for spec in cls.specs(shape, whole).values())
+        all_directions = {"correction": "rescale", "input_directions": inputs, "output_directions": outputs}
+        return sum(spec.numbers for spec in cls.specs(shape, all_directions).values())
 
     def fault(self) -> str | None:
-        used = self.eigenvalues != 0
-        for name, basis, seen in (
-            ("input_basis", self.input_basis, used.any(-2)),
-            ("output_basis", self.output_basis, used.any(-1)),
+        nonzero = self.eigenvalues != 0
+        for name, basis, needed in (
+            ("input_basis", self.input_basis, nonzero.any(-2)),
+            ("output_basis", self.output_basis, nonzero.any(-1)),
         ):
-            if bool((seen & (basis == 0).all(-2)).any()):
+            if bool((needed & (basis == 0).all(-2)).any()):
                 return f"has an eigenvalue along a direction of '{name}' that is zero"
         return None
 

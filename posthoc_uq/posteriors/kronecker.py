@@ -29,8 +29,8 @@ class KroneckerFactor(Factor):
         self.precision = precision.to(input_basis)
         self._log_determinant = log_sum(precision)
 
-    def transform(self, noise: Tensor) -> Tensor:
-        return self._output_basis @ (noise * self.precision.rsqrt()) @ self._input_basis.transpose(-1, -2)
+    def transform(self, normals: Tensor) -> Tensor:
+        return self._output_basis @ (normals * self.precision.rsqrt()) @ self._input_basis.transpose(-1, -2)
 
     def variance(self) -> Tensor:
         inner = self._output_basis.square() @ self.precision.reciprocal()

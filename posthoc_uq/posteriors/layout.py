@@ -1,4 +1,4 @@
-"""Where layers stand in the blocks of a posterior: a block of one layer has its shape, one of several is a row."""
+"""Where layers are in the blocks of a posterior: a block of one layer has its shape, one of several layers is a row."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from posthoc_uq.devices import host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.blocks import Block
 
 
 class Layout:
-    """Between the matrices of blocks and those of layers, all ``(groups, outputs, inputs)``.
+    """Converts between the matrices of blocks and those of layers, all ``(groups, outputs, inputs)``.
 
     Args:
         layers: by name.
@@ -25,7 +26,7 @@ class Layout:
         self._layers, self._members = layers, members
 
     def shape(self, block: str) -> tuple[int, int, int]:
-        """Of a block's matrix."""
+        """The shape of a block's matrix."""
         if block in self._layers:
             return self._layers[block].matrix_shape
         return 1, 1, sum(self._layers[name].parameters for name in self._members[block])
@@ -44,7 +45,7 @@ class Layout:
         raise PosthocUQError(f"The posterior has no layer '{layer}'; it has {list(self._layers)[:8]}.")
 
     def prior(self, block: str, prior: Any) -> Any:
-        """The prior precision of a block's weights, out of one for all or by layer."""
+        """The prior precision of a block's weights, from one number for all layers or one by layer."""
         if not isinstance(prior, Mapping):
             return prior
         by_layer, inner = cast(Mapping[str, Any], prior), self._members[block]
@@ -52,6 +53,21 @@ class Layout:
             return by_layer[inner[0]]
         parts = [host_double(by_layer[name]).expand(self._layers[name].parameters) for name in inner]
         return torch.cat(parts).reshape(1, 1, -1)
+
+    def means(self, blocks: Mapping[str, Block], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What blocks know themselves that their weights are on average, by parameter name.
+
+        Args:
+            blocks: by name; as a rule they know nothing of it.
+            like: parameters of the same number format and device.
+        """
+        means: dict[str, Tensor] = {}
+        for name, block in blocks.items():
+            mean = block.own_mean()
+            for layer, matrix in [] if mean is None else self.split(name, mean):
+                for parameter, tensor in layer.to_parameters(matrix).items():
+                    means[parameter] = tensor.to(like[parameter])
+        return means
 
     def split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
         """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""

@@ -23,8 +23,8 @@ class MeanFieldFactor(Factor):
     def __init__(self, variances: Tensor) -> None:
         self.variances = variances
 
-    def transform(self, noise: Tensor) -> Tensor:
-        return noise * self.variances.sqrt()
+    def transform(self, normals: Tensor) -> Tensor:
+        return normals * self.variances.sqrt()
 
     def variance(self) -> Tensor:
         return self.variances

@@ -1,6 +1,4 @@
-"""Linear algebra with its precision settled in one place: small systems and eigenproblems are solved in
-float64.
-"""
+"""Linear algebra, and in which precision it runs: small systems and eigenproblems are solved in float64."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from torch import Tensor
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError
 
-# Above this size a float32 Gram is first decomposed in float32, which halves the time; float64 is the
-# fallback.
+# Above this size a float32 Gram is decomposed in float32, which halves the time, and in float64 if that fails.
 _WIDE_EIGH_LIMIT = 1024
 
 
@@ -30,7 +27,7 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
         )
     symmetric = (gram + gram.transpose(-1, -2)) / 2
-    # Inputs that are always zero (padding that no window leaves) have unit eigenvectors, and trip eigensolvers.
+    # Inputs that are always zero (padding in every window) have unit eigenvectors, and make eigensolvers fail.
     live = symmetric.diagonal(dim1=-2, dim2=-1)[0] > 0
     if symmetric.shape[0] > 1 or bool(live.all()):
         values, vectors = _eigh(symmetric)
@@ -47,14 +44,14 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenpairs by the first solver that converges; on finite, rank-deficient Grams of a ResNet not all of them do."""
+    """Eigenpairs by the first solver that converges; some fail on finite, rank-deficient Grams, as of a ResNet."""
     if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
         with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
             return torch.linalg.eigh(symmetric)
     wide = as_double(symmetric)
     with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return torch.linalg.eigh(wide)
-    # Divide and conquer, torch's algorithm, has failed; relatively robust representations are another one.
+    # Torch's algorithm (divide and conquer) has failed; scipy's "evr" (relatively robust representations) differs.
     pairs = [scipy.linalg.eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
     values = torch.stack([torch.from_numpy(value) for value, _ in pairs])
     return values.to(wide), torch.stack([torch.from_numpy(vector) for _, vector in pairs]).to(wide)
@@ -92,14 +89,14 @@ def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(core)
     if not bool(info.any()):
         root = torch.linalg.solve_triangular(factor.transpose(-1, -2), shifted, upper=True, left=False)
-    else:  # rounding of the sketch outweighs the shift: leave out what is not positive
+    else:  # rounding of the sketch is larger than the shift: leave out directions that are not positive
         inner, turn = _eigh(core)
         floor = epsilon * inner[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
         scales = torch.where(inner > floor, inner.clamp(min=floor).rsqrt(), torch.zeros_like(inner))
         root = shifted @ (turn * scales.unsqueeze(-2))
     squares, turn = _eigh(root.transpose(-1, -2) @ root)
-    # The columns of root @ turn are orthogonal but for rounding, and QR makes them orthonormal, also where some are
-    # nothing but rounding.
+    # The columns of root @ turn are orthogonal up to rounding. QR makes them orthonormal, even columns that are only
+    # rounding.
     vectors = torch.linalg.qr(root @ turn.flip(-1)).Q
     values = (squares.flip(-1) - shift.squeeze(-1)).clamp(min=0)
     return values.to(sketch), vectors.to(sketch)

@@ -9,8 +9,8 @@ import torch
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
-from posthoc_uq.posteriors.record import Evidence
 
 ALL_WEIGHTS = "of all weights"
 """What a training's record says of its prior where that is one and the same for every weight."""
@@ -30,13 +30,13 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
     for name, layer in posterior.layers.items():
         if isinstance(precision, Mapping) and name not in precision:
             continue
-        own = precision[name] if isinstance(precision, Mapping) else precision
-        if not 0 < own < float("inf"):
-            raise PosthocUQError(f"prior_precision must be positive and finite, not {own}.")
+        layer_precision = precision[name] if isinstance(precision, Mapping) else precision
+        if not 0 < layer_precision < float("inf"):
+            raise PosthocUQError(f"prior_precision must be positive and finite, not {layer_precision}.")
         like = posterior.original[layer.weight]
         kind = torch.float64 if like.dtype == torch.float64 else torch.float32
         blocks[name] = MeanFieldBlock(
-            torch.full(layer.matrix_shape, 1.0 / own, dtype=kind, device=like.device), 1
+            torch.full(layer.matrix_shape, 1.0 / layer_precision, dtype=kind, device=like.device), 1
         )
     return Posterior(
         posterior.method,
@@ -50,15 +50,18 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
 
 
 def training_precisions(posterior: Posterior) -> dict[str, float]:
-    """The precisions by layer of the prior that a training measured its posterior against: of the last layer's weights
-    the posterior's prior precision, and of all others where the training gave them a variance; or of all weights alike.
+    """The prior precisions by layer that a training used: of all weights alike, or for the last layer's weights the
+    posterior's prior precision, and for the others the one of the training's body variance, if it had any. A weight
+    that may be off has the variance of one that is on times the probability of that.
 
     Raises:
         PosthocUQError: the posterior does not say which layer that was.
     """
-    if posterior.record.fit.get("prior") == ALL_WEIGHTS:
-        return {name: posterior.layer_prior(name) for name in posterior.layers}
-    last, body = posterior.record.fit.get("last layer"), posterior.record.fit.get("prior body variance", 0.0)
+    fitted = posterior.history.fit
+    if fitted.get("prior") == ALL_WEIGHTS:
+        share = float(fitted.get("prior inclusion", 1.0))  # of the weights are on
+        return {name: posterior.layer_prior(name) / share for name in posterior.layers}
+    last, body = fitted.get("last layer"), fitted.get("prior body variance", 0.0)
     if last not in posterior.layers:
         raise PosthocUQError(
             "This trained posterior does not say what its prior was (it is from an older release); fit again, or ask "

@@ -1,8 +1,8 @@
-"""What is kept of a referral: plain values, by one score or by several, and their checks.
+"""The plain values of a referral, by one score or by several, and their checks.
 
-By one score: ``score``, ``threshold``. By several: ``scores`` (name to ``threshold`` and ``quantiles``, of familiar
-inputs, descending) and ``shares`` (for each quantile, the share of those inputs from it upwards). Both have ``rate``,
-``inputs``, ``head`` and ``posterior``, what the thresholds were set for.
+By one score: ``score``, ``threshold``. By several: ``scores`` (name to ``threshold`` and ``quantiles`` of familiar
+inputs, descending) and ``shares`` (for each quantile, the share of those inputs that are at least as large). Both have
+``rate``, ``inputs``, ``head`` and ``posterior``: what the thresholds were set for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posthoc_uq.metrics.tails import QUANTILES
 def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:
     """The threshold of each score; an input with any score above its own is referred."""
     if "scores" in referral:
-        return {name: kept["threshold"] for name, kept in referral["scores"].items()}
+        return {name: settings["threshold"] for name, settings in referral["scores"].items()}
     return {referral["score"]: referral["threshold"]} if referral else {}
 
 
@@ -28,45 +28,45 @@ def rule_of(referral: Mapping[str, Any], digits: int = 6) -> str:
     return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(referral).items())
 
 
-def checked_referral(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """A referral's plain values, all there, of their kinds and in range, or none at all.
+def checked_referral(referral: Mapping[str, Any]) -> dict[str, Any]:
+    """A referral's plain values, complete, of the right types and in range, or none at all.
 
     Raises:
         CorruptPosteriorError: a value out of range.
         KeyError, TypeError, ValueError, AttributeError: one that is missing or of another kind.
     """
-    if not kept:
+    if not referral:
         return {}
-    rate, inputs = _number(kept["rate"], "rate"), int(kept["inputs"])
+    rate, inputs = _number(referral["rate"], "rate"), int(referral["inputs"])
     if not 0 <= rate <= 1 or inputs < 1:
         raise CorruptPosteriorError(f"The referral's rate is {rate}, of {inputs} inputs.")
     settings = {
         "rate": rate,
         "inputs": inputs,
-        **{name: dict(kept[name]) for name in ("head", "posterior")},
+        **{name: dict(referral[name]) for name in ("head", "posterior")},
     }
-    if "scores" not in kept:
-        threshold = float(kept["threshold"])  # infinite where the rate is 1
+    if "scores" not in referral:
+        threshold = float(referral["threshold"])  # infinite where the rate is 1
         if math.isnan(threshold):
             raise CorruptPosteriorError("The referral's threshold is NaN.")
-        return {"score": str(kept["score"]), "threshold": threshold, **settings}
+        return {"score": str(referral["score"]), "threshold": threshold, **settings}
     points = min(inputs, QUANTILES)
-    shares = _numbers(kept["shares"], points, "shares")
+    shares = _numbers(referral["shares"], points, "shares")
     if any(a >= b for a, b in pairwise([0.0, *shares])) or shares[-1] != 1:
         raise CorruptPosteriorError("The referral's shares do not ascend from above 0 to 1.")
-    scores = {str(name): _score(str(name), own, points) for name, own in kept["scores"].items()}
+    scores = {str(name): _score(str(name), score, points) for name, score in referral["scores"].items()}
     if not scores:
         raise CorruptPosteriorError("The referral goes by no score.")
     return {"scores": scores, "shares": shares, **settings}
 
 
-def _score(name: str, kept: Mapping[str, Any], points: int) -> dict[str, Any]:
-    quantiles = _numbers(kept["quantiles"], points, f"quantiles of {name}")
+def _score(name: str, settings: Mapping[str, Any], points: int) -> dict[str, Any]:
+    quantiles = _numbers(settings["quantiles"], points, f"quantiles of {name}")
     if any(a < b for a, b in pairwise(quantiles)):
         raise CorruptPosteriorError(f"The referral's quantiles of {name} do not descend.")
     if not math.isfinite(quantiles[0] - quantiles[-1]):
         raise CorruptPosteriorError(f"The referral's quantiles of {name} are too far apart.")
-    threshold = _number(kept["threshold"], f"threshold of {name}")
+    threshold = _number(settings["threshold"], f"threshold of {name}")
     if not quantiles[-1] <= threshold <= quantiles[0]:
         raise CorruptPosteriorError(f"The referral's threshold of {name} lies outside of its quantiles.")
     return {"threshold": threshold, "quantiles": quantiles}
@@ -83,7 +83,7 @@ def _numbers(values: Any, count: int, what: str) -> list[float]:
 
 
 def _number(value: Any, what: str) -> float:
-    found = float(value)
-    if not math.isfinite(found):
-        raise CorruptPosteriorError(f"The referral's {what} must be finite, not {found}.")
-    return found
+    number = float(value)
+    if not math.isfinite(number):
+        raise CorruptPosteriorError(f"The referral's {what} must be finite, not {number}.")
+    return number

@@ -13,13 +13,13 @@ from posthoc_uq.errors import printable
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.record import Record
+from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.tables import cell_text, text_table
 
-_SECONDS = "seconds, "  # and what took them
-# Columns of the table whose names do not say it.
+_SECONDS = "seconds, "  # begins the names of timings
+# What columns of the table mean whose names do not say it.
 COLUMNS = {
     "shape": "groups x outputs x inputs of the layer's weights; a bias counts as one more input",
     "prior precision": "of the layer's weights",
@@ -28,6 +28,7 @@ COLUMNS = {
     "corrected": "share of the weights whose information the low rank overstates, so that it is corrected",
     "change": "size of that correction, relative to the exact diagonal (Frobenius norms)",
     "median sd, largest sd": "standard deviations of the layer's weights",
+    "density, mean inclusion": "share of the weights that are more likely on than off; mean probability of being on",
 }
 
 
@@ -96,10 +97,10 @@ class Report:
 
 
 def _shown(value: Any) -> str:
-    """A value in words; of several numbers, as a training has one an epoch, the first and the last."""
+    """A value in words; of several numbers, such as one per epoch, only the first and the last."""
     if isinstance(value, list) and value and all(isinstance(v, float) for v in cast(list[Any], value)):
-        first, *rest = (cell_text(v) for v in cast(list[Any], value))
-        return f"{first} ... {rest[-1]} ({len(rest) + 1} values)" if rest else first
+        first, *others = (cell_text(v) for v in cast(list[Any], value))
+        return f"{first} ... {others[-1]} ({len(others) + 1} values)" if others else first
     return cell_text(value)
 
 
@@ -108,12 +109,12 @@ def build_report(
     likelihood: str,
     layers: Mapping[str, Layer],
     blocks: Mapping[str, Block],
-    record: Record,
+    history: History,
     *,
     settings: Hyperparameters,
     shown: Mapping[str, Any],
     features: FeatureGrams | None,
-    noise: Tensor | None,
+    noise_variance: Tensor | None,
 ) -> Report:
     """The report of a posterior with these parts; see `Report`.
 
@@ -121,12 +122,12 @@ def build_report(
         method: its name.
         likelihood: its name.
         layers: by name.
-        blocks: by name, which is the layer's where they are of one layer.
-        record: what it remembers of its fit.
+        blocks: by name; a block of one layer has the layer's name.
+        history: how it was fitted and tuned.
         settings: its hyperparameters.
         shown: those that a report shows, by label.
-        features: what it keeps of the last layer's inputs, or None.
-        noise: noise variance of each output, or None.
+        features: statistics of the last layer's inputs, or None.
+        noise_variance: noise variance of each output, or None.
     """
     rows: list[dict[str, Any]] = []
     for name, layer in layers.items():
@@ -151,23 +152,23 @@ def build_report(
     }
     if features is not None:
         summary["novelty"] = _novelty(features)
-    if noise is not None:
-        summary["noise variance"] = [float(f"{value:.4g}") for value in noise.tolist()]
+    if noise_variance is not None:
+        summary["noise variance"] = [float(f"{value:.4g}") for value in noise_variance.tolist()]
     return Report(
-        summary | record.fit,
+        summary | history.fit,
         rows,
-        dict(record.deterministic),
-        dict(record.tuning) | _calibrated(record.calibration) | _referred(record.referral),
+        dict(history.deterministic),
+        dict(history.tuning) | _calibrated(history.calibration) | _referred(history.referral),
     )
 
 
-def _novelty(kept: FeatureGrams) -> str:
-    """How novel inputs are told, in words."""
-    what = "inputs" if kept.source == "outputs" else "pooled inputs"
-    grams = "1 Gram" if kept.classes == 1 else f"{kept.classes} Grams"
+def _novelty(features: FeatureGrams) -> str:
+    """How novelty is measured, in words."""
+    what = "inputs" if features.source == "outputs" else "pooled inputs"
+    grams = "1 Gram" if features.classes == 1 else f"{features.classes} Grams"
     return (
-        f"by {what} of '{kept.layer.name}', {grams} of {kept.basis.shape[0]} features, "
-        f"{kept.factors.shape[2]} directions each, {kept.bytes()} bytes, smoothing {kept.smoothing:g}"
+        f"by {what} of '{features.layer.name}', {grams} of {features.basis.shape[0]} features, "
+        f"{features.factors.shape[2]} directions each, {features.bytes()} bytes, smoothing {features.smoothing:g}"
     )
 
 

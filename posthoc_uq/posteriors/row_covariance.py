@@ -1,9 +1,9 @@
 """Variance and covariance that a layer's weights give to its outputs ``y = W x``, by family of posteriors.
 
-Row ``o`` of W has the covariance ``S_oo`` after the data, so that for inputs of mean ``m`` and variance ``v``
-``Var(y_o) = m^T S_oo m + sum_k v_k [S_oo]_kk``; across outputs ``Cov(y_o, y_o') = tr(S_oo' (m m^T + C))``. What depends
-on the posterior alone is computed once and kept. All tensors lead with the layer's groups (G); inputs include the
-bias's column.
+Row ``o`` of W has the posterior covariance ``S_oo``. Inputs of mean ``m`` and variance ``v`` therefore give
+``Var(y_o) = m^T S_oo m + sum_k v_k [S_oo]_kk``, and ``Cov(y_o, y_o') = tr(S_oo' (m m^T + C))`` across outputs. All that
+depends on the posterior alone is computed once and kept. The first dimension of all tensors is the layer's groups (G);
+inputs include the bias's column.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RowCovariance(nn.Module):
         self.register_buffer("marginal", marginal)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowCovariance:
-        """Moves with its predictor and keeps its precision; float64 goes to the CPU where a device has none."""
+        """Move with the predictor, in the same precision; float64 goes to the CPU if the device does not have it."""
         return super()._apply(
             lambda tensor: placed(tensor, fn(tensor.new_empty(0, dtype=_PROBE)).device), recurse
         )
@@ -41,16 +41,16 @@ class RowCovariance(nn.Module):
 
     @abstractmethod
     def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        """``tr(S_oo' (m m^T + C))``, ``(rows, m, m)``, of inputs ``(rows, n)`` with covariances ``(rows, n, n)`` or
-        certain ones; for layers of one group.
+        """``tr(S_oo' (m m^T + C))``, ``(rows, m, m)``, for inputs ``(rows, n)`` with covariances ``(rows, n, n)``, or
+        None for certain inputs; for layers of one group.
         """
 
     def variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
-        """``(rows, G, m)`` for inputs ``(rows, G, n)`` of these variances, or certain ones."""
-        found = self.quadratic(mean)
+        """``(rows, G, m)`` for inputs ``(rows, G, n)`` with these variances; None for certain inputs."""
+        from_mean = self.quadratic(mean)
         if variance is None:
-            return found
-        return found + torch.einsum("goi,rgi->rgo", self.marginal.to(variance), variance).to(found)
+            return from_mean
+        return from_mean + torch.einsum("goi,rgi->rgo", self.marginal.to(variance), variance).to(from_mean)
 
 
 class IndependentRows(RowCovariance):
@@ -95,8 +95,8 @@ class EigenbasisRows(RowCovariance):
 
 
 class InformationRows(RowCovariance):
-    """``S_oo = H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``: INF, in float64, since two large numbers cancel along stiff
-    directions.
+    """``S_oo = H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``: INF, in float64, because along stiff directions two large
+    numbers cancel.
     """
 
     inverse: Tensor
@@ -138,18 +138,18 @@ class InformationRows(RowCovariance):
 
     def quadratic(self, mean: Tensor) -> Tensor:
         wide = as_double(mean)
-        found = torch.einsum("goi,rgi->rgo", self.inverse, wide.square())
+        diagonal = torch.einsum("goi,rgi->rgo", self.inverse, wide.square())
         step = max(1, _CHUNK // max(1, self.shrunk.numel()))
-        # Under a tracer the number of rows is a symbol, and the rows go together.
+        # Under a tracer the number of rows is a symbol, and the rows are not split.
         split = wide.split(step) if isinstance(wide.shape[0], int) and wide.shape[0] > step else (wide,)
         parts: list[Tensor] = []
         for part in split:
             weighted = self.shrunk * part.unsqueeze(2)  # (rows, G, m, n)
             reached = weighted @ self.input_basis  # (rows, G, m, a)
             parts.append(torch.einsum("rgoa,goba->rgob", reached, self.row_roots).square().sum(-1))
-        low = torch.cat(parts)
-        # Rounding may leave a row that the data settle completely a little below zero.
-        return (found - low).clamp(min=0).to(mean)
+        low_rank = torch.cat(parts)
+        # Where the data leave no variance, rounding may give a little less than zero.
+        return (diagonal - low_rank).clamp(min=0).to(mean)
 
     def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
         wide = as_double(mean)
@@ -157,7 +157,7 @@ class InformationRows(RowCovariance):
         second = wide.square()
         if covariance is not None:
             second = second + as_double(covariance.diagonal(dim1=1, dim2=2))
-        found = torch.diag_embed(second @ inverse.T)
+        result = torch.diag_embed(second @ inverse.T)
         moment = wide.unsqueeze(2) * wide.unsqueeze(1)
         if covariance is not None:
             moment = moment + as_double(covariance)
@@ -165,16 +165,16 @@ class InformationRows(RowCovariance):
         columns = self.columns[0]
         step = max(1, _CHUNK // max(1, outputs * inputs))
         for start in range(0, columns.shape[0], step):
-            # RowCovariance q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
+            # Rows q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
             mixed = torch.einsum("og,lga->loa", self.output_basis[0], columns[start : start + step])
             rows = (mixed @ basis.T) * shrunk
             if covariance is None:
                 reached = torch.einsum("loi,ri->rlo", rows, wide)
-                found = found - reached.transpose(1, 2) @ reached
+                result = result - reached.transpose(1, 2) @ reached
             else:
                 for row in rows:
-                    found = found - row @ moment @ row.T
-        return found.to(mean)
+                    result = result - row @ moment @ row.T
+        return result.to(mean)
 
 
 class DenseRows(RowCovariance):

@@ -1,4 +1,4 @@
-"""The numbers that turn what a fit found into a posterior: one value that never changes, replaced as a whole."""
+"""A posterior's hyperparameters: one immutable value, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fields import Number
 from posthoc_uq.layers import Layer
-from posthoc_uq.posteriors.record import Record
+from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.specs import LARGEST
 from posthoc_uq.values import POSITIVE, UNIT
@@ -19,12 +19,12 @@ from posthoc_uq.warned import warn_user
 
 Value = TypeVar("Value")
 
-_SETTING = threading.Lock()  # a lock of the posterior's own could not be copied or pickled
+_SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
 _WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
 
 
 class LayerPriors(dict[str, float]):
-    """Prior precisions by layer name, read alone: to change one, set the posterior's `prior_precision` anew."""
+    """Prior precisions by layer name, read-only: to change one, set the posterior's `prior_precision` anew."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PosthocUQError(
@@ -40,15 +40,15 @@ class LayerPriors(dict[str, float]):
 
 @dataclass(frozen=True)
 class About:
-    """What is to be known of a hyperparameter.
+    """The facts about a hyperparameter.
 
     Attributes:
-        label: its name in reports and records.
-        bounds: of its value in a file; a larger one may be set, but not kept.
+        label: its name in reports and histories.
+        bounds: of its value in a file; a larger value may be set, but not saved.
         lacking: why a posterior may be without it, in words.
         by_layer: whether it may have a number for each layer.
         of_weights: whether the covariance of the weights depends on it.
-        of_outputs: whether it enters what a prediction makes of the outputs.
+        of_outputs: whether it enters the prediction that is made of the model's outputs.
         reported: whether reports show it: ``"always"``, ``"own"`` where the posterior has it, or ``"never"``.
     """
 
@@ -70,9 +70,9 @@ def _about(*args: Any, **kwargs: Any) -> dict[str, About]:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a posterior and its predictions depend on beside the blocks; see `posthoc_uq.posteriors.base.Posterior`.
+    """What a posterior and its predictions depend on besides the blocks; see `posthoc_uq.posteriors.base.Posterior`.
 
-    What is to be known of each is in `ABOUT`, by its name.
+    `ABOUT` has the facts about each, by its name.
     """
 
     scale: float = field(metadata=_about("scale", _POSITIVE, "its draws follow no scale"))
@@ -110,7 +110,7 @@ class Hyperparameters:
         return prior[layer] if isinstance(prior, LayerPriors) else prior
 
     def of_weights(self) -> Hyperparameters:
-        """What the covariance of the weights depends on: all else is 1."""
+        """The settings on which the covariance of the weights depends; all others are 1."""
         return replace(self, **{name: 1.0 for name, about in ABOUT.items() if not about.of_weights})
 
     def plain(self) -> dict[str, Any]:
@@ -122,11 +122,11 @@ class Hyperparameters:
         return {ABOUT[name].label: value for name, value in self.plain().items()}
 
 
-ABOUT: dict[str, About] = {own.name: own.metadata["about"] for own in fields(Hyperparameters)}
-"""What is to be known of every hyperparameter, by its name."""
+ABOUT: dict[str, About] = {each.name: each.metadata["about"] for each in fields(Hyperparameters)}
+"""The facts about every hyperparameter, by its name."""
 
 
-class _Own(Generic[Value]):
+class _Hyperparameter(Generic[Value]):
     """One hyperparameter as an attribute of a posterior."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -141,20 +141,22 @@ class _Own(Generic[Value]):
 
 class Adjustable:
     """Hyperparameters as plain attributes of a posterior. Setting one replaces the value that holds all of them, so
-    that whoever reads `settings` once has those of one moment.
+    that reading `settings` once gives those of one moment.
 
     Attributes:
-        tunable: names of the hyperparameters that mean something here and may be set.
-        settled: names of those that were a part of what the method optimised: known, and never set again.
+        tunable: names of the hyperparameters that have a meaning here and may be set.
+        settled: names of those that were a part of what the method optimised: they are known, and cannot be set.
     """
 
     method: str
     layers: dict[str, Layer]
     tunable: frozenset[str]
     settled: frozenset[str]
-    record: Record
+    history: History
     _settings: Hyperparameters
-    _searching = False  # whether many settings are being tried, so that only the last of them counts
+    _searching = (
+        False  # whether many settings are being tried, so that thresholds are checked only at the end
+    )
 
     @property
     def settings(self) -> Hyperparameters:
@@ -165,15 +167,15 @@ class Adjustable:
     def settings(self, value: Hyperparameters) -> None:
         self.adjust(**vars(value))
 
-    scale = _Own[float]()
+    scale = _Hyperparameter[float]()
     """What the mean Fisher is multiplied with; starts at the number of samples."""
-    prior_precision = _Own[float | dict[str, float]]()
+    prior_precision = _Hyperparameter[float | dict[str, float]]()
     """A number, or one number per layer name."""
-    residual_weight = _Own[float]()
+    residual_weight = _Hyperparameter[float]()
     """Omega in [0, 1], the weight of INF's diagonal residual."""
-    noise_scale = _Own[float]()
+    noise_scale = _Hyperparameter[float]()
     """Factor on the noise variance of the likelihood (regression)."""
-    temperature = _Own[float]()
+    temperature = _Hyperparameter[float]()
     """Divides the logits in prediction (classification)."""
 
     def layer_prior(self, layer: str) -> float:
@@ -182,8 +184,8 @@ class Adjustable:
 
     @contextmanager
     def searching(self, way_out: str | None = None) -> Generator[None]:
-        """Within it many settings may be tried. At its end one warning says where referral thresholds that applied
-        before do so no more; within another such context, that one says it.
+        """For trying many settings: one warning at its end if referral thresholds that applied before no longer do. In
+        nested contexts the outermost one warns.
 
         Args:
             way_out: how to set them again, in words; by default from Python.
@@ -191,35 +193,39 @@ class Adjustable:
         if self._searching:
             yield
             return
-        kept, before = self.record.referral, self._thresholds_rest_on(self._settings)
+        referral, basis = self.history.referral, self._basis_of_thresholds(self._settings)
         self._searching = True
         try:
             yield
         finally:
             self._searching = False
-        if self.record.referral is kept:  # none were set within
-            self._warn_of_thresholds(before, way_out)
+        if self.history.referral is referral:  # no new ones were set meanwhile
+            self._warn_of_thresholds(basis, way_out)
 
-    def _thresholds_rest_on(self, settings: Hyperparameters) -> dict[str, Any]:
-        """What the thresholds of a referral belong to: these settings, and of the moments head its calibration."""
-        kept = self.record.referral
-        calibrated = bool(kept) and kept["head"].get("head") == "moments"
-        return settings.plain() | ({"calibration": dict(self.record.calibration)} if calibrated else {})
+    def _basis_of_thresholds(self, settings: Hyperparameters) -> dict[str, Any]:
+        """What the thresholds of a referral depend on: these settings and, with the moments head, its calibration."""
+        referral = self.history.referral
+        calibrated = bool(referral) and referral["head"].get("head") == "moments"
+        return settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
 
-    def _warn_of_thresholds(self, before: dict[str, Any], way_out: str | None = None) -> None:
-        """Say that the thresholds of a referral, which applied before, do so no more.
+    def _warn_of_thresholds(self, old_basis: dict[str, Any], way_out: str | None = None) -> None:
+        """Warn if the thresholds of a referral applied before and no longer do.
 
         Args:
-            before: what they would have rested on then.
+            old_basis: from `_basis_of_thresholds`, before the change.
             way_out: see `searching`.
         """
-        kept = self.record.referral
-        if self._searching or not kept or any(before[name] != own for name, own in kept["posterior"].items()):
+        referral = self.history.referral
+        if (
+            self._searching
+            or not referral
+            or any(old_basis[name] != value for name, value in referral["posterior"].items())
+        ):
             return
-        if self._thresholds_rest_on(self._settings) != before:
+        if self._basis_of_thresholds(self._settings) != old_basis:
             warn_user(
-                f"The referral threshold ({rule_of(kept, 4)}) was set for other hyperparameters and no longer applies; "
-                f"{way_out or _WAY_OUT}."
+                f"The referral threshold ({rule_of(referral, 4)}) was set for other hyperparameters and no longer "
+                f"applies; {way_out or _WAY_OUT}."
             )
 
     @property
@@ -235,16 +241,16 @@ class Adjustable:
         return next((name for name in ("prior_precision", "scale") if name in self.tunable), None)
 
     def reported(self) -> dict[str, Any]:
-        """Label to value of the hyperparameters that reports show; of prior precisions by layer, that they are."""
-        own, shown = self.tunable | self.settled, dict[str, Any]()
+        """Label to value of the hyperparameters that reports show; ``"per layer"`` for prior precisions by layer."""
+        known, shown = self.tunable | self.settled, dict[str, Any]()
         for name, value in self._settings.plain().items():
             about = ABOUT[name]
-            if about.reported == "always" or (about.reported == "own" and name in own):
+            if about.reported == "always" or (about.reported == "own" and name in known):
                 shown[about.label] = "per layer" if isinstance(value, dict) else value
         return shown
 
     def _begin(self, settings: Hyperparameters) -> None:
-        """Take the first settings, whatever may be set later."""
+        """Take the first settings, including those that cannot be set later."""
         self._settings = replace(
             settings, **{n: self._valid(n, value) for n, value in vars(settings).items()}
         )
@@ -253,32 +259,32 @@ class Adjustable:
         """Set some hyperparameters by name, all at one moment.
 
         Raises:
-            PosthocUQError: a value is out of range, or other than the present one where the posterior lacks it.
+            PosthocUQError: a value is out of range, or differs from the present one and cannot be set here.
         """
         checked = {name: self._checked(name, value) for name, value in values.items()}
         with _SETTING:
-            before = self._settings
+            old_settings = self._settings
             self._settings = replace(self._settings, **checked)
-        if self.record.referral:
-            self._warn_of_thresholds(self._thresholds_rest_on(before))
+        if self.history.referral:
+            self._warn_of_thresholds(self._basis_of_thresholds(old_settings))
 
     def _checked(self, name: str, value: Any) -> Any:
-        """A value that may be set: of what the posterior lacks, the present one alone."""
-        kept, valid = getattr(self._settings, name), self._valid(name, value)
+        """A value that may be set; where the hyperparameter cannot be set, only its present value."""
+        present, valid = getattr(self._settings, name), self._valid(name, value)
         if name in self.tunable:
             return valid
-        if name in self.settled and kept != valid:
+        if name in self.settled and present != valid:
             raise PosthocUQError(
-                f"The {ABOUT[name].label} was a part of what method={self.method!r} optimised, and is {kept}; fit "
+                f"The {ABOUT[name].label} was a part of what method={self.method!r} optimised, and is {present}; fit "
                 f"again with {name}={value}, or set scale to widen or narrow the posterior."
             )
-        if kept != valid:
+        if present != valid:
             about = ABOUT[name]
             raise PosthocUQError(
                 f"This posterior by method={self.method!r} has no {about.label}: {about.lacking}. Leave {name} at "
-                f"{kept}."
+                f"{present}."
             )
-        return kept
+        return present
 
     def _valid(self, name: str, value: Any) -> Any:
         about = ABOUT[name]
@@ -287,12 +293,12 @@ class Adjustable:
         return (POSITIVE if about.bounds.low > 0 else UNIT)(name, value)
 
     def _by_layer(self, name: str, value: Mapping[str, Any]) -> LayerPriors:
-        given = {
+        priors = {
             str(layer): POSITIVE(f"{name} of layer '{layer}'", number) for layer, number in value.items()
         }
-        if given.keys() != self.layers.keys():
-            missing = sorted(self.layers.keys() ^ given.keys())
+        if priors.keys() != self.layers.keys():
+            missing = sorted(self.layers.keys() ^ priors.keys())
             raise PosthocUQError(
                 f"{name} per layer must name every layer once; these do not match: {missing[:5]}."
             )
-        return LayerPriors(given)
+        return LayerPriors(priors)

@@ -1,4 +1,4 @@
-"""What a tensor must be, as plain facts: blocks declare theirs, and files and checkpoints are checked by them."""
+"""What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class TensorSpec:
     """What a tensor must be; its numbers are always finite.
 
     Attributes:
-        shape: its sizes; None for a side of any size.
+        shape: its sizes; None for a dimension of any size.
         non_negative: whether it has no negative number, as variances and eigenvalues.
-        orthonormal: whether it has orthonormal columns, to a tolerance that rounding to bfloat16 keeps.
+        orthonormal: whether it has orthonormal columns, up to the rounding to bfloat16.
         padded: whether columns of zeros may stand among the orthonormal ones.
         symmetric: whether its matrices are symmetric, with a diagonal that is not negative.
         largest: no number is larger, whatever its sign.
+        bits: whether it holds bytes of packed bits (uint8), which are kept as they are, rather than numbers.
     """
 
     shape: tuple[int | None, ...]
@@ -29,6 +30,7 @@ class TensorSpec:
     padded: bool = False
     symmetric: bool = False
     largest: float = LARGEST
+    bits: bool = False
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape has the right one."""
@@ -38,10 +40,10 @@ class TensorSpec:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape, where every side has a size."""
+        """The shape, where every dimension has a size."""
         return tuple(size for size in self.shape if size is not None)
 
     @property
     def numbers(self) -> int:
-        """How many numbers such a tensor has, where every side has a size."""
+        """How many numbers such a tensor has, where every dimension has a size."""
         return prod(self.sizes)

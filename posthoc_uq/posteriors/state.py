@@ -1,4 +1,4 @@
-"""A posterior as plain tensors and plain values, and back: all that a store writes.
+"""A posterior as plain tensors and plain values, and back; this is what `posthoc_uq.storage` writes.
 
 The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to
 ``kind``, ``members``, ``attributes`` and ``tensors``), ``centre`` (parameter name to tensor, where the mean is not the
@@ -20,7 +20,7 @@ from posthoc_uq.likelihoods import Likelihood, described, likelihood_from_attrib
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import BLOCKS, Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, Evidence, Record
+from posthoc_uq.posteriors.history import HEAD_CRITERIA, HEADS, Evidence, History
 from posthoc_uq.posteriors.referral import checked_referral
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 from posthoc_uq.posteriors.specs import TensorSpec
@@ -29,7 +29,7 @@ Specs = dict[str, TensorSpec]
 
 
 def posterior_state(posterior: Posterior) -> dict[str, Any]:
-    """The state of a posterior; tensors are its own, not copies."""
+    """The state of a posterior; its tensors are not copied."""
     evidence = posterior.evidence
     return {
         "attributes": {
@@ -44,14 +44,14 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
             },
             "record": {
-                "fit": dict(posterior.record.fit),
-                "deterministic": dict(posterior.record.deterministic),
-                "tuning": dict(posterior.record.tuning),
-                "head": dict(posterior.record.head),
-                "faithful": _plain_faithful(posterior.record.faithful),
-                "calibration": dict(posterior.record.calibration),
-                "referral": dict(posterior.record.referral),
-                "novelty": posterior.record.novelty,
+                "fit": dict(posterior.history.fit),
+                "deterministic": dict(posterior.history.deterministic),
+                "tuning": dict(posterior.history.tuning),
+                "head": dict(posterior.history.head),
+                "faithful": _plain_faithful(posterior.history.faithful),
+                "calibration": dict(posterior.history.calibration),
+                "referral": dict(posterior.history.referral),
+                "novelty": posterior.history.novelty,
             },
         },
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
@@ -64,11 +64,23 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
             }
             for name, block in posterior.blocks.items()
         },
-        "centre": dict(posterior.centre),
+        "centre": _own_centre(posterior),
         "features": None
         if posterior.features is None
         else {"attributes": posterior.features.attributes(), "tensors": posterior.features.tensors()},
     }
+
+
+def _own_centre(posterior: Posterior) -> dict[str, Tensor]:
+    """The part of the centre that no block knows itself."""
+    known = {
+        parameter
+        for name, block in posterior.blocks.items()
+        if block.own_mean() is not None
+        for layer in posterior.members[name]
+        for parameter in posterior.layers[layer].parameter_names
+    }
+    return {name: tensor for name, tensor in posterior.centre.items() if name not in known}
 
 
 def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
@@ -87,7 +99,7 @@ def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
 
 
 def expected_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Specs]:
-    """Block name to tensor name to what it must be; needs no tensor, so that a store can check before it reads.
+    """What each tensor must be, by block name and tensor name; needs no tensor, so a file is checked before it is read.
 
     Raises:
         CorruptPosteriorError: a block is of an unknown kind, or its attributes or members do not fit.
@@ -116,7 +128,7 @@ def expected_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
 
 
 def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Specs:
-    """Parameter name to what a centre's tensor must be; needs no tensor.
+    """What each tensor of the centre must be, by parameter name; needs no tensor.
 
     Raises:
         CorruptPosteriorError: a parameter belongs to none of the layers.
@@ -134,24 +146,24 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Sp
 
 
 def expected_features(state: Mapping[str, Any]) -> Specs:
-    """Name to what a tensor of the features must be, nothing where there are none; needs no tensor.
+    """What each tensor of the features must be, by name; empty without features; needs no tensor.
 
     Raises:
         CorruptPosteriorError: an attribute is missing or out of range.
     """
-    kept = state.get("features")
-    if kept is None:
+    features = state.get("features")
+    if features is None:
         return {}
-    if not isinstance(kept, Mapping) or not isinstance(kept.get("attributes"), Mapping):  # pyright: ignore[reportUnknownMemberType]
+    if not isinstance(features, Mapping) or not isinstance(features.get("attributes"), Mapping):  # pyright: ignore[reportUnknownMemberType]
         raise CorruptPosteriorError("The features are not described by attributes.")
-    return FeatureGrams.specs(kept["attributes"])  # pyright: ignore[reportUnknownArgumentType]
+    return FeatureGrams.specs(features["attributes"])  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _head(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """A head's name, options and criterion, all there and of their kinds, or none at all."""
-    if not kept:
+def _head(head: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's name, options and criterion, complete and of the right types, or none at all."""
+    if not head:
         return {}
-    name, criterion, options = kept["name"], kept["criterion"], dict(kept["options"])
+    name, criterion, options = head["name"], head["criterion"], dict(head["options"])
     if name not in HEADS or criterion not in HEAD_CRITERIA:
         raise ValueError(
             f"a head is one of {HEADS}, found by one of {HEAD_CRITERIA}, not {name!r}, {criterion!r}"
@@ -166,63 +178,71 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or isfinite(value)
 
 
-def _plain_faithful(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a faithful prior without an infinite divergence, for which JSON has no number."""
-    return {name: value for name, value in kept.items() if name != "divergence" or _is_finite(value)}
+def _plain_faithful(faithful: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts about a faithful prior, without an infinite divergence, for which JSON has no number."""
+    return {name: value for name, value in faithful.items() if name != "divergence" or _is_finite(value)}
 
 
-def _faithful(kept: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any]:
-    """The faithful prior as plain values, all there, positive and finite, or none at all."""
-    if not kept:
+def _faithful(faithful: Mapping[str, Any], layers: Collection[str]) -> dict[str, Any]:
+    """The faithful prior as plain values, complete, positive and finite, or none at all."""
+    if not faithful:
         return {}
-    value = kept["value"]
+    value = faithful["value"]
     values = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {str(name): float(number) for name, number in values.items()}
     if isinstance(value, Mapping) and values.keys() != set(layers):
         raise ValueError(f"a faithful prior by layer must name every layer once, not {list(values)[:5]}")
-    numbers = {name: float(kept[name]) for name in ("temperature", "network_temperature")}
-    budget = float(kept["budget"])
+    numbers = {name: float(faithful[name]) for name in ("temperature", "network_temperature")}
+    budget = float(faithful["budget"])
     positive = [*values.values(), *numbers.values(), budget]
     if not all(0.0 < number < float("inf") for number in positive):
         raise ValueError(f"a faithful prior's numbers must be positive and finite, not {positive}")
-    divergence = float(kept.get("divergence", "inf"))
-    if kept["head"] not in HEADS or isnan(divergence):
+    divergence = float(faithful.get("divergence", "inf"))
+    if faithful["head"] not in HEADS or isnan(divergence):
         raise ValueError(
-            f"a faithful prior has a head and a divergence, not {kept['head']!r} and {divergence}"
+            f"a faithful prior has a head and a divergence, not {faithful['head']!r} and {divergence}"
         )
-    whole = values if isinstance(value, Mapping) else values[""]
-    settings = {str(name): float(number) for name, number in dict(kept.get("settings", {})).items()}
+    plain_value = values if isinstance(value, Mapping) else values[""]
+    settings = {str(name): float(number) for name, number in dict(faithful.get("settings", {})).items()}
     others = {name for name, about in ABOUT.items() if about.of_weights and not about.by_layer}
     if not settings.keys() <= others or not all(0.0 <= number < float("inf") for number in settings.values()):
         raise ValueError(f"a faithful prior's settings are hyperparameters, not {settings}")
-    found = {"head": kept["head"], "value": whole, **numbers, "divergence": divergence, "budget": budget}
-    return {**found, "settings": settings}
+    facts = {
+        "head": faithful["head"],
+        "value": plain_value,
+        **numbers,
+        "divergence": divergence,
+        "budget": budget,
+    }
+    return {**facts, "settings": settings}
 
 
-def _calibration(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """A calibration's plain values, all there and of their kinds, or none at all."""
-    if not kept:
+def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """A calibration's plain values, complete and of the right types, or none at all."""
+    if not calibration:
         return {}
-    numbers: dict[str, Any] = {name: float(kept[name]) for name in ("alpha", "beta", "residual", "before")}
-    settings = {name: dict(kept[name]) for name in ("head", "posterior")}
-    return {**numbers, "n_mc": int(kept["n_mc"]), **settings}
+    numbers: dict[str, Any] = {
+        name: float(calibration[name]) for name in ("alpha", "beta", "residual", "before")
+    }
+    settings = {name: dict(calibration[name]) for name in ("head", "posterior")}
+    return {**numbers, "n_mc": int(calibration["n_mc"]), **settings}
 
 
 def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    centre: dict[str, Tensor] = {}
     for name, spec in expected_centre(state, layers).items():
         tensor = state["centre"][name]
         if not isinstance(tensor, Tensor) or not spec.fits(tensor.shape):
             raise CorruptPosteriorError(f"The centre's '{name}' must be a tensor of shape {spec.shape}.")
-        found[name] = tensor
-    return found
+        centre[name] = tensor
+    return centre
 
 
 def posterior_from_state(
     state: Mapping[str, Any], mean: Mapping[str, Tensor], likelihood: Likelihood | None = None
 ) -> Posterior:
-    """The posterior that a state describes, for a model with the parameters `mean`, by name; centred on them, or on the
-    centre of the state. The likelihood is the one given, or made anew.
+    """The posterior that a state describes, for a model with the parameters `mean`, by name. It is centred on them, or
+    on the centre of the state. Without `likelihood`, that is made from the state.
 
     Raises:
         CorruptPosteriorError: the state is incomplete or out of range.
@@ -239,13 +259,13 @@ def posterior_from_state(
             mean,
             likelihood or likelihood_from_attributes(attributes["likelihood"]),
             _evidence(attributes["evidence"]),
-            _record(attributes["record"], layers),
+            _history(attributes["record"], layers),
             centre=_checked_centre(state, layers),
             settings=Hyperparameters(**{name: attributes[name] for name in ABOUT}),
         )
-        kept = state.get("features")
-        if kept is not None:
-            posterior.features = FeatureGrams.restore(kept["attributes"], kept["tensors"])
+        features = state.get("features")
+        if features is not None:
+            posterior.features = FeatureGrams.restore(features["attributes"], features["tensors"])
     except CorruptPosteriorError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, PosthocUQError) as error:
@@ -264,37 +284,37 @@ def state_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[
     blocks: dict[str, Block] = {}
     for name, specs in expected_blocks(state, layers).items():
         described = state["blocks"][name]
-        for tensor, spec in specs.items():
-            found = described["tensors"].get(tensor)
-            if found is None or not spec.fits(found.shape):
+        for tensor_name, spec in specs.items():
+            tensor = described["tensors"].get(tensor_name)
+            if tensor is None or not spec.fits(tensor.shape):
                 raise CorruptPosteriorError(
-                    f"Block '{name}': tensor '{tensor}' must have shape {spec.shape}, not "
-                    f"{None if found is None else tuple(found.shape)}."
+                    f"Block '{name}': tensor '{tensor_name}' must have shape {spec.shape}, not "
+                    f"{None if tensor is None else tuple(tensor.shape)}."
                 )
         blocks[name] = BLOCKS[described["kind"]].restore(described["attributes"], described["tensors"])
     return blocks
 
 
-def _evidence(kept: Mapping[str, Any]) -> Evidence:
-    log_likelihood = kept.get("log_likelihood")
+def _evidence(evidence: Mapping[str, Any]) -> Evidence:
+    log_likelihood = evidence.get("log_likelihood")
     return Evidence(
-        int(kept["samples"]),
+        int(evidence["samples"]),
         None if log_likelihood is None else float(log_likelihood),
-        float(kept["squared_residuals"]),
-        int(kept["targets"]),
-        int(kept["noise_power"]),
+        float(evidence["squared_residuals"]),
+        int(evidence["targets"]),
+        int(evidence["noise_power"]),
     )
 
 
-def _record(kept: Mapping[str, Any], layers: Collection[str]) -> Record:
-    return Record(
-        dict(kept["fit"]),
-        dict(kept["deterministic"]),
-        dict(kept["tuning"]),
-        _head(kept.get("head", {})),
-        _faithful(kept.get("faithful", {}), layers),
-        _calibration(kept.get("calibration", {})),
-        checked_referral(kept.get("referral", {})),
-        # older files say it in words alone
-        str(kept.get("novelty", "posterior" if "novelty" in kept["fit"] else "")),
+def _history(history: Mapping[str, Any], layers: Collection[str]) -> History:
+    return History(
+        dict(history["fit"]),
+        dict(history["deterministic"]),
+        dict(history["tuning"]),
+        _head(history.get("head", {})),
+        _faithful(history.get("faithful", {}), layers),
+        _calibration(history.get("calibration", {})),
+        checked_referral(history.get("referral", {})),
+        # older files only have it in words, in the fit's facts
+        str(history.get("novelty", "posterior" if "novelty" in history["fit"] else "")),
     )

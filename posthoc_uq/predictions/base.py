@@ -1,4 +1,4 @@
-"""What every prediction has and can be asked, whatever is predicted."""
+"""The methods and attributes that all predictions share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Self = TypeVar("Self", bound="Prediction")
 
 
 class Prediction(ABC):
-    """What a model with a posterior says of a batch's targets. Subclasses are frozen dataclasses of tensors whose first
+    """The predictive distribution of a batch's targets. Subclasses are frozen dataclasses of tensors whose first
     dimension counts the inputs.
 
-    Asked for something that another kind has, it says so.
+    An attribute that only another kind of prediction has raises an error that says so.
 
     Attributes:
-        of: the likelihoods it is for, in words.
+        of: the likelihoods it is for, as error messages name them.
         kind: ``"classes"``, ``"values"`` or ``"draws"``: which of the subclasses it is.
         novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; None where it was
             not asked for, or the posterior keeps nothing to tell it by.
@@ -33,17 +33,17 @@ class Prediction(ABC):
     kind: ClassVar[str]
     novelty_ratio: Tensor | None
 
-    if not TYPE_CHECKING:  # where it would say that any name is there
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            own = type(self)
+            this_kind = type(self)
             kinds = sorted(Prediction.__subclasses__(), key=lambda kind: kind.kind == "draws")
             known = {kind: {*dir(kind), *getattr(kind, "__dataclass_fields__", ())} for kind in kinds}
-            others = [kind for kind in kinds if kind is not own and name in known[kind]]
-            if name.startswith("_") or name in dir(own) or not others:
-                object.__getattribute__(self, name)  # raises what it is asked for
+            others = [kind for kind in kinds if kind is not this_kind and name in known[kind]]
+            if name.startswith("_") or name in dir(this_kind) or not others:
+                object.__getattribute__(self, name)  # raises the usual error
             raise NotAnsweredError(
-                f"A {own.__name__} has no {name!r}; a {others[0].__name__} has, which is what a posterior with "
+                f"A {this_kind.__name__} has no {name!r}; a {others[0].__name__} has, which is what a posterior with "
                 f"{others[0].of} predicts."
             )
 
@@ -64,11 +64,11 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def default_score(self) -> str:
-        """The score that is meant where none is named."""
+        """The name of the score used where none is named."""
 
     @abstractmethod
     def epistemic(self) -> Tensor:
-        """(batch,): what the weights do not know, a variance; the mean over outputs."""
+        """(batch,): the epistemic uncertainty, a variance over the weights; the mean over outputs."""
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def scores(self) -> dict[str, Tensor]:
-        """All uncertainty scores that are known, by name, each (batch,) and larger where less is certain; see
+        """All known uncertainty scores by name, each (batch,), larger where the prediction is less certain; see
         `posthoc_uq.predictions.scores.SCORES`.
         """
 
@@ -99,11 +99,11 @@ class Prediction(ABC):
 
     @abstractmethod
     def losses(self, targets: Tensor) -> Tensor:
-        """(batch,), float64: what each input's prediction costs, by which selective prediction is judged."""
+        """(batch,), float64: the loss of each input's prediction, by which selective prediction is judged."""
 
     @abstractmethod
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
-        """How good what is left is once the inputs with the largest scores are referred.
+        """The quality on the remaining inputs when those with the largest scores are referred, by name.
 
         Args:
             scores: (batch,).
@@ -117,7 +117,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Tensor]:
-        """Tensors by name, with what follows from them; what is unknown is left out."""
+        """Tensors by name, and the scores computed from them; unknown ones are left out."""
 
     @abstractmethod
     def to(self: Self, device: torch.device | str) -> Self:
@@ -136,7 +136,7 @@ class Prediction(ABC):
         """(batch,), in nats: the entropy of the target.
 
         Raises:
-            PosthocUQError: it is not known of this kind of prediction.
+            PosthocUQError: this kind of prediction has no entropy.
         """
         raise PosthocUQError(
             f"A {type(self).__name__} has no entropy; its scores are {tuple(self.scores())}."
@@ -152,11 +152,11 @@ class Prediction(ABC):
         return known_novelty(self.novelty_ratio)
 
     def with_novelty(self: Self, ratio: Tensor | None) -> Self:
-        """The same prediction that knows its novelty (batch,), if there is one."""
+        """The same prediction with its novelty (batch,), or itself where that is None."""
         return self if ratio is None else replace(cast(Any, self), novelty_ratio=ratio)
 
     def of_one_network(self: Self) -> Self:
-        """The same without what a single set of weights says nothing about."""
+        """The same without the parts that need several sets of weights."""
         return self
 
 

@@ -1,9 +1,9 @@
 """Class probabilities together with their uncertainty.
 
 A prediction keeps a few tensors per input and never the weight samples it came from, so predictions of many
-batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN that
-the model produced stays a NaN in the rows it belongs to and does not disturb the others: every score of such a row is
-NaN, only `predicted` and the labels of `top_k` name some class all the same.
+batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN from the
+model stays a NaN in its row and does not affect other rows: every score of such a row is NaN; only `predicted` and the
+labels of `top_k` still name some class.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class ClassPrediction(Prediction):
         logits_variance: same shape, the functional variance of the logits.
         sample_entropy: (batch,), mean over the weights of the entropy in nats, or None from a head or link that
             makes no draws.
-        log_probs: (batch, classes), log of `probs` where a head knows it better than float32 probabilities
-            can say (they underflow below 1e-45); None means log(probs).
+        log_probs: (batch, classes), log of `probs` where a head computes it more accurately than from float32
+            probabilities (which underflow below 1e-45); None means log(probs).
         probs_variance: (batch, classes), unbiased variance over draws of the probabilities softmax(logits): draws of
             the weights, or of the logits where a head knows their distribution (``link="mc"``); None without draws.
-        votes: (batch, classes), integer: how many draws put each class first; None likewise.
+        votes: (batch, classes), integer: how many draws put each class first; None without draws.
         novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; None where it was
             not asked for, or the posterior keeps nothing to tell it by.
 
@@ -119,7 +119,7 @@ class ClassPrediction(Prediction):
         """Average over weight samples (Monte Carlo estimate of the predictive distribution).
 
         `probs = 1/S sum_s softmax(logits_s)`. The variance of the logits is the unbiased estimate (divided
-        by S - 1); with a single sample it is 0, for one point says nothing about spread.
+        by S - 1); with a single sample it is 0.
 
         Args:
             logits: (samples, batch, classes); with `binary` (samples, batch) or (samples, batch, 1), the
@@ -155,7 +155,7 @@ class ClassPrediction(Prediction):
 
     @property
     def classes(self) -> int:
-        """How many classes there are; 2 of a binary model."""
+        """The number of classes; 2 for a binary model."""
         return self.probs.shape[1]
 
     @property
@@ -173,7 +173,7 @@ class ClassPrediction(Prediction):
         return entropy_of(self.probs)
 
     def expected_entropy(self) -> Tensor:
-        """(batch,), in nats: the part that noise in the labels explains, E_w[H(p(y | x, w))].
+        """(batch,), in nats: the uncertainty of the label for known weights, E_w[H(p(y | x, w))].
 
         Raises:
             PosthocUQError: the head that made this prediction does not give it.
@@ -186,7 +186,7 @@ class ClassPrediction(Prediction):
         return self.sample_entropy
 
     def mutual_information(self) -> Tensor:
-        """(batch,), in nats: what knowing the weights would tell about the label, I[y; w | x].
+        """(batch,), in nats: the information that the weights hold about the label, I[y; w | x].
 
         The difference of `entropy` and `expected_entropy`, never below 0 (Houlsby et al., "Bayesian Active
         Learning for Classification and Preference Learning", 2011; there called BALD).
@@ -197,7 +197,7 @@ class ClassPrediction(Prediction):
         return (self.entropy() - self.expected_entropy()).clamp(min=0)
 
     def variation_ratio(self) -> Tensor:
-        """(batch,), in [0, 1 - 1 / classes]: the share of draws that vote against the majority.
+        """(batch,), in [0, 1 - 1 / classes]: the share of draws whose most probable class is not the majority's.
 
         `1 - max_c votes_c / sum_c votes_c` (Freeman, "Elementary Applied Statistics", 1965), where every draw
         votes for its most probable class. NaN where the probabilities are.
@@ -215,7 +215,7 @@ class ClassPrediction(Prediction):
         return ratio.masked_fill(self.probs.isnan().any(dim=-1), math.nan)
 
     def epistemic(self) -> Tensor:
-        """(batch,): what the weights do not know, the mean over classes of the variance of the logits."""
+        """(batch,): epistemic uncertainty, the mean over classes of the variance of the logits."""
         return self.logits_variance.mean(dim=-1)
 
     def max_probability(self) -> Tensor:
@@ -257,7 +257,7 @@ class ClassPrediction(Prediction):
                 f"log_prob needs {inputs} integer labels of shape ({inputs},), not {targets.dtype} of shape "
                 f"{shape_text(targets)}."
             )
-        # checked here because an index out of range on a GPU ends the process's use of it
+        # checked here: an index out of range makes a GPU unusable for the rest of the process
         if inputs and not bool(((targets >= 0) & (targets < classes)).all()):
             raise PosthocUQError(f"log_prob needs labels between 0 and {classes - 1}.")
         log_probs = self.probs.log() if self.log_probs is None else self.log_probs
@@ -271,8 +271,8 @@ class ClassPrediction(Prediction):
             PosthocUQError: they are not one whole number an input.
         """
         labels = targets.flatten()
-        whole = not labels.is_floating_point() or bool((labels == labels.round()).all())
-        if len(labels) != len(self) or not whole:
+        integral = not labels.is_floating_point() or bool((labels == labels.round()).all())
+        if len(labels) != len(self) or not integral:
             raise PosthocUQError(
                 f"Classification needs one label an input; there are {len(self)} inputs and targets of shape "
                 f"{shape_text(targets)}."
@@ -280,8 +280,8 @@ class ClassPrediction(Prediction):
         return labels.long()
 
     def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: of classes."""
-        found = {
+        """See `Prediction`: the scores of classes."""
+        scores = {
             "entropy": self.entropy(),
             "mutual_information": None if self.sample_entropy is None else self.mutual_information(),
             "max_probability": 1 - self.max_probability(),
@@ -289,7 +289,7 @@ class ClassPrediction(Prediction):
             "variation_ratio": None if self.votes is None else self.variation_ratio(),
             "novelty": self.novelty_ratio,
         }
-        return {name: score for name, score in found.items() if score is not None}
+        return {name: score for name, score in scores.items() if score is not None}
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and the mean entropy."""
@@ -300,7 +300,7 @@ class ClassPrediction(Prediction):
         return (self.predicted() != targets).double()
 
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
-        """Accuracies, and of two classes areas under the curve."""
+        """Accuracies, and for two classes areas under the ROC curve."""
         return retained_classes(scores, self.probs, targets, rates)
 
     def of_one_network(self) -> ClassPrediction:
@@ -315,7 +315,7 @@ class ClassPrediction(Prediction):
         return ClassTensors(self.probs, self.logits_mean, self.logits_variance, entropy, information)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, with the scores that follow from them; what is unknown is left out."""
+        """The tensors by name, and the scores computed from them; unknown ones are left out."""
         values = {
             "probs": self.probs,
             "logits_mean": self.logits_mean,
@@ -343,7 +343,7 @@ class ClassPrediction(Prediction):
 
     @staticmethod
     def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:
-        """Predictions of several batches as one, in order; what one of them lacks, the whole lacks.
+        """Predictions of several batches as one, in order; a field that one of them lacks is None in the result.
 
         Raises:
             PosthocUQError: nothing to join, or numbers of classes or of logits that differ.
@@ -370,8 +370,8 @@ class ClassPrediction(Prediction):
 def _binary_labels(targets: Tensor) -> Tensor:
     """Labels of one logit, without a second dimension of 1, as integers where they are whole numbers."""
     flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
-    whole = flat.is_floating_point() and bool((flat == flat.round()).all())
-    return flat.long() if whole else flat
+    integral = flat.is_floating_point() and bool((flat == flat.round()).all())
+    return flat.long() if integral else flat
 
 
 _FIELDS = tuple(field.name for field in fields(ClassPrediction))

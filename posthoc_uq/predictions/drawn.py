@@ -1,7 +1,7 @@
-"""The prediction of a likelihood that has none of its own: draws of the outputs, and what the likelihood makes of them.
+"""The prediction for a likelihood without a class of predictions: draws of the outputs, evaluated by the likelihood.
 
 The predictive is the mixture ``1/S sum_s p(y | f_s)`` over draws ``f_s`` of the model's outputs. Its density needs all
-of them, so this prediction keeps them, unlike others: ``draws`` times the memory of the outputs.
+draws, so this prediction, unlike others, keeps them: ``draws`` times the memory of the outputs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.tensors import ValueTensors
 from posthoc_uq.randomness import mix
 
-_OBSERVATIONS = 1000  # targets drawn of each input, at least, for an interval
+_OBSERVATIONS = 1000  # targets drawn for each input, at least, for an interval
 
 
 class Observed(Protocol):
-    """What a likelihood tells of the targets; see `posthoc_uq.likelihoods.Likelihood`."""
+    """The methods of a likelihood used here; see `posthoc_uq.likelihoods.Likelihood`."""
 
     name: str
 
@@ -50,7 +50,7 @@ class Observed(Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DrawnPrediction(Prediction):
-    """Draws of a batch's outputs under the posterior, and what their likelihood says of the targets.
+    """Draws of a batch's outputs under the posterior, and the likelihood of the targets.
 
     Attributes:
         outputs: (batch, draws, ...), of the model under each draw.
@@ -59,9 +59,9 @@ class DrawnPrediction(Prediction):
         functional_variance: same shape, their variance.
         mean: (batch, ...), of the target; None where the likelihood has no ``mean``.
         epistemic_variance: same shape, variance over the weights of the target's mean, in squared units of the target;
-            None likewise.
+            None without ``mean``.
         noise_variance: same shape, mean over the weights of the target's own variance; None where the likelihood has
-            no ``variance``. With `epistemic_variance` it makes the total (law of total variance).
+            no ``variance``. Its sum with `epistemic_variance` is the total (law of total variance).
         novelty_ratio: (batch,), see `Prediction`.
     """
 
@@ -85,19 +85,19 @@ class DrawnPrediction(Prediction):
         Args:
             outputs: (draws, batch, ...).
             likelihood: of the targets.
-            functional: mean and variance of the outputs where they are known better than from the draws.
+            functional: mean and variance of the outputs, where they are known more accurately than from the draws.
 
         Raises:
             PosthocUQError: there is no draw, or the outputs are no floating-point numbers.
         """
         outputs = at_least_float32(outputs)
-        known = mean_and_variance(outputs) if functional is None else functional
-        mean = epistemic = noise = None
+        functional_moments = mean_and_variance(outputs) if functional is None else functional
+        mean = epistemic = noise_variance = None
         if likelihood.defines("mean"):
             mean, epistemic = mean_and_variance(by_draw(likelihood.mean, outputs))
             if likelihood.defines("variance"):
-                noise = by_draw(likelihood.variance, outputs).mean(0)
-        return cls(outputs.transpose(0, 1), likelihood, *known, mean, epistemic, noise)
+                noise_variance = by_draw(likelihood.variance, outputs).mean(0)
+        return cls(outputs.transpose(0, 1), likelihood, *functional_moments, mean, epistemic, noise_variance)
 
     @classmethod
     def from_gaussian(
@@ -154,8 +154,8 @@ class DrawnPrediction(Prediction):
 
     def epistemic(self) -> Tensor:
         """(batch,): the epistemic variance where it is known, else the functional one, mean over outputs."""
-        known = self.epistemic_variance
-        return by_input(self.functional_variance if known is None else known)
+        variance = self.epistemic_variance
+        return by_input(self.functional_variance if variance is None else variance)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log of the mean over the draws of the likelihood of the targets.
@@ -191,20 +191,22 @@ class DrawnPrediction(Prediction):
         if generator is None:
             generator = torch.Generator()
             generator.seed()
-        draws, place = self.outputs.shape[1], generator.device
-        keys = torch.randint(-(2**63), 2**63 - 1, (draws, len(self)), generator=generator, device=place)
-        found = self._observations(keys.to(self.outputs.device), -(-n // draws))
-        return found[torch.randperm(len(found), generator=generator, device=place)[:n].to(found.device)]
+        draws, device = self.outputs.shape[1], generator.device
+        keys = torch.randint(-(2**63), 2**63 - 1, (draws, len(self)), generator=generator, device=device)
+        targets = self._observations(keys.to(self.outputs.device), -(-n // draws))
+        return targets[
+            torch.randperm(len(targets), generator=generator, device=device)[:n].to(targets.device)
+        ]
 
     def _observations(self, keys: Tensor, rounds: int) -> Tensor:
         """Targets ``(rounds * draws, batch, ...)`` by keys ``(draws, batch)``."""
         flat = self.outputs.transpose(0, 1).flatten(0, 1)
         drawn = [self.likelihood.draw(flat, keys.flatten(), number) for number in range(rounds)]
-        return torch.cat([one.unflatten(0, tuple(keys.shape)) for one in drawn])
+        return torch.cat([targets.unflatten(0, tuple(keys.shape)) for targets in drawn])
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Bounds, shaped like the target, between which it falls with probability `level` or a little more: quantiles
-        of a thousand drawn targets or more, by the same random numbers for every input and call.
+        of at least a thousand drawn targets, with the same random numbers for every input and call.
 
         Raises:
             PosthocUQError: `level` is not strictly between 0 and 1, or the likelihood draws no targets.
@@ -224,16 +226,16 @@ class DrawnPrediction(Prediction):
             [max(0, math.ceil(share * rounds * draws) - 1) for share in shares], device=device
         )
         parts = [self._rows(slice(start, start + rows)) for start in range(0, max(1, len(self)), rows)]
-        found = [
-            own._observations(keys.expand(-1, len(own)), rounds).to(own.outputs).sort(0).values[index]
-            for own in parts
+        quantiles = [
+            part._observations(keys.expand(-1, len(part)), rounds).to(part.outputs).sort(0).values[index]
+            for part in parts
         ]
-        bounds = torch.cat(found, 1).unbind()
+        bounds = torch.cat(quantiles, 1).unbind()
         return {level: (bounds[2 * i], bounds[2 * i + 1]) for i, level in enumerate(levels)}
 
     def _rows(self, part: slice) -> DrawnPrediction:
-        own = {name: None if value is None else value[part] for name, value in self._tensors().items()}
-        return replace(self, **cast(Any, own))
+        rows = {name: None if value is None else value[part] for name, value in self._tensors().items()}
+        return replace(self, **cast(Any, rows))
 
     def _tensors(self) -> dict[str, Tensor | None]:
         return {name: value for name, value in vars(self).items() if name != "likelihood"}
@@ -244,27 +246,27 @@ class DrawnPrediction(Prediction):
         return targets
 
     def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: of values as far as they are known, and the functional variance."""
-        found: dict[str, Tensor] = {}
+        """See `Prediction`: the scores of values that are known, and the functional variance."""
+        scores: dict[str, Tensor] = {}
         if self.noise_variance is not None:
-            found["standard_deviation"] = by_input(self.standard_deviation)
+            scores["standard_deviation"] = by_input(self.standard_deviation)
         if self.epistemic_variance is not None:
-            found["epistemic_variance"] = by_input(self.epistemic_variance)
-        found["functional_variance"] = by_input(self.functional_variance)
-        return found | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
+            scores["epistemic_variance"] = by_input(self.epistemic_variance)
+        scores["functional_variance"] = by_input(self.functional_variance)
+        return scores | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """NLL; RMSE where the mean is known; coverage and sharpness of intervals where targets can be drawn."""
-        found: dict[str, float] = {}
+        measures: dict[str, float] = {}
         if self._like_mean(targets) is not None:
-            found["RMSE"] = metrics.rmse(cast(Tensor, self.mean), cast(Tensor, self._like_mean(targets)))
-        found["NLL"] = -float(self.log_prob(targets).double().mean())
+            measures["RMSE"] = metrics.rmse(cast(Tensor, self.mean), cast(Tensor, self._like_mean(targets)))
+        measures["NLL"] = -float(self.log_prob(targets).double().mean())
         if self.likelihood.defines("draw"):
             bounds = self._intervals(0.5, 0.95)
             shape = bounds[0.5][0].shape
             if shape.numel() == targets.numel():
-                found |= interval_quality(bounds.__getitem__, targets.reshape(shape).double())
-        return found
+                measures |= interval_quality(bounds.__getitem__, targets.reshape(shape).double())
+        return measures
 
     def _like_mean(self, targets: Tensor) -> Tensor | None:
         """Targets in the shape of the mean, where there is one and they fit it."""
@@ -295,11 +297,11 @@ class DrawnPrediction(Prediction):
 
     def to_dict(self) -> dict[str, Tensor]:
         """The tensors by name, with the total variance, and the novelty if it is known; without the draws."""
-        own = {name: value for name, value in self._tensors().items() if name != "outputs"}
-        own["novelty"] = own.pop("novelty_ratio")
+        values = {name: value for name, value in self._tensors().items() if name != "outputs"}
+        values["novelty"] = values.pop("novelty_ratio")
         if self.noise_variance is not None:
-            own["variance"] = self.variance
-        return {name: value for name, value in own.items() if value is not None}
+            values["variance"] = self.variance
+        return {name: value for name, value in values.items() if value is not None}
 
     def to(self, device: torch.device | str) -> DrawnPrediction:
         """The same prediction with its tensors on `device`."""
@@ -308,7 +310,7 @@ class DrawnPrediction(Prediction):
 
     @staticmethod
     def cat(predictions: Sequence[DrawnPrediction]) -> DrawnPrediction:
-        """Predictions of several batches as one, in order; what one of them lacks, the whole lacks.
+        """Predictions of several batches as one, in order; a field that one of them lacks is None in the result.
 
         Raises:
             PosthocUQError: nothing to join, or draws or outputs of different number or shape.

@@ -14,9 +14,9 @@ from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.samples import smallest_counts
 from posthoc_uq.predictions.spread import Spread, independent
 
-_AT_ONCE = 2**18  # numbers of draws that are worked on at once: they stay in the cache
-_UNDERFLOW = -1e4  # a logit this far below the largest counts for nothing
-# Of the approximation in `log_logistic_normal`, fitted to quadrature for variances up to 400.
+_AT_ONCE = 2**18  # numbers of the draws computed at once, so that they stay in the cache
+_UNDERFLOW = -1e4  # a logit this far below the largest has probability zero
+# Constants of `log_logistic_normal`, fitted to quadrature for variances up to 400.
 _LOGISTIC, _PROBIT, _TURN, _POWER = 0.03632, 3.5463, 0.1193, 3.175
 
 
@@ -33,8 +33,8 @@ def from_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> 
 
     Args:
         mean: logits ``(batch, classes)``.
-        variance: of them, which the prediction shows; of the same shape.
-        spread: what draws are made from.
+        variance: of the logits, for the prediction's `logits_variance`; of the same shape.
+        spread: the distribution that is drawn from.
         n_draws: points of the sequence.
     """
     directions = spread.root.shape[2]
@@ -50,30 +50,34 @@ def from_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> 
 
 @lru_cache(maxsize=8)
 def normals(n_draws: int, width: int) -> Tensor:
-    """Standard normals ``(n_draws, width)``, kept: a tracer must find them as constants. Where there are more than the
-    sequence has dimensions, the last ones are pseudo-random.
+    """Standard normals ``(n_draws, width)``, cached, since a tracer needs them as constants. Columns beyond the
+    dimensions of the sequence are pseudo-random.
     """
     generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode(False):  # what is kept must serve autograd too
+    with torch.inference_mode(False):  # cached tensors must work with autograd too
         engine = SobolEngine(min(width, SobolEngine.MAXDIM), scramble=True, seed=0)
         uniform = engine.draw(n_draws, dtype=torch.float64)
         edge = 0.5 / 2**30  # the engine's points are multiples of 2^-30, zero among them
-        found = torch.special.ndtri(uniform.clamp(edge, 1 - edge))
-        more = width - found.shape[1]
+        quasi_random = torch.special.ndtri(uniform.clamp(edge, 1 - edge))
+        more = width - quasi_random.shape[1]
         return torch.cat(
-            [found, torch.randn(n_draws, more, generator=generator, dtype=torch.float64, device="cpu")], 1
+            [
+                quasi_random,
+                torch.randn(n_draws, more, generator=generator, dtype=torch.float64, device="cpu"),
+            ],
+            1,
         )
 
 
 @lru_cache(maxsize=8)
 def placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same, in a precision and on a device."""
+    """`normals` in a given precision and on a given device."""
     with torch.inference_mode(False):
         return normals(n_draws, width).to(device, dtype)
 
 
 def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | None, n_draws: int) -> Tensor:
-    """Draws ``(n_draws, batch, ...)`` of Gaussian outputs, by the points that `from_draws` takes.
+    """Draws ``(n_draws, batch, ...)`` of Gaussian outputs, by the same points as `from_draws`.
 
     Args:
         mean: ``(batch, ...)``.
@@ -81,7 +85,7 @@ def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | N
         covariance: ``(batch, outputs, outputs)``, or the `Spread` of many; None for independent outputs.
         n_draws: how many.
     """
-    flat = mean.reshape(mean.shape[0], -1)  # not `len`, which a program could not take for any number
+    flat = mean.reshape(mean.shape[0], -1)  # not `len`, which would be a constant in an exported program
     if covariance is None:
         spread = independent(variance.reshape(flat.shape))
     elif isinstance(covariance, Spread):
@@ -94,21 +98,19 @@ def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | N
         points = normals(n_draws, width).to(flat)
     else:
         points = placed_normals(n_draws, width, flat.dtype, flat.device)
-    found = flat + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
+    draws = flat + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
     if directions:
-        found = found + torch.einsum("bkr,sr->sbk", spread.root, points[:, :directions])
-    return found.reshape(n_draws, *mean.shape)
+        draws = draws + torch.einsum("bkr,sr->sbk", spread.root, points[:, :directions])
+    return draws.reshape(n_draws, *mean.shape)
 
 
 def _symmetric_root(covariance: Tensor) -> Tensor:
-    """The root of each matrix that is symmetric itself, the one of them that moves little when the matrix does; NaN
-    where the matrix is not finite.
-    """
+    """The symmetric root of each matrix, which changes little when the matrix does; NaN where that is not finite."""
     wide = as_double(covariance)
-    broken = ~torch.isfinite(wide).flatten(1).all(1)[:, None, None]
-    values, vectors = torch.linalg.eigh(wide.masked_fill(broken, 0.0))
+    not_finite = ~torch.isfinite(wide).flatten(1).all(1)[:, None, None]
+    values, vectors = torch.linalg.eigh(wide.masked_fill(not_finite, 0.0))
     root = (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ vectors.transpose(1, 2)
-    return root.masked_fill(broken, float("nan"))
+    return root.masked_fill(not_finite, float("nan"))
 
 
 def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:
@@ -117,7 +119,7 @@ def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor)
     if directions > 0:
         common = mean + torch.einsum("bcr,sr->sbc", spread.root, points[:, :directions])
     logits = common + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
-    # Relative to the largest, which is left out: it is 1, and a difference of it and the total would cancel.
+    # Relative to the largest, which is left out of the sum: it is 1, and subtracting it from the total would cancel.
     largest, winner = logits.max(-1, keepdim=True)
     shifted = (logits - largest).scatter(-1, winner, float("-inf"))
     scaled = shifted.exp()
@@ -127,13 +129,13 @@ def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor)
     log_probs = log_logistic_normal(common - largest - others, spread.rest)
     log_probs = (torch.logsumexp(log_probs, 0) - log(len(points))).log_softmax(-1)
     # 0 * -inf would be NaN
-    spent = (scaled * shifted.clamp(min=_UNDERFLOW)).sum(-1, keepdim=True)
+    weighted_logits = (scaled * shifted.clamp(min=_UNDERFLOW)).sum(-1, keepdim=True)
     probs = (scaled / total).scatter(-1, winner, 1 / total)
     return ClassPrediction(
         probs=log_probs.exp(),
         logits_mean=mean,
         logits_variance=variance,
-        sample_entropy=(total.log() - spent / total).mean(0).squeeze(-1),
+        sample_entropy=(total.log() - weighted_logits / total).mean(0).squeeze(-1),
         log_probs=log_probs,
         # `Tensor.var` over the first dimension takes several times as long
         probs_variance=(probs - probs.mean(0)).square().sum(0) / max(1, len(points) - 1),
@@ -142,7 +144,7 @@ def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor)
 
 
 def _counts(winners: Tensor, classes: int) -> Tensor:
-    """How often each class is named in ``(draws, batch)``: ``(batch, classes)``."""
+    """How often each class wins, ``(batch, classes)``, from the winners ``(draws, batch)``."""
     draws, inputs = winners.shape
     rows = torch.arange(inputs, device=winners.device).expand(draws, inputs)
     # by `index_put`, whose sums have a deterministic form on every device
@@ -152,7 +154,7 @@ def _counts(winners: Tensor, classes: int) -> Tensor:
 
 
 def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
-    """``log E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, to .008 for any mean and variance, exact at variance 0.
+    """``log E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, to 0.008 for any mean and variance, exact at variance 0.
 
     ``E[sigmoid(x)] = exp(m + v / 2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least
     ``-v / 2``. For these it is a mixture of the two limits, a logistic curve and a normal one, whose weight and widths
@@ -167,5 +169,5 @@ def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
     probit = (variance + _PROBIT).rsqrt() / sqrt(2)
     moved = mean + variance / 2
     inner = moved.abs() - variance / 2
-    found = (1 - steep) * torch.sigmoid(logistic * inner) + steep / 2 * torch.erfc(-probit * inner)
-    return moved.clamp(max=0) + found.clamp(min=torch.finfo(mean.dtype).tiny).log()
+    mixture = (1 - steep) * torch.sigmoid(logistic * inner) + steep / 2 * torch.erfc(-probit * inner)
+    return moved.clamp(max=0) + mixture.clamp(min=torch.finfo(mean.dtype).tiny).log()

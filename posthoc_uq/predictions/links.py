@@ -17,7 +17,7 @@ from posthoc_uq.values import COUNT, one_of
 
 Link = Literal["probit", "mc", "bridge"]
 LINKS: tuple[str, ...] = ("probit", "mc", "bridge")
-DRAWS = 256  # of the logits by default
+DRAWS = 256  # default number of draws of the logits
 
 
 def checked_link(link: str, n_draws: int) -> tuple[str, int]:
@@ -40,12 +40,12 @@ def classes_of_gaussian(
 ) -> ClassPrediction:
     """The prediction of Gaussian logits ``N(mean, variance)``.
 
-    * ``"mc"`` averages the softmax over `n_draws` quasi-random draws of the logits, the same for every input, and alone
-      gives expected entropy, votes and the variance of the probabilities; see `from_draws`.
+    * ``"mc"`` averages the softmax over `n_draws` quasi-random draws of the logits, the same for every input, and is
+      the only link with expected entropy, votes and the variance of the probabilities; see `from_draws`.
     * ``"probit"`` is ``softmax(m / sqrt(1 + pi v / 8))`` (MacKay 1992; Spiegelhalter, Lauritzen 1990). Where the
       covariance is known, ``v`` is the variance of the centred logits, ``v_c = C / (C - 1) Var(f_c - mean_d f_d)``,
       which for independent logits of one variance is that variance. Without a covariance it is the logits' own
-      variance: a part of it that all logits share, which softmax ignores, then makes the prediction too cautious.
+      variance. A part of it that all logits share, which softmax ignores, then makes the prediction too cautious.
     * ``"bridge"`` is the mean of a Dirichlet by Laplace's approximation in the softmax basis (Hobbhahn, Kristiadi,
       Hennig 2022).
 
@@ -91,8 +91,8 @@ def _classes(
             covariance = of_covariance(mean, covariance)
         return from_draws(mean, variance, covariance, n_draws)
     if link == "bridge":
-        known = isinstance(covariance, Tensor)
-        log_probs = _bridge(mean, covariance if known else torch.diag_embed(variance)).log()
+        full = isinstance(covariance, Tensor)
+        log_probs = _bridge(mean, covariance if full else torch.diag_embed(variance)).log()
     elif mean.shape[1] == 2 and isinstance(covariance, Tensor):
         spread = (variance.sum(1, keepdim=True) - 2 * covariance[:, 0, 1:2]).clamp(min=0)
         scaled = (mean[:, 1:] - mean[:, :1]) / (1 + pi * spread / 8).sqrt()
@@ -105,13 +105,13 @@ def _classes(
 
 def _centred_variance(covariance: Tensor | Spread) -> Tensor:
     """``C / (C - 1) Var(f_c - mean_d f_d)``, ``(batch, classes)``."""
-    if isinstance(covariance, Spread):  # its rest has the variance of independent logits already
+    if isinstance(covariance, Spread):  # `rest` already holds the variance of independent logits
         classes = covariance.rest.shape[1]
         return covariance.root.square().sum(-1) * (classes / (classes - 1)) + covariance.rest
     classes = covariance.shape[1]
     sums = covariance.mean(2)
-    found = covariance.diagonal(dim1=1, dim2=2) - 2 * sums + sums.mean(1, keepdim=True)
-    return found.clamp(min=0) * (classes / (classes - 1))
+    variance = covariance.diagonal(dim1=1, dim2=2) - 2 * sums + sums.mean(1, keepdim=True)
+    return variance.clamp(min=0) * (classes / (classes - 1))
 
 
 def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -123,13 +123,13 @@ def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     classes = mean.shape[1]
     sums = covariance.sum(-1)
     total = sums.sum(-1, keepdim=True)
-    # Logits that are certain of their sum are projected by taking off their mean.
+    # Logits whose sum has no variance are projected by subtracting their mean.
     trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    known = total <= 100 * torch.finfo(mean.dtype).eps * trace
-    total = torch.where(known, torch.ones_like(total), total)
+    certain_sum = total <= 100 * torch.finfo(mean.dtype).eps * trace
+    total = torch.where(certain_sum, torch.ones_like(total), total)
     plain = mean - mean.mean(-1, keepdim=True)
-    projected = torch.where(known, plain, mean - sums * mean.sum(-1, keepdim=True) / total)
-    removed = torch.where(known, torch.zeros_like(sums), sums.square() / total)
+    projected = torch.where(certain_sum, plain, mean - sums * mean.sum(-1, keepdim=True) / total)
+    removed = torch.where(certain_sum, torch.zeros_like(sums), sums.square() / total)
     spread = covariance.diagonal(dim1=-2, dim2=-1) - removed
     exponent = projected + torch.logsumexp(-projected, -1, keepdim=True) - 2 * log(classes)
     share = exponent

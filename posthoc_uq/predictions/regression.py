@@ -1,9 +1,9 @@
 """Regression means together with their uncertainty.
 
 A prediction keeps a few tensors per input and never the weight samples it came from, so predictions of many
-batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN that
-the model produced, under any of the draws, stays a NaN in mean and variance of the outputs it belongs to, and so in
-their quantiles, intervals and samples and in the `log_prob` of their rows; other outputs are not disturbed.
+batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN from the
+model, under any of the draws, stays a NaN in mean and variance of its output, and so in its quantiles, intervals and
+samples and in the `log_prob` of its row; other outputs are not affected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posthoc_uq.predictions.tensors import ValueTensors
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class RegressionPrediction(Prediction):
-    """A Gaussian over each output, its variance split into what the weights and what the noise contribute.
+    """A Gaussian over each output, its variance split into the part by the weights and that by observation noise.
 
     Attributes:
         mean: (batch,) or (batch, outputs), as the model gave it.
@@ -93,7 +93,7 @@ class RegressionPrediction(Prediction):
             noise_variance: see the class.
 
         Raises:
-            PosthocUQError: wrong number of dimensions, no sample, or noise that does not fit.
+            PosthocUQError: wrong number of dimensions, no sample, or a noise variance that does not fit.
         """
         if outputs.ndim not in (2, 3):
             raise PosthocUQError(
@@ -122,7 +122,7 @@ class RegressionPrediction(Prediction):
 
     @property
     def variance(self) -> Tensor:
-        """Shape of `mean`: total predictive variance, epistemic plus noise."""
+        """Shape of `mean`: total predictive variance, epistemic plus noise variance."""
         return self.epistemic_variance + self.noise_variance
 
     @property
@@ -131,7 +131,7 @@ class RegressionPrediction(Prediction):
         return self.variance.sqrt()
 
     def epistemic(self) -> Tensor:
-        """(batch,): what the weights do not know, the mean over outputs of the epistemic variance."""
+        """(batch,): the mean over outputs of the epistemic variance."""
         return self.epistemic_variance if self.mean.ndim == 1 else self.epistemic_variance.mean(dim=-1)
 
     def quantile(self, q: float) -> Tensor:
@@ -152,7 +152,7 @@ class RegressionPrediction(Prediction):
         """
         if not 0 < level < 1:
             raise PosthocUQError(f"interval needs a level strictly between 0 and 1, not {level}.")
-        # the lower tail keeps its digits for levels so close to 1 that (1 + level) / 2 rounds to 1
+        # by the lower tail, which is accurate even where (1 + level) / 2 rounds to 1
         half_width = -NormalDist().inv_cdf((1 - level) / 2) * self.standard_deviation
         return self.mean - half_width, self.mean + half_width
 
@@ -213,7 +213,7 @@ class RegressionPrediction(Prediction):
         return as_double(targets.reshape(self.mean.shape))
 
     def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: of values."""
+        """See `Prediction`: the scores of values."""
         deviation = self.standard_deviation
         novelty = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
         return {
@@ -223,12 +223,12 @@ class RegressionPrediction(Prediction):
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """RMSE, and where all variances are positive log density, CRPS, coverage and sharpness of intervals."""
-        found = {"RMSE": metrics.rmse(self.mean, targets)}
+        measures = {"RMSE": metrics.rmse(self.mean, targets)}
         if bool((self.variance > 0).all()):
-            found["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
-            found["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
-            found |= interval_quality(self.interval, targets)
-        return found
+            measures["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
+            measures["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
+            measures |= interval_quality(self.interval, targets)
+        return measures
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the squared error, mean over outputs."""
@@ -279,7 +279,7 @@ class RegressionPrediction(Prediction):
         )
 
 
-def fitting_noise(noise_variance: Tensor, device: torch.device) -> Tensor:
-    """Noise variances ``(outputs,)`` on a device, in a shape that fits its outputs: a scalar where there is one."""
-    noise = noise_variance.to(device, noise_variance.dtype if has_double(device) else torch.float32)
-    return noise.squeeze(0) if noise.numel() == 1 else noise
+def placed_noise_variance(noise_variance: Tensor, device: torch.device) -> Tensor:
+    """Noise variances ``(outputs,)`` on a device, in a precision that it has; a scalar where there is only one."""
+    placed = noise_variance.to(device, noise_variance.dtype if has_double(device) else torch.float32)
+    return placed.squeeze(0) if placed.numel() == 1 else placed

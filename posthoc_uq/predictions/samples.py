@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 
-AT_ONCE = 2**18  # numbers that a likelihood is asked about at once
+AT_ONCE = 2**18  # numbers that a likelihood gets in one call
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def entropy_of(probs: Tensor) -> Tensor:
 
 
 def entropy_from(probs: Tensor, log_probs: Tensor) -> Tensor:
-    """The same where the logarithms are at hand, which saves taking them again."""
+    """The same from probabilities and their logarithms, which saves computing these again."""
     # 0 * -inf would be NaN
     return -(probs * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(dim=-1)
 
@@ -51,7 +51,7 @@ def entropy_from(probs: Tensor, log_probs: Tensor) -> Tensor:
 def class_votes(scores: Tensor) -> Tensor:
     """How many samples put each class first: ``(samples, batch, classes)`` to int64 ``(batch, classes)``.
 
-    Of classes that tie the first gets the vote.
+    Where classes tie, the first gets the vote.
     """
     winners = scores.argmax(dim=-1, keepdim=True)
     # by comparison: adding at an index has no deterministic form on some devices
@@ -118,12 +118,12 @@ def known_novelty(ratio: Tensor | None) -> Tensor:
 
 
 def by_draw(function: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
-    """A function of one sample's outputs, taken of outputs ``(draws, batch, ...)``: ``(draws, batch, ...)``."""
+    """A function of outputs ``(batch, ...)``, applied to each of ``(draws, batch, ...)``: ``(draws, batch, ...)``."""
     draws, batch = outputs.shape[:2]
     step = draws
     if not torch.compiler.is_compiling():
         step = max(1, AT_ONCE // max(1, outputs[0].numel()))
-    found: list[Tensor] = []
+    blocks: list[Tensor] = []
     for part in outputs.split(step):
         values = function(part.flatten(0, 1))
         if values.ndim == 0 or values.shape[0] != part.shape[0] * batch:
@@ -131,10 +131,10 @@ def by_draw(function: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
                 f"A likelihood gives a row for each of {part.shape[0] * batch} rows of outputs, not the shape "
                 f"{shape_text(values)}."
             )
-        found.append(values.reshape(part.shape[0], batch, *values.shape[1:]))
-    return torch.cat(found)
+        blocks.append(values.reshape(part.shape[0], batch, *values.shape[1:]))
+    return torch.cat(blocks)
 
 
 def by_input(values: Tensor) -> Tensor:
-    """One number an input, ``(batch,)``: the mean over whatever else there is."""
+    """One number an input, ``(batch,)``: the mean over all other dimensions."""
     return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)

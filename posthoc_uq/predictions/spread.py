@@ -1,7 +1,7 @@
-"""A Gaussian over logits as a few common directions and an independent rest, which is what its draws are made from.
+"""A Gaussian over logits as a few common directions and an independent rest, by which it is drawn from.
 
-Softmax does not change when all logits move by the same number, so covariances are those of the centred logits,
-``f_c - mean_d f_d``, here: a variance that all classes share is gone before anything is approximated.
+Softmax does not change when all logits move by the same number. So covariances here are those of the centred logits
+``f_c - mean_d f_d``: a variance that all classes share is removed before anything is approximated.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from posthoc_uq.devices import as_double
 Product = Callable[[Tensor], Tensor]
 """A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
 
-DIRECTIONS = 8  # common directions of more than DIRECTIONS + 2 classes
-_FLOOR = 1.0  # weight that the classes share equally, beside one that goes by how undecided each is
+DIRECTIONS = 8  # common directions, for more than DIRECTIONS + 2 classes
+_FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
 _ROUNDS = 2  # of subspace iteration
 _RANK = 1e-12  # eigenvalues below this share of the largest count as zero
 
 
 class Spread(NamedTuple):
-    """Logits ``mean + root z + sqrt(rest) e`` with standard normal ``z`` and ``e``, but for a number common to all.
+    """Logits ``mean + root z + sqrt(rest) e`` with standard normal ``z`` and ``e``, up to a number common to all.
 
     Attributes:
         root: ``(batch, classes, directions)``; there may be no direction.
-        rest: variances ``(batch, classes)`` of what is independent from class to class.
+        rest: variances ``(batch, classes)`` of the part that is independent between classes.
     """
 
     root: Tensor
     rest: Tensor
 
     def variance(self) -> Tensor:
-        """Of the logits, ``(batch, classes)``; of independent ones it is their own."""
+        """Variances of the logits, ``(batch, classes)``."""
         return self.root.square().sum(-1) + self.rest
 
     def over(self, temperature: float) -> Spread:
@@ -61,28 +61,28 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> Spread:
     if classes > DIRECTIONS + 2:
         return of_product(mean, covariance.diagonal(dim1=1, dim2=2), lambda x: wide @ as_double(x))
     rows = wide - wide.mean(1, keepdim=True)
-    centred, broken = _finite(rows - rows.mean(2, keepdim=True))
+    centred, not_finite = _finite(rows - rows.mean(2, keepdim=True))
     values, vectors = torch.linalg.eigh(centred)
     values, vectors = values.flip(-1).clamp(min=0), vectors.flip(-1)
     least = values[:, classes - 2 : classes - 1]
     root = vectors[:, :, : classes - 2] * (values[:, : classes - 2] - least).sqrt().unsqueeze(1)
-    return _spread(root, least.expand(-1, classes), broken, mean)
+    return _spread(root, least.expand(-1, classes), not_finite, mean)
 
 
 def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
     """From the products of a covariance whose diagonal is `variance`: `DIRECTIONS` directions ``L`` of
-    ``S = H Sigma H``, and what they leave of its diagonal as independent. Of so few classes that `of_covariance` is
-    exact, it is that.
+    ``S = H Sigma H``, and the rest of its diagonal as independent. `of_covariance` is used where it is exact, for few
+    classes.
 
     The directions are ``S Y (Y^T S Y)^(-1/2)`` (Nystroem), so that ``S - L L^T`` is a covariance again, with ``Y`` by
-    subspace iteration from the most undecided classes. Classes count by how much a change of their logit moves the
-    probabilities, ``p (1 - p)``, beside an equal share: what is exact is the covariance of those between which the
-    prediction is undecided.
+    subspace iteration from the most undecided classes. Classes are weighted by how much a change of their logit
+    moves the probabilities, ``p (1 - p)``, plus an equal share: the covariance is most accurate for the classes between
+    which the prediction is undecided.
 
     Args:
         mean: ``(batch, classes)``.
         variance: of the same shape.
-        product: of the covariance, of the logits as they are.
+        product: of the covariance of the logits, not centred.
     """
     classes = mean.shape[1]
     if classes <= DIRECTIONS + 2:
@@ -90,13 +90,13 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
         return of_covariance(mean, product(units))
     sums = as_double(product(torch.ones_like(mean).unsqueeze(-1)))[:, :, 0] / classes
     diagonal = (as_double(variance) - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
-    weights, broken = _finite(_weights(as_double(mean), diagonal))
+    weights, not_finite = _finite(_weights(as_double(mean), diagonal))
     weights = weights.unsqueeze(-1)
 
     def weighted(x: Tensor) -> Tensor:
         x = weights * x
-        found = as_double(product((x - x.mean(1, keepdim=True)).to(mean)))
-        return weights * (found - found.mean(1, keepdim=True)).masked_fill(broken.unsqueeze(-1), 0.0)
+        image = as_double(product((x - x.mean(1, keepdim=True)).to(mean)))
+        return weights * (image - image.mean(1, keepdim=True)).masked_fill(not_finite.unsqueeze(-1), 0.0)
 
     first = weights[:, :, 0].topk(min(DIRECTIONS, classes)).indices
     basis = torch.nn.functional.one_hot(first, classes).transpose(1, 2).to(weights)
@@ -105,12 +105,12 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
     image = weighted(basis)
     inner = basis.transpose(1, 2) @ image
     values, vectors = torch.linalg.eigh((inner + inner.transpose(1, 2)) / 2)
-    kept = values > _RANK * values[:, -1:].clamp(min=torch.finfo(values.dtype).tiny)
-    scale = torch.where(kept, values, torch.ones_like(values)).rsqrt() * kept
+    usable = values > _RANK * values[:, -1:].clamp(min=torch.finfo(values.dtype).tiny)
+    scale = torch.where(usable, values, torch.ones_like(values)).rsqrt() * usable
     root = image @ (vectors * scale.unsqueeze(1)) / weights.clamp(min=torch.finfo(values.dtype).tiny)
-    # centring took 1 / C of what is independent from class to class
+    # centring removed 1 / C of the independent part
     rest = (diagonal - root.square().sum(-1)).clamp(min=0) * (classes / (classes - 1))
-    return _spread(root, rest, broken, mean)
+    return _spread(root, rest, not_finite, mean)
 
 
 def _weights(mean: Tensor, variance: Tensor) -> Tensor:
@@ -122,13 +122,13 @@ def _weights(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _finite(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """With zeros for inputs that are not finite, which eigensolvers refuse; and which these are, ``(batch, 1)``."""
-    broken = ~torch.isfinite(tensor).flatten(1).all(1)
-    return tensor.masked_fill(broken.reshape(-1, *[1] * (tensor.ndim - 1)), 0.0), broken.unsqueeze(1)
+    """The tensor with zeros for inputs that are not finite (eigensolvers refuse them), and which these are."""
+    not_finite = ~torch.isfinite(tensor).flatten(1).all(1)
+    return tensor.masked_fill(not_finite.reshape(-1, *[1] * (tensor.ndim - 1)), 0.0), not_finite.unsqueeze(1)
 
 
-def _spread(root: Tensor, rest: Tensor, broken: Tensor, like: Tensor) -> Spread:
-    """In the mean's precision and on its device, NaN for inputs whose covariance is not finite."""
+def _spread(root: Tensor, rest: Tensor, not_finite: Tensor, like: Tensor) -> Spread:
+    """A `Spread` in the precision and on the device of `like`, NaN for inputs whose covariance is not finite."""
     nan = float("nan")
-    root = root.masked_fill(broken.unsqueeze(-1), nan).to(like.device, like.dtype)
-    return Spread(root, rest.masked_fill(broken, nan).to(like.device, like.dtype))
+    root = root.masked_fill(not_finite.unsqueeze(-1), nan).to(like.device, like.dtype)
+    return Spread(root, rest.masked_fill(not_finite, nan).to(like.device, like.dtype))

@@ -1,7 +1,7 @@
-"""A prediction from draws that come one after another, none of which is kept.
+"""Predictions from draws that come one after another and are not kept.
 
-Sums over draws are in float64 (float32 on MPS, which has no other), so the order and the grouping of the draws make
-no difference beyond the rounding of what is returned. Memory is a few tensors of the size of one draw's outputs.
+Sums over draws are in float64 (float32 on MPS, which has no float64), so the order and the grouping of the draws make
+no difference beyond the rounding of the result. Memory is a few tensors of the size of one draw's outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc_uq.devices import widest
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.classification import ClassPrediction
-from posthoc_uq.predictions.regression import RegressionPrediction, fitting_noise
+from posthoc_uq.predictions.regression import RegressionPrediction, placed_noise_variance
 from posthoc_uq.predictions.samples import (
     at_least_float32,
     class_votes,
@@ -24,13 +24,13 @@ from posthoc_uq.predictions.samples import (
     smallest_counts,
 )
 
-BLOCK_BYTES = 2**17  # outputs that are summed at once (a single draw may be larger): they stay in the cache
+BLOCK_BYTES = 2**17  # outputs summed at once, so that they stay in the cache (a single draw may be larger)
 
 
 class Moments:
     """Mean and unbiased variance over draws, from blocks ``(draws, ...)``.
 
-    Sums of ``x - c`` and of its square with the first draw as ``c``, which takes the cancellation out of
+    Sums of ``x - c`` and of its square with the first draw as ``c``, which avoids the cancellation of
     ``sum x^2 - (sum x)^2 / S`` (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"). Minus
     infinity in any draw makes the mean minus infinity and the variance 0: a masked class is certain. A NaN stays
     in its element.
@@ -41,7 +41,7 @@ class Moments:
         self._parts: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def add(self, block: Tensor) -> None:
-        """Take in a block ``(draws, ...)``."""
+        """Add a block ``(draws, ...)``."""
         masked = torch.isneginf(block)
         values = _wide(block).masked_fill(masked, 0.0)
         if self._parts is None:
@@ -76,7 +76,7 @@ class Moments:
 
 
 class ClassStatistics:
-    """What a `ClassPrediction` needs of draws of the logits; the same numbers as `ClassPrediction.from_logits`.
+    """The sums that a `ClassPrediction` needs of draws of the logits; same numbers as `ClassPrediction.from_logits`.
 
     Args:
         binary: the model has one Bernoulli logit.
@@ -89,10 +89,10 @@ class ClassStatistics:
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, logits: Tensor) -> None:
-        """Take in logits ``(draws, batch, classes)``; with `binary` ``(draws, batch)`` or ``(draws, batch, 1)``.
+        """Add logits ``(draws, batch, classes)``; with `binary` ``(draws, batch)`` or ``(draws, batch, 1)``.
 
         Raises:
-            PosthocUQError: another number of dimensions, fewer than two classes, or numbers that are no floats.
+            PosthocUQError: another number of dimensions, fewer than two classes, or no floating-point numbers.
         """
         logits, log_probs = log_probabilities(logits, self._binary)
         probs = log_probs.exp()
@@ -103,9 +103,9 @@ class ClassStatistics:
         entropy = _wide(entropy_from(probs, log_probs)).sum(dim=0)
         votes = class_votes(log_probs)
         if self._sums is not None:
-            before = self._sums
-            log_sum, entropy = torch.logaddexp(before[0], log_sum), before[1] + entropy
-            votes = before[2] + votes
+            previous = self._sums
+            log_sum, entropy = torch.logaddexp(previous[0], log_sum), previous[1] + entropy
+            votes = previous[2] + votes
         self._sums = log_sum, entropy, votes
 
     def prediction(self) -> ClassPrediction:
@@ -146,7 +146,7 @@ def values_of_draws(blocks: Iterable[Tensor], noise_variance: Tensor) -> Regress
     """The prediction from blocks ``(draws, batch, ...)`` of means.
 
     Raises:
-        PosthocUQError: there is no draw, or the means or the noise do not fit.
+        PosthocUQError: there is no draw, or the means or the noise variances do not fit.
     """
     values, dtype = Moments(), torch.float32
     for block in gathered(blocks):
@@ -154,24 +154,24 @@ def values_of_draws(blocks: Iterable[Tensor], noise_variance: Tensor) -> Regress
         dtype = block.dtype
         values.add(block)
     mean, variance = (moment.to(dtype) for moment in values.result())
-    return RegressionPrediction(mean, variance, fitting_noise(noise_variance, mean.device))
+    return RegressionPrediction(mean, variance, placed_noise_variance(noise_variance, mean.device))
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Float64 where the device has it."""
+    """The tensor in float64, where the device has it."""
     return tensor.to(widest(tensor.device))
 
 
 def gathered(blocks: Iterable[Tensor], limit: int = BLOCK_BYTES) -> Iterator[Tensor]:
-    """Small blocks ``(draws, ...)`` joined up to `limit` bytes, so that few and larger operations sum them."""
+    """Small blocks ``(draws, ...)`` joined up to `limit` bytes, so that fewer, larger operations sum them."""
     waiting: list[Tensor] = []
-    held = 0
+    waiting_bytes = 0
     for block in blocks:
         size = block.numel() * block.element_size()
-        if waiting and held + size > limit:
+        if waiting and waiting_bytes + size > limit:
             yield torch.cat(waiting)
-            waiting, held = [], 0
+            waiting, waiting_bytes = [], 0
         waiting.append(block)
-        held += size
+        waiting_bytes += size
     if waiting:
         yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]

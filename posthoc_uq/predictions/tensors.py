@@ -31,7 +31,7 @@ class ValueTensors(NamedTuple):
 
     Attributes:
         mean: (batch,) or (batch, outputs).
-        variance: of the same shape: weights and noise together.
+        variance: of the same shape: total, by weights and observation noise.
         epistemic_variance: of the same shape: the weights' part.
     """
 

@@ -68,26 +68,26 @@ def write(target: Path, image: BytesIO) -> None:
 @contextmanager
 def replacing(target: Path) -> Generator[BinaryIO]:
     """A temporary file in the same folder that takes the target's place at the end of the block: flush, fsync, rename,
-    fsync of the folder. Where the block fails it is deleted, and what stood there before stays; else that gives the new
-    file its permissions.
+    fsync of the folder. If the block fails, the temporary file is deleted and the old file stays. Otherwise the new
+    file gets the owner and the permissions of the old one.
 
     Raises:
         PosthocUQError: no file can be made there.
         OSError: it cannot be finished.
     """
     try:
-        before = _status(target)
-        opened, temporary = _temporary(target, 0o666 if before is None else 0o600)
+        replaced = _status(target)
+        descriptor, temporary = _temporary(target, 0o666 if replaced is None else 0o600)
     except OSError as error:
         raise PosthocUQError(f"'{target}' cannot be written: {error.strerror or error}.") from error
     try:
-        with os.fdopen(opened, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            if before is not None:
-                _permit(file.fileno(), before)
+            if replaced is not None:
+                _permit(file.fileno(), replaced)
             os.fsync(file.fileno())
-            if fcntl is not None:  # in place before the lock is given up
+            if fcntl is not None:  # renamed before the lock is released
                 os.replace(temporary, target)
         if fcntl is None:
             os.replace(temporary, target)
@@ -103,24 +103,24 @@ def replacing(target: Path) -> Generator[BinaryIO]:
 
 
 def _temporary(target: Path, mode: int) -> tuple[int, Path]:
-    """A new file beside the target, locked for as long as it is open: that tells it from what a killed process left."""
+    """A new file beside the target. It is locked while it is open; a file that a killed process left is not."""
     while True:
         path = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.tmp")
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
-        _lock(opened, wait=True)
-        if os.fstat(opened).st_nlink:
-            return opened, path
-        os.close(opened)  # another process took it for a leftover before it was locked
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
+        _lock(descriptor, wait=True)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, path
+        os.close(descriptor)  # another process took it for a leftover before it was locked
 
 
 def remove_leftovers(target: Path) -> None:
-    """Delete the temporary files that killed processes left beside a file, and no others: not those of other files,
-    nor one that is being written.
+    """Delete the temporary files that killed processes left beside a file, but not those of other files, nor one that
+    is being written.
     """
-    own = re.compile(re.escape(f".{_stem(target)}.") + r"[0-9a-f]{16}\.tmp")
+    temporary_name = re.compile(re.escape(f".{_stem(target)}.") + r"[0-9a-f]{16}\.tmp")
     with suppress(OSError):
         for path in target.parent.iterdir():
-            if own.fullmatch(path.name) is not None:
+            if temporary_name.fullmatch(path.name) is not None:
                 _remove_abandoned(path)
 
 
@@ -129,27 +129,27 @@ def _remove_abandoned(path: Path) -> None:
         if fcntl is None:
             path.unlink()
             return
-        opened = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
-            if _lock(opened, wait=False):
+            if _lock(descriptor, wait=False):
                 path.unlink()
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
-def _lock(opened: int, *, wait: bool) -> bool:
-    """Whether a file could be locked; where the file system knows no locks, it cannot."""
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Lock a file. False where it could not be locked, for example on a file system without locks."""
     if fcntl is None:
         return False
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
 
 
 def _stem(target: Path) -> str:
-    """The name of a file, or of a long one its digest."""
+    """The name of a file, or the digest of a long name."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= _LONGEST else sha256(name).hexdigest()
 
@@ -161,10 +161,10 @@ def _status(target: Path) -> os.stat_result | None:
         return None
 
 
-def _permit(opened: int, before: os.stat_result) -> None:
+def _permit(descriptor: int, replaced: os.stat_result) -> None:
     """Give an open file the owner and the permissions of another, as far as this process may."""
     if hasattr(os, "fchown"):
         with suppress(OSError):
-            os.fchown(opened, before.st_uid, before.st_gid)
+            os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
     if hasattr(os, "fchmod"):
-        os.fchmod(opened, stat.S_IMODE(before.st_mode))
+        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode))

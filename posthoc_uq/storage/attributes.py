@@ -1,4 +1,4 @@
-"""The main facts of a posterior once more, as attributes that any HDF5 tool shows."""
+"""The main facts of a posterior, repeated as HDF5 attributes, which any HDF5 tool shows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from posthoc_uq.storage.hdf5 import Structure, stored_attributes
 
 
 def attributes_of(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The attributes of every object by its path, of the root by ``"/"``.
+    """The attributes of every group and dataset by its path; the root's is ``"/"``.
 
     Args:
-        described: what `load` reads.
+        described: the JSON description, which `load` reads.
     """
-    plain: dict[str, Any] = described["attributes"]
-    likelihood: dict[str, Any] = plain["likelihood"]
-    prior = plain["prior_precision"]
+    hyperparameters: dict[str, Any] = described["attributes"]
+    likelihood: dict[str, Any] = hyperparameters["likelihood"]
+    prior = hyperparameters["prior_precision"]
     root = {
-        **{key: value for key, value in plain.items() if key != "record"},
+        **{key: value for key, value in hyperparameters.items() if key != "record"},
         "format": "posthoc_uq posterior",
         "format_version": userblock.FORMAT_VERSION,
         "library_version": described["library_version"],
@@ -29,27 +29,27 @@ def attributes_of(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "likelihood": likelihood["name"],
         "likelihood_class": likelihood.get("class"),
         "noise_variance": likelihood.get("noise_variance"),
-        "evidence": plain["evidence"],
-        "fit": plain["record"]["fit"],
-        "tuning": plain["record"]["tuning"],
+        "evidence": hyperparameters["evidence"],
+        "fit": hyperparameters["record"]["fit"],
+        "tuning": hyperparameters["record"]["tuning"],
     }
-    found: dict[str, dict[str, Any]] = {"/": root, "layers": {}, "blocks": {}}
+    by_path: dict[str, dict[str, Any]] = {"/": root, "layers": {}, "blocks": {}}
     for name, layer in described["layers"].items():
-        own = {"prior_precision": prior[name]} if isinstance(prior, Mapping) else {}
-        found[schema.layer_path(name)] = {"name": name, **layer, **own}
+        facts = {"prior_precision": prior[name]} if isinstance(prior, Mapping) else {}
+        by_path[schema.layer_path(name)] = {"name": name, **layer, **facts}
     for name, block in described["blocks"].items():
-        own = {"name": name, "kind": block["kind"], "members": block["members"]}
-        found[schema.block_path(name)] = {**own, **block["attributes"]}
+        facts = {"name": name, "kind": block["kind"], "members": block["members"]}
+        by_path[schema.block_path(name)] = {**facts, **block["attributes"]}
         for tensor_name, number_format in block["dtypes"].items():
-            found[schema.tensor_path(name, tensor_name)] = {"dtype": number_format}
+            by_path[schema.tensor_path(name, tensor_name)] = {"dtype": number_format}
     for name, number_format in described["centre"].items():
-        found[schema.centre_path(name)] = {"name": name, "dtype": number_format}
+        by_path[schema.centre_path(name)] = {"name": name, "dtype": number_format}
     features = described["features"]
     if features is not None:
-        found[schema.FEATURES] = dict(features["attributes"])
+        by_path[schema.FEATURES] = dict(features["attributes"])
         for name, number_format in features["dtypes"].items():
-            found[schema.features_path(name)] = {"dtype": number_format}
-    return found
+            by_path[schema.features_path(name)] = {"dtype": number_format}
+    return by_path
 
 
 def check_attributes(described: Mapping[str, Any], structure: Structure) -> None:

@@ -1,4 +1,4 @@
-"""What the fields of a posterior's description must be to each other; each by itself is in ``table``."""
+"""Whether the fields of a posterior's description agree with each other; ``table`` checks each field alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from posthoc_uq.posteriors.referral import checked_referral
 
 
 def checked_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
-    """The layers of a description that the table admits, once they fit all else that it says.
+    """The layers of a description that the table admits, after a check that its fields agree.
 
     Raises:
         CorruptPosteriorError: two of its fields contradict each other; says which.
     """
-    layers = {name: Layer.from_attributes(name, own) for name, own in state["layers"].items()}
+    layers = {name: Layer.from_attributes(name, attributes) for name, attributes in state["layers"].items()}
     if not layers:
         raise CorruptPosteriorError("it holds no layer")
     for layer in layers.values():
@@ -51,20 +51,20 @@ def _check_method(state: Mapping[str, Any]) -> None:
         raise CorruptPosteriorError(
             f"its method is {method!r}, and its blocks are of the kinds {sorted(kinds)}"
         )
-    seen = state["attributes"]["evidence"]["samples"]
-    if any(block["attributes"].get("samples", seen) != seen for block in state["blocks"].values()):
+    samples = state["attributes"]["evidence"]["samples"]
+    if any(block["attributes"].get("samples", samples) != samples for block in state["blocks"].values()):
         raise CorruptPosteriorError("its variances are of another number of samples than the fit saw")
     if state["centre"] and not all(BLOCKS[kind].trained for kind in kinds):
         raise CorruptPosteriorError(f"it has a trained mean, which method={method!r} does not give")
 
 
 def _check_by_layer(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> None:
-    """What is by layer names every layer once."""
+    """Values given by layer must name every layer once."""
     attributes = state["attributes"]
-    record = attributes["record"]
+    history = attributes["record"]
     places = {
         "prior_precision": attributes["prior_precision"],
-        "faithful prior": record.get("faithful", {}).get("value"),
+        "faithful prior": history.get("faithful", {}).get("value"),
     }
     for place, value in places.items():
         if isinstance(value, dict) and value.keys() != layers.keys():
@@ -72,25 +72,25 @@ def _check_by_layer(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> No
 
 
 def _check_outputs(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> None:
-    """The likelihood fits the number of outputs, as far as that is known: by what was seen of the targets, and by the
-    last layer where its outputs are the model's.
+    """The likelihood must fit the number of outputs, where that is known: from the targets of the fit, or from the last
+    layer if its outputs are the model's.
     """
     attributes = state["attributes"]
     evidence, outputs, classes = attributes["evidence"], _outputs_of_last(state, layers), None
     if "class" in attributes["likelihood"]:
-        return  # one of the user's, of which the file says too little
+        return  # a user's own likelihood, about which the file says too little
     likelihood = likelihood_from_attributes(attributes["likelihood"])
     name = likelihood.name
     if likelihood.noise_variance is None and (evidence["targets"] or evidence["squared_residuals"]):
         raise CorruptPosteriorError(f"its likelihood is {name!r}, and its evidence is a regression's")
     if evidence["targets"]:
-        seen, rest = divmod(evidence["targets"], evidence["samples"])
-        if rest or outputs not in (None, seen):
+        targets_per_sample, remainder = divmod(evidence["targets"], evidence["samples"])
+        if remainder or outputs not in (None, targets_per_sample):
             raise CorruptPosteriorError(
                 f"its evidence has {evidence['targets']} targets of {evidence['samples']} samples, which is no number "
                 f"of its outputs"
             )
-        outputs = seen
+        outputs = targets_per_sample
     if outputs is not None:
         if not likelihood.takes(outputs):
             raise CorruptPosteriorError(f"its likelihood {name!r} contradicts its {outputs} outputs")

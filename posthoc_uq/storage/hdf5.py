@@ -1,6 +1,6 @@
 """A posterior's state as an HDF5 image, and back; the only module that imports h5py.
 
-Run as a script it is the child process of ``sandbox``; so it imports nothing of this package, nor torch.
+``sandbox`` runs it as a script in a child process, so it imports neither torch nor anything of this package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 4 * 2**20  # most of a compressed chunk, inflated; h5py chooses a
 _ATTRIBUTE_BYTES = 32 * 1024  # HDF5 allows 64 KiB
 _ATTRIBUTE_ITEMS = 1000
 _MOST_ATTRIBUTES = 10_000  # of one object
-_DTYPES = ("<f8", "<f4", "<f2", "<u2")
+_DTYPES = ("<f8", "<f4", "<f2", "<u2", "|u1")
 _NAME_CHARACTERS = " !\"#$&'()*+,-.:;<=>?@[\\]^_`{|}~"
 _FRAME = struct.Struct("<cQ")
 
@@ -44,8 +44,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Structure:
-    """What an image holds beside its numbers: the JSON description, the groups, the datasets by path, and the names of
-    the attributes by the path of what has any (of the root, ``"/"``).
+    """What an image holds besides its numbers: the JSON description, the groups, the datasets by path, and the names of
+    the attributes by the path of the group or dataset that has them (the root's is ``"/"``).
     """
 
     state: bytes
@@ -99,14 +99,14 @@ def _describe(target: Any, values: Mapping[str, Any]) -> None:
 
 
 def stored_attributes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What fits into attributes, with dots for nesting; the JSON has all of it."""
-    found: dict[str, Any] = {}
+    """The values that attributes can hold, with dots for nesting; the JSON description has all values."""
+    attributes: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= stored_attributes({f"{name}.{inner}": v for inner, v in value.items()})
+            attributes |= stored_attributes({f"{name}.{inner}": v for inner, v in value.items()})
         elif name.isprintable() and name and _fits(value):
-            found[name] = value
-    return found
+            attributes[name] = value
+    return attributes
 
 
 def _fits(value: Any) -> bool:
@@ -131,7 +131,7 @@ class ImageReader:
     def __init__(self, data: bytes) -> None:
         try:
             self._file = h5py.File(BytesIO(data), "r")
-        except Exception as error:  # whatever h5py makes of libhdf5's error stack
+        except Exception as error:  # h5py raises many types for the errors of libhdf5
             raise FormatError(f"libhdf5 cannot open it ({error})") from None
 
     def __enter__(self) -> ImageReader:
@@ -143,45 +143,45 @@ class ImageReader:
     def structure(self) -> Structure:
         """Every group and dataset, after checks that need no numbers to be read."""
         try:
-            found = Structure(self._state(), [], {}, {})
-            self._note_attributes("/", self._file, found)
-            self._walk(self._file, "", found)
-            return found
+            structure = Structure(self._state(), [], {}, {})
+            self._note_attributes("/", self._file, structure)
+            self._walk(self._file, "", structure)
+            return structure
         except (FormatError, MemoryError):
             raise
         except Exception as error:
             raise FormatError(f"libhdf5 cannot read its structure ({error})") from None
 
-    def _walk(self, group: Any, prefix: str, found: Structure) -> None:
-        if len(group) + len(found.groups) + len(found.datasets) > _OBJECTS:
+    def _walk(self, group: Any, prefix: str, structure: Structure) -> None:
+        if len(group) + len(structure.groups) + len(structure.datasets) > _OBJECTS:
             raise FormatError(f"it holds more than {_OBJECTS} objects")
         for name in sorted(group):
             path = prefix + name
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 raise FormatError(f"'{path}' is a link to elsewhere, which a posterior file never has")
             item = group[name]
-            self._note_attributes(path, item, found)
+            self._note_attributes(path, item, structure)
             if path == STATE:
                 continue
             if isinstance(item, h5py.Group):
                 if path.count("/") >= 2:
                     raise FormatError(f"'{path}' is nested too deeply")
-                found.groups.append(path)
-                self._walk(item, path + "/", found)
+                structure.groups.append(path)
+                self._walk(item, path + "/", structure)
             elif isinstance(item, h5py.Dataset):
-                found.datasets[path] = _stored(path, item)
+                structure.datasets[path] = _stored(path, item)
             else:
                 raise FormatError(f"'{path}' is neither a group nor a dataset")
 
-    def _note_attributes(self, path: str, item: Any, found: Structure) -> None:
-        """The names of an object's attributes; what they say is for people, and is not read."""
+    def _note_attributes(self, path: str, item: Any, structure: Structure) -> None:
+        """Note the names of an object's attributes. Their values are for people and are not read."""
         if not isinstance(item, (h5py.Group, h5py.Dataset)):
             return
         if h5py.h5a.get_num_attrs(item.id) > _MOST_ATTRIBUTES:
             raise FormatError(f"'{path}' has more than {_MOST_ATTRIBUTES} attributes")
         names = sorted(item.attrs)
         if names:
-            found.attributes[path] = names
+            structure.attributes[path] = names
 
     def _state(self) -> bytes:
         link: Any = self._file.get(STATE, getlink=True)
@@ -261,27 +261,27 @@ def read_frame(stream: IO[bytes], kind: bytes, limit: int) -> bytearray:
 
 
 def _frame_size(stream: IO[bytes], kind: bytes, limit: int) -> int:
-    found, size = _FRAME.unpack(read_exactly(stream, _FRAME.size))
-    if found == b"E" and size <= 4096:
+    received, size = _FRAME.unpack(read_exactly(stream, _FRAME.size))
+    if received == b"E" and size <= 4096:
         raise FormatError(read_exactly(stream, size).decode(errors="replace"))
-    if found != kind or size > limit:
+    if received != kind or size > limit:
         raise FormatError("the process that parsed it gave no valid answer")
     return size
 
 
 def read_exactly(stream: IO[bytes], size: int) -> bytearray:
-    """That many bytes.
+    """The next `size` bytes.
 
     Raises:
-        EOFError: the stream ended before.
+        EOFError: the stream ended before that.
     """
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
-        got = stream.readinto(view[done:])  # pyright: ignore[reportAttributeAccessIssue]
-        if not got:
+        count = stream.readinto(view[done:])  # pyright: ignore[reportAttributeAccessIssue]
+        if not count:
             raise EOFError
-        done += got
+        done += count
     return data
 
 
@@ -315,7 +315,7 @@ def confine(seconds: int, memory: int) -> None:
 
 
 def _warm_up() -> None:
-    """Make Python and h5py open now whatever they open on first use."""
+    """Make Python and h5py open now all files that they open on first use."""
     image = build_image(b"{}", {}, {"x": lambda: np.zeros(9)}, 512, "gzip").getvalue()
     with ImageReader(image) as reader:
         for path, stored in reader.structure().datasets.items():
@@ -327,13 +327,13 @@ def _warm_up() -> None:
 
 
 def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
-    """The child's life: get the image, tell its structure, and once asked give all arrays."""
+    """What the child process does: read the image, send its structure and, when asked, all arrays."""
     settings = json.loads(read_frame(stdin, b"L", 1024))
     _warm_up()
     size = int(settings["bytes"])
     confine(int(settings["seconds"]), int(settings["memory"]))
     try:
-        # the buffer itself as bytes, which `BytesIO` shares: a large file is in memory once
+        # `BytesIO` shares these bytes, so that a large file is in memory only once
         reader = ImageReader(stdin.read(_frame_size(stdin, b"D", size)))
         structure = reader.structure()
         datasets = {path: asdict(stored) for path, stored in structure.datasets.items()}

@@ -66,8 +66,8 @@ def load(
     Args:
         path: a file that `save` wrote.
         model: the model, with the weights it had when the posterior was fitted.
-        untrusted: parse the file in a child process with a time and memory limit. The digest in a file
-            catches every damage, but whoever makes a file can make it fit; set this for a stranger's file.
+        untrusted: parse the file in a child process with a time and memory limit. The digest in a file detects
+            damage, but anybody can write a file with a correct digest; set this for a stranger's file.
         device: where the posterior shall live; the model's device if None.
         likelihood: of a posterior that was fitted with a likelihood of your own: an object of the same class with the
             same attributes. Nothing is imported because a file names it.
@@ -127,26 +127,26 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             structure = reader.structure()
         state, layers, _ = _described(structure, header)
         attributes: dict[str, Any] = dict(state["attributes"])
-        record: dict[str, Any] = attributes.pop("record")
-        found = {
+        history: dict[str, Any] = attributes.pop("record")
+        contents = {
             "format_version": header.version,
             "library_version": state["library_version"],
             "bytes": len(data),
             "fingerprint": state["fingerprint"],
             **attributes,
-            **{key: record[key] for key in ("fit", "tuning", "deterministic")},
-            **{key: record.get(key, {}) for key in ("head", "faithful", "calibration", "referral")},
+            **{key: history[key] for key in ("fit", "tuning", "deterministic")},
+            **{key: history.get(key, {}) for key in ("head", "faithful", "calibration", "referral")},
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
             "features": None if state["features"] is None else dict(state["features"]["attributes"]),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
         }
-    return Inspection(os.fsdecode(path), found)
+    return Inspection(os.fsdecode(path), contents)
 
 
 def _read(path: str | os.PathLike[str], limit: Callable[[str | None], int]) -> tuple[bytes, userblock.Header]:
-    """A posterior's file; a checkpoint is refused by its user block alone."""
+    """The bytes and the header of a posterior's file; a checkpoint is refused by its user block alone."""
 
     def of_posterior(kind: str | None) -> int:
         if kind == schema.CHECKPOINT:
@@ -166,17 +166,16 @@ def _checkpoint() -> CorruptPosteriorError:
 def _described(
     structure: Structure, header: userblock.Header
 ) -> tuple[dict[str, Any], dict[str, Layer], _Expected]:
-    """A file's description, its layers and what its tensors must be, once all of it is admissible, fits together, and
-    is what the file holds.
+    """A file's description, its layers, and what its tensors must be.
 
     Raises:
-        CorruptPosteriorError: it is not.
+        CorruptPosteriorError: the description is not admissible, contradicts itself, or is not what the file holds.
     """
     state = read_plain(structure.state)
     if state.get("kind") == schema.CHECKPOINT:
         raise _checkpoint()
-    state.setdefault("centre", {})  # which version 1 had not
-    state.setdefault("features", None)  # which versions 1 and 2 had not
+    state.setdefault("centre", {})  # version 1 lacks it
+    state.setdefault("features", None)  # versions 1 and 2 lack it
     check_posterior(state)
     if header.kind not in (None, state["attributes"]["method"]):
         raise CorruptPosteriorError(
@@ -197,19 +196,23 @@ def _fill(
     tensors: dict[str, Tensor],
     mean: Mapping[str, Tensor],
 ) -> None:
-    """Put the tensors of a file into its description, once their numbers are what they must be."""
+    """Check the numbers of a file's tensors, and put the tensors into its description."""
     for name, block in state["blocks"].items():
         specs = expected.blocks[name]
         block["tensors"] = {
-            own: _restore(
-                f"block '{name}'", own, specs[own], tensors.pop(schema.tensor_path(name, own)), dtype
+            tensor_name: _restore(
+                f"block '{name}'",
+                tensor_name,
+                specs[tensor_name],
+                tensors.pop(schema.tensor_path(name, tensor_name)),
+                dtype,
             )
-            for own, dtype in block["dtypes"].items()
+            for tensor_name, dtype in block["dtypes"].items()
         }
     for name, dtype in state["centre"].items():
-        found = tensors.pop(schema.centre_path(name))
-        kept = _restore("the centre", name, expected.centre[name], found, dtype, mean[name].dtype)
-        state["centre"][name] = kept
+        tensor = tensors.pop(schema.centre_path(name))
+        restored = _restore("the centre", name, expected.centre[name], tensor, dtype, mean[name].dtype)
+        state["centre"][name] = restored
     if state["features"] is not None:
         state["features"]["tensors"] = {
             name: _restore(
@@ -220,31 +223,36 @@ def _fill(
 
 
 def _place(state: Mapping[str, Any], mean: Mapping[str, Tensor], place: torch.device) -> None:
-    """Move the tensors of a description to where the posterior is to live; the centre to where the model is."""
+    """Move the tensors of a description to the posterior's device; the centre to the model's."""
     for name, tensor in state["centre"].items():
         state["centre"][name] = _placed(tensor, mean[name].device)
     features = [] if state["features"] is None else [state["features"]]
     for owner in (*state["blocks"].values(), *features):
-        owner["tensors"] = {own: _placed(tensor, place) for own, tensor in owner["tensors"].items()}
+        owner["tensors"] = {
+            tensor_name: _placed(tensor, place) for tensor_name, tensor in owner["tensors"].items()
+        }
 
 
 def _summary(name: str, block: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
-    found = {tensor: structure.datasets[schema.tensor_path(name, tensor)] for tensor in block["dtypes"]}
+    datasets = {
+        tensor_name: structure.datasets[schema.tensor_path(name, tensor_name)]
+        for tensor_name in block["dtypes"]
+    }
     return {
         "kind": block["kind"],
         "members": list(block["members"]),
         "attributes": dict(block["attributes"]),
         "tensors": {
-            tensor: {"shape": list(stored.shape), "dtype": block["dtypes"][tensor]}
-            for tensor, stored in found.items()
+            tensor_name: {"shape": list(stored.shape), "dtype": block["dtypes"][tensor_name]}
+            for tensor_name, stored in datasets.items()
         },
-        "bytes": sum(prod(stored.shape) * np.dtype(stored.dtype).itemsize for stored in found.values()),
+        "bytes": sum(prod(stored.shape) * np.dtype(stored.dtype).itemsize for stored in datasets.values()),
     }
 
 
 @contextmanager
 def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
-    """Whatever a malformed description makes Python raise is one `CorruptPosteriorError`."""
+    """Turn every error that a malformed description causes in Python into a `CorruptPosteriorError`."""
     try:
         yield
     except CorruptPosteriorError as error:
@@ -258,14 +266,14 @@ def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PosthocUQError(
                 f"Parameter '{name}' is not initialised yet; run the model on a batch first."
             )
-        found[name] = parameter.detach()
-    return found
+        parameters[name] = parameter.detach()
+    return parameters
 
 
 def _check_model(
@@ -309,11 +317,11 @@ def _check_fingerprint(
 
 
 def _likelihood(
-    state: Mapping[str, Any], given: Likelihood | None, path: str | os.PathLike[str]
+    state: Mapping[str, Any], likelihood: Likelihood | None, path: str | os.PathLike[str]
 ) -> Likelihood:
-    """The likelihood of a file, or the one given if it is that."""
+    """The likelihood of a file; for a user's own class, the object that was passed, if it matches the file."""
     try:
-        return likelihood_from_attributes(state["attributes"]["likelihood"], given)
+        return likelihood_from_attributes(state["attributes"]["likelihood"], likelihood)
     except CorruptPosteriorError:
         raise
     except PosthocUQError as error:
@@ -321,7 +329,7 @@ def _likelihood(
 
 
 def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: Structure) -> None:
-    """Exactly the groups and datasets that the description implies, with their shapes and dtypes."""
+    """The file must have exactly the groups and datasets that the description implies, with their shapes and dtypes."""
     groups = {
         "layers",
         "blocks",
@@ -342,16 +350,16 @@ def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: S
                 f"block '{name}' describes the tensors {sorted(dtypes)}, not {sorted(specs)}"
             )
         for tensor, spec in specs.items():
-            kind = schema.DTYPES[dtypes[tensor]][1]
-            wanted[schema.tensor_path(name, tensor)] = (spec.sizes, kind, f"block '{name}'")
+            stored_dtype = schema.DTYPES[dtypes[tensor]][1]
+            wanted[schema.tensor_path(name, tensor)] = (spec.sizes, stored_dtype, f"block '{name}'")
     for name, spec in expected.centre.items():
-        kind = schema.DTYPES[state["centre"][name]][1]
-        wanted[schema.centre_path(name)] = (spec.sizes, kind, "the centre")
+        stored_dtype = schema.DTYPES[state["centre"][name]][1]
+        wanted[schema.centre_path(name)] = (spec.sizes, stored_dtype, "the centre")
     if expected.features and set(expected.features) != set(state["features"]["dtypes"]):
         raise CorruptPosteriorError("the features describe other tensors than they must have")
     for name, spec in expected.features.items():
-        kind = schema.DTYPES[state["features"]["dtypes"][name]][1]
-        wanted[schema.features_path(name)] = (spec.sizes, kind, "the features")
+        stored_dtype = schema.DTYPES[state["features"]["dtypes"][name]][1]
+        wanted[schema.features_path(name)] = (spec.sizes, stored_dtype, "the features")
     for dataset, (shape, dtype, owner) in wanted.items():
         stored = structure.datasets.get(dataset)
         if stored is None:
@@ -367,13 +375,18 @@ def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: S
 
 
 def _restore(
-    owner: str, name: str, spec: TensorSpec, tensor: Tensor, dtype: str, wanted: torch.dtype | None = None
+    owner: str,
+    name: str,
+    spec: TensorSpec,
+    tensor: Tensor,
+    stored_dtype: str,
+    restored_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A dataset's numbers as the tensor that was saved; half formats as float32, or all as `wanted`."""
-    if dtype == "bfloat16":
+    """A dataset's numbers as the tensor that was saved: half formats as float32, or any format as `restored_dtype`."""
+    if stored_dtype == "bfloat16":
         tensor = tensor.view(torch.bfloat16)
-    if wanted is not None or dtype in ("bfloat16", "float16"):
-        tensor = tensor.to(torch.float32 if wanted is None else wanted)
+    if not spec.bits and (restored_dtype is not None or stored_dtype in ("bfloat16", "float16")):
+        tensor = tensor.to(torch.float32 if restored_dtype is None else restored_dtype)
     fault = complaint(spec, tensor)
     if fault is not None:
         raise CorruptPosteriorError(f"'{name}' of {owner} {fault}")

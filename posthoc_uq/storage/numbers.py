@@ -1,4 +1,4 @@
-"""What the numbers of a tensor may be, by its `TensorSpec`: in a posterior, and in a checkpoint."""
+"""Whether the numbers of a tensor are what its `TensorSpec` allows, in a posterior and in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _PROBES = 32
 
 
 def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
-    """What is wrong with the numbers of a tensor of floating point, in words, or None."""
+    """What is wrong with the numbers of a tensor, in words, or None."""
+    if spec.bits != (tensor.dtype == torch.uint8):
+        return "does not hold packed bits" if spec.bits else "holds packed bits in place of numbers"
     if not bool(torch.isfinite(tensor).all()):
         return "holds NaN or infinity"
     if not tensor.numel():
@@ -42,25 +44,25 @@ def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
 
 
 def _asymmetry(matrices: Tensor) -> float:
-    apart = (matrices - matrices.transpose(-1, -2)).abs().max()
-    return float(apart / matrices.abs().max().clamp(min=torch.finfo(matrices.dtype).tiny))
+    difference = (matrices - matrices.transpose(-1, -2)).abs().max()
+    return float(difference / matrices.abs().max().clamp(min=torch.finfo(matrices.dtype).tiny))
 
 
 def _skew(basis: Tensor, padded: bool) -> float:
-    """The largest norm of a row of ``U^T U - 1``; of many columns, its estimate from random combinations."""
+    """The largest norm of a row of ``U^T U - 1``; with many columns, its estimate from random combinations."""
     width = basis.shape[-1]
     if width > basis.shape[-2]:
         return float("inf")
     wide = basis if basis.dtype == torch.float64 else basis.float()
     if width <= _WHOLE:
         probes = torch.eye(width, dtype=wide.dtype, device=wide.device)
-    else:  # fresh ones, so that no file can be made to fit them
+    else:  # drawn anew each time, so that no file can be made to pass
         source = torch.Generator()
         source.seed()
         probes = torch.randn(width, _PROBES, generator=source, dtype=wide.dtype, device="cpu").to(wide.device)
         probes = probes / _PROBES**0.5
-    wanted = probes * (wide != 0).any(-2).unsqueeze(-1) if padded else probes
-    rows = wide.transpose(-1, -2) @ (wide @ probes) - wanted
+    identity = probes * (wide != 0).any(-2).unsqueeze(-1) if padded else probes
+    rows = wide.transpose(-1, -2) @ (wide @ probes) - identity
     return float(rows.square().sum(-1).max().sqrt())
 
 
@@ -74,9 +76,9 @@ def check_blocks(attributes: Mapping[str, Any], blocks: Mapping[str, Block]) -> 
     Raises:
         CorruptPosteriorError: names the block.
     """
-    prior, noise = attributes["prior_precision"], attributes["noise_scale"]
+    prior, noise_scale = attributes["prior_precision"], attributes["noise_scale"]
     largest_prior = max(prior.values()) if isinstance(prior, dict) else prior
-    scale = attributes["scale"] / noise ** attributes["evidence"]["noise_power"]
+    scale = attributes["scale"] / noise_scale ** attributes["evidence"]["noise_power"]
     settings = Settings(scale, largest_prior, attributes["residual_weight"])
     for name, block in blocks.items():
         size = block.reach(settings)
@@ -90,7 +92,7 @@ def check_blocks(attributes: Mapping[str, Any], blocks: Mapping[str, Block]) -> 
 
 
 def check_features(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse Grams of features whose eigenvalues are larger than the mean of 1, to which they are scaled, allows.
+    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1.
 
     Raises:
         CorruptPosteriorError: they are.

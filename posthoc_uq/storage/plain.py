@@ -1,4 +1,4 @@
-"""The JSON of a description: written and read within bounds, and read strictly."""
+"""The JSON of a description: limited in size, and read strictly."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def read_plain(text: bytes) -> dict[str, Any]:
     if count_values(text) > MOST_VALUES:
         raise CorruptPosteriorError(f"its description has more than {MOST_VALUES} values")
     try:
-        found = json.loads(text, object_pairs_hook=_distinct)
+        description = json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, RecursionError):
         raise CorruptPosteriorError("its description is not valid JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(description, dict):
         raise CorruptPosteriorError("its description is no JSON object")
-    return found  # pyright: ignore[reportUnknownVariableType]
+    return description  # pyright: ignore[reportUnknownVariableType]
 
 
 def written(state: Mapping[str, Any]) -> bytes:
@@ -46,12 +46,12 @@ def written(state: Mapping[str, Any]) -> bytes:
 
 
 def count_values(text: bytes) -> int:
-    """At least as many as there are keys and values, by their separators; found without parsing."""
+    """An upper bound on the number of keys and values, by their separators, without parsing."""
     return sum(text.count(mark) for mark in (b",", b":", b"[", b"{")) + 1
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise CorruptPosteriorError("its description has a key twice")
-    return found
+    return values

@@ -36,8 +36,8 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 class SandboxReader:
     """`hdf5.ImageReader` in a child process, as a context manager; arrays come in the order of the structure.
 
-    Its limits first suffice for the structure alone; for the arrays they grow with the sizes that it names,
-    which the caller has compared with the model by then.
+    The first limits are enough for the structure alone. For the arrays they grow with the sizes that the structure
+    names, which the caller has compared with the model by then.
 
     Raises:
         FormatError: from every method: the child refused the file, crashed, hung or needed too much memory.
@@ -104,7 +104,7 @@ class SandboxReader:
     def _send(self, kind: bytes, data: bytes) -> None:
         try:
             hdf5.write_frame(self._input, kind, data)
-        except OSError:  # the child has ended; why is said where its answer is missing
+        except OSError:  # the child has ended; `_receive` says why
             return
 
     def _receive(self, kind: bytes, limit: int) -> bytearray:

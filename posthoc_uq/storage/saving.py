@@ -38,9 +38,9 @@ def save(
 ) -> None:
     """Write a posterior to one HDF5 file (``docs/format.md``), without the model.
 
-    The file appears under its name only when it is complete; a file that stood there before stays if anything
-    fails. The same posterior gives the same bytes. In a process group of `torch.distributed` only rank 0 writes, and
-    the others return at once.
+    The file appears under its name only when it is complete; an older file of that name stays if anything fails. The
+    same posterior gives the same bytes. In a process group of `torch.distributed` only rank 0 writes, and the others
+    return at once.
 
     Args:
         posterior: what `fit` or `load` gave.
@@ -79,24 +79,26 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
     for name, block in state["blocks"].items():
         formats: dict[str, str] = {}
         for tensor_name, tensor in block["tensors"].items():
-            _check(name, tensor_name, specs[name][tensor_name], tensor, dtype)
-            formats[tensor_name] = schema.dtype_name(dtype or tensor.dtype)
-            arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, dtype or tensor.dtype)
+            spec = specs[name][tensor_name]
+            wanted = tensor.dtype if spec.bits else dtype or tensor.dtype
+            _check(name, tensor_name, spec, tensor, wanted)
+            formats[tensor_name] = schema.dtype_name(wanted)
+            arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, wanted)
         blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
     centre: dict[str, str] = {}
-    for name, tensor in state["centre"].items():  # in its own precision: it is what the network predicts with
+    for name, tensor in state["centre"].items():  # in its own precision: the network predicts with it
         _check("centre", f"mean of '{name}'", TensorSpec(tuple(tensor.shape)), tensor, None)
         centre[name] = schema.dtype_name(tensor.dtype)
         arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
     features: dict[str, Any] | None = None
     if state["features"] is not None:
-        kept, formats, known = state["features"], dict[str, str](), expected_features(state)
-        for name, tensor in kept["tensors"].items():
-            # scaled to fit any format; what vanishes is below the smoothing
-            _check("features", name, known[name], tensor, None)
+        formats, feature_specs = dict[str, str](), expected_features(state)
+        for name, tensor in state["features"]["tensors"].items():
+            # scaled to fit any number format; numbers that become zero are below the smoothing
+            _check("features", name, feature_specs[name], tensor, None)
             formats[name] = schema.dtype_name(dtype or tensor.dtype)
             arrays[schema.features_path(name)] = partial(as_array, tensor, dtype or tensor.dtype)
-        features = {"attributes": kept["attributes"], "dtypes": formats}
+        features = {"attributes": state["features"]["attributes"], "dtypes": formats}
     described = {
         "library_version": __version__,
         "fingerprint": schema.fingerprint(posterior.original),
@@ -110,12 +112,12 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         if "class" not in state["attributes"]["likelihood"]:
             likelihood_from_attributes(state["attributes"]["likelihood"])
         text = plain.written(described)
-        kept = plain.read_plain(text)  # as it comes out of a file
-        check_posterior(kept)
-        checked_layers(kept)
+        reread = plain.read_plain(text)  # as `load` will read it
+        check_posterior(reread)
+        checked_layers(reread)
         if state["features"] is not None:
             check_features(state["features"]["tensors"])
-        check_blocks(kept["attributes"], posterior.blocks)
+        check_blocks(reread["attributes"], posterior.blocks)
         image = hdf5.build_image(text, attributes_of(described), arrays, userblock.SIZE, compression)
     except (PosthocUQError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}") from error
@@ -123,7 +125,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
 
 
 def _check(block: str, name: str, spec: TensorSpec, tensor: Tensor, dtype: torch.dtype | None) -> None:
-    """Whether a tensor can be stored and read back."""
+    """Refuse a tensor that cannot be stored and read back."""
     if schema.dtype_name(tensor.dtype) not in schema.DTYPES:
         raise PosthocUQError(f"Layer '{block}': '{name}' is of {tensor.dtype}, which a file does not hold.")
     fault = complaint(spec, tensor)

@@ -20,11 +20,12 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float32": (torch.float32, "<f4"),
     "float16": (torch.float16, "<f2"),
     "bfloat16": (torch.bfloat16, "<u2"),
+    "uint8": (torch.uint8, "|u1"),  # packed bits
 }
 
-CENTRE = "centre"  # the group of parameters that stand in place of the model's own
+CENTRE = "centre"  # the group of the trained means, which replace the model's own parameters
 
-FEATURES = "features"  # the group of the last layer's inputs
+FEATURES = "features"  # the group of the statistics of the last layer's inputs
 
 
 def layer_path(layer: str) -> str:
@@ -73,7 +74,7 @@ def fingerprint(parameters: Mapping[str, Tensor]) -> str:
 
 
 def check_unchanged(posterior: Posterior) -> None:
-    """Refuse a posterior whose model was trained on after the fit: what it was fitted on is the model's own memory.
+    """Refuse a posterior whose model was trained further after the fit: ``posterior.original`` is the model's memory.
 
     Raises:
         PosteriorMismatchError: the parameters are not those of the fit.

@@ -21,22 +21,22 @@ _STATES = (
 
 
 def size_limit(kind: str | None, model: nn.Module) -> int:
-    """Bytes that no file of these parameters exceeds.
+    """The most bytes that a file of a model can have.
 
     Args:
-        kind: the method of a posterior, `CHECKPOINT`, or None where the file does not say: the most of all methods.
+        kind: the method of a posterior, `CHECKPOINT`, or None where the file does not say: the most over all methods.
         model: whose parameters they are.
 
     Raises:
         CorruptPosteriorError: no class is known for the blocks of that method.
     """
     weights = list(_weights(model))
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
     if kind == CHECKPOINT:
-        parameters = sum(groups * outputs * inputs for groups, outputs, inputs in weights)
-        bases = sum(groups * (outputs**2 + inputs**2) for groups, outputs, inputs in weights)
-        dense = min(whole**2, LARGEST_BYTES // _NUMBER)
-        most = max(dense, 2 * bases + 4 * parameters + _STATES * whole)
+        weight_numbers = sum(groups * outputs * inputs for groups, outputs, inputs in weights)
+        basis_numbers = sum(groups * (outputs**2 + inputs**2) for groups, outputs, inputs in weights)
+        dense = min(parameter_count**2, LARGEST_BYTES // _NUMBER)
+        most = max(dense, 2 * basis_numbers + 4 * weight_numbers + _STATES * parameter_count)
     else:
         kinds = set(chain(*FAMILIES.values())) if kind is None else FAMILIES[kind]
         known = [BLOCKS[name] for name in kinds if name in BLOCKS]
@@ -46,15 +46,15 @@ def size_limit(kind: str | None, model: nn.Module) -> int:
                 f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
                 f"the module that defines it."
             )
-        most = max(_numbers(block, weights, whole) for block in known)
-    # gzip makes random numbers a little larger, and every chunk has a record
+        most = max(_numbers(block, weights, parameter_count) for block in known)
+    # gzip makes random numbers a little larger, and every chunk has an entry in an index
     return int(1.1 * _NUMBER * most) + _SPARE
 
 
-def _numbers(kind: type[Block], weights: Iterable[Shape], whole: int) -> int:
-    """The most that a posterior of such blocks holds, its mean included where it has one of its own."""
-    blocks = [(1, 1, whole)] if kind.joint else weights
-    return sum(kind.most_numbers(shape) for shape in blocks) + (whole if kind.trained else 0)
+def _numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) -> int:
+    """The most numbers that a posterior of such blocks holds, with its mean where that is trained."""
+    blocks = [(1, 1, parameter_count)] if kind.joint else weights
+    return sum(kind.most_numbers(shape) for shape in blocks) + (parameter_count if kind.trained else 0)
 
 
 def _weights(model: nn.Module) -> Iterator[Shape]:
@@ -63,5 +63,5 @@ def _weights(model: nn.Module) -> Iterator[Shape]:
         groups = getattr(module, "groups", 1)
         for weight in module.parameters(recurse=False):
             if weight.ndim >= 2 and weight.numel():
-                own = groups if isinstance(groups, int) and 0 < groups <= weight.shape[0] else 1
-                yield own, -(-weight.shape[0] // own), weight[0].numel() + 1
+                weight_groups = groups if isinstance(groups, int) and 0 < groups <= weight.shape[0] else 1
+                yield weight_groups, -(-weight.shape[0] // weight_groups), weight[0].numel() + 1

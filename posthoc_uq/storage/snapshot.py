@@ -1,4 +1,4 @@
-"""Named tensors and a plain description as one file of the same kind as a posterior's: what a checkpoint is."""
+"""Checkpoints: named tensors and a plain description in one file of the same kind as a posterior's."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def read_snapshot(target: Path, limit: int) -> tuple[dict[str, Any], dict[str, d
 def _read_tensors(
     reader: hdf5.ImageReader, structure: hdf5.Structure, index: list[list[str]]
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of an index, which must name every dataset once; all finite."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """The tensors of an index, which must name every dataset once; all of them must be finite."""
+    by_group: dict[str, dict[str, Tensor]] = {}
     order: dict[str, int] = {}
     paths = [
         (group, name, f"{CHECKPOINT}/{order.setdefault(group, len(order))}/{hdf5.link_name(name)}")
@@ -98,5 +98,5 @@ def _read_tensors(
         tensor = torch.from_numpy(reader.array(path, stored))
         if not bool(torch.isfinite(tensor).all()):
             raise CorruptPosteriorError(f"'{name}' of '{group}' holds NaN or infinity")
-        found.setdefault(group, {})[name] = tensor
-    return found
+        by_group.setdefault(group, {})[name] = tensor
+    return by_group

@@ -28,14 +28,14 @@ class Inspection(dict[str, Any]):
         return _described(self._path, self)
 
 
-def _described(path: str, found: Mapping[str, Any]) -> str:
+def _described(path: str, contents: Mapping[str, Any]) -> str:
     """The summary of a file in lines and a table of layers."""
-    facts = _facts(path, found)
+    facts = _facts(path, contents)
     width = max(len(name) for name, _ in facts)
     text = [printable(f"{name.ljust(width)}  {value}") for name, value in facts]
-    text += ["", text_table(*_layers(found))]
+    text += ["", text_table(*_layers(contents))]
     reasons: dict[str, list[str]] = {}
-    for name, reason in found["deterministic"].items():
+    for name, reason in contents["deterministic"].items():
         reasons.setdefault(reason, []).append(name)
     if reasons:
         text.append("")
@@ -45,39 +45,39 @@ def _described(path: str, found: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-def _tunable(found: Mapping[str, Any]) -> frozenset[str]:
-    """The hyperparameters that the file's blocks may have set."""
-    return frozenset[str]().union(*(BLOCKS[block["kind"]].tunable for block in found["blocks"].values()))
+def _tunable(contents: Mapping[str, Any]) -> frozenset[str]:
+    """The hyperparameters that can be set for the file's blocks."""
+    return frozenset[str]().union(*(BLOCKS[block["kind"]].tunable for block in contents["blocks"].values()))
 
 
-def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(path: str, contents: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is said of the posterior as a whole, each with its name."""
-    prior: Any = found["prior_precision"]
-    likelihood: Mapping[str, Any] = found["likelihood"]
-    numbers = sum(_numbers(block) for block in found["blocks"].values())
-    weight = [("residual weight", f"{found['residual_weight']:.6g}")]
+    prior: Any = contents["prior_precision"]
+    likelihood: Mapping[str, Any] = contents["likelihood"]
+    numbers = sum(_numbers(block) for block in contents["blocks"].values())
+    weight = [("residual weight", f"{contents['residual_weight']:.6g}")]
     lines = [
-        ("file", f"{path}, {found['bytes']:,} bytes, format {found['format_version']}"),
-        ("written by", f"posthoc_uq {found['library_version']}"),
-        ("method", found["method"]),
+        ("file", f"{path}, {contents['bytes']:,} bytes, format {contents['format_version']}"),
+        ("written by", f"posthoc_uq {contents['library_version']}"),
+        ("method", contents["method"]),
         ("likelihood", likelihood["name"] + (f", {likelihood['class']}" if "class" in likelihood else "")),
-        ("parameters", f"{found['parameters']:,} with a posterior, {numbers:,} numbers stored"),
+        ("parameters", f"{contents['parameters']:,} with a posterior, {numbers:,} numbers stored"),
         ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
-        ("scale", f"{found['scale']:.6g}"),
-        *(weight if "residual_weight" in _tunable(found) else []),
-        ("temperature", f"{found['temperature']:.6g}"),
+        ("scale", f"{contents['scale']:.6g}"),
+        *(weight if "residual_weight" in _tunable(contents) else []),
+        ("temperature", f"{contents['temperature']:.6g}"),
     ]
     if "noise_variance" in likelihood:
-        values = [f"{value * found['noise_scale']:.4g}" for value in likelihood["noise_variance"]]
+        values = [f"{value * contents['noise_scale']:.4g}" for value in likelihood["noise_variance"]]
         lines.append(("noise variance", ", ".join(values[:8]) + (" ..." if len(values) > 8 else "")))
-    evidence: dict[str, Any] = dict(found["evidence"])
-    if not evidence["targets"]:  # these are of regressions
+    evidence: dict[str, Any] = dict(contents["evidence"])
+    if not evidence["targets"]:  # the other facts are of regressions
         evidence = {name: evidence[name] for name in ("samples", "log_likelihood") if name in evidence}
-    for part, values in (("evidence", evidence), ("fit", found["fit"])):
+    for part, values in (("evidence", evidence), ("fit", contents["fit"])):
         lines += [(f"{part}, {name.replace('_', ' ')}", _text(value)) for name, value in values.items()]
-    lines += [(f"tuned, {name}", _text(value)) for name, value in found["tuning"].items()]
-    lines += _predicted(found)
-    calibration: Mapping[str, Any] = found["calibration"]
+    lines += [(f"tuned, {name}", _text(value)) for name, value in contents["tuning"].items()]
+    lines += _predicted(contents)
+    calibration: Mapping[str, Any] = contents["calibration"]
     if calibration:
         lines.append(
             (
@@ -85,12 +85,12 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"standard deviations times {exp(calibration['alpha']):.3g}, error left {calibration['residual']:.0%}",
             )
         )
-    referral: Mapping[str, Any] = found["referral"]
+    referral: Mapping[str, Any] = contents["referral"]
     if referral:
-        own: dict[str, Any] = dict(referral["head"])
-        head = f"head {own.pop('head')}"
-        if own:
-            head += f" ({', '.join(f'{name} {_text(value)}' for name, value in own.items())})"
+        head_options: dict[str, Any] = dict(referral["head"])
+        head = f"head {head_options.pop('head')}"
+        if head_options:
+            head += f" ({', '.join(f'{name} {_text(value)}' for name, value in head_options.items())})"
         lines.append(
             (
                 "referral",
@@ -98,22 +98,22 @@ def _facts(path: str, found: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"{referral['inputs']:,} inputs), {head}",
             )
         )
-    lines.append(("fingerprint", found["fingerprint"]))
+    lines.append(("fingerprint", contents["fingerprint"]))
     return lines
 
 
-def _predicted(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _predicted(contents: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Through which head the file predicts, how its hyperparameters were found, and how far it is from the network."""
     lines: list[tuple[str, str]] = []
-    head: Mapping[str, Any] = found["head"]
+    head: Mapping[str, Any] = contents["head"]
     if head:
         options = ", ".join(f"{name} {_text(value)}" for name, value in head["options"].items())
         shown = f"{head['name']} ({options})" if options else str(head["name"])
         lines += [("head", shown), ("criterion", str(head["criterion"]))]
-    faithful: Mapping[str, Any] = found["faithful"]
+    faithful: Mapping[str, Any] = contents["faithful"]
     if faithful:
         value: Any = faithful["value"]
-        trained = "prior_precision" not in _tunable(found)
+        trained = "prior_precision" not in _tunable(contents)
         setting = "per layer" if isinstance(value, Mapping) else f"{value:.6g}"
         reached = f"{faithful['divergence']:.3g}" if "divergence" in faithful else "infinitely many"
         lines.append(
@@ -126,16 +126,16 @@ def _predicted(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _layers(found: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+def _layers(contents: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """A row for each layer: its weight, and what is stored of it."""
-    prior: Any = found["prior_precision"]
-    block_of = {member: name for name, block in found["blocks"].items() for member in block["members"]}
+    prior: Any = contents["prior_precision"]
+    block_of = {member: name for name, block in contents["blocks"].items() for member in block["members"]}
     header = ["layer", "kind", "weight", "bias", *(["prior"] if isinstance(prior, Mapping) else [])]
     header += ["stored as", "kept", "numbers", "format", "bytes"]
     rows: list[list[Any]] = []
-    for name, layer in found["layers"].items():
-        own = block_of.get(name)
-        block: Mapping[str, Any] = found["blocks"][own] if own is not None else {}
+    for name, layer in contents["layers"].items():
+        block_name = block_of.get(name)
+        block: Mapping[str, Any] = contents["blocks"][block_name] if block_name is not None else {}
         row = [
             name,
             layer["kind"],
@@ -144,17 +144,17 @@ def _layers(found: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
         ]
         if isinstance(prior, Mapping):
             row.append(float(prior[name]))
-        if own is not None and block["members"][0] != name:
+        if block_name is not None and block["members"][0] != name:
             rows.append([*row, f"with {block['members'][0]}", "", None, "", None])
             continue
         formats = sorted({tensor["dtype"] for tensor in block.get("tensors", {}).values()})
         stored = f"{block.get('kind', '')}"
-        rows.append([*row, stored, _kept(block), _numbers(block), "/".join(formats), block.get("bytes")])
+        rows.append([*row, stored, _rank(block), _numbers(block), "/".join(formats), block.get("bytes")])
     return header, rows
 
 
-def _kept(block: Mapping[str, Any]) -> str:
-    """Ranks and the like: an INF block's directions, the size of a dense Fisher."""
+def _rank(block: Mapping[str, Any]) -> str:
+    """How much of a layer is kept: an INF block's directions, the size of a dense Fisher, or all."""
     attributes: Mapping[str, Any] = block.get("attributes", {})
     if "input_directions" in attributes:
         return f"{attributes['output_directions']} x {attributes['input_directions']} directions"

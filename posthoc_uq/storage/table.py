@@ -1,8 +1,8 @@
-"""The one table of what each field of a description may be: of a posterior's, and of a checkpoint's.
+"""The one table of what each field of a description may be, for posteriors and for checkpoints.
 
-`check_posterior` and `check_checkpoint` are called where a file is read, and where one is written, so that no file is
-written that would not be read again. What fields must be to each other is in ``consistency``, and what the numbers of
-tensors may be in ``numbers``.
+`check_posterior` and `check_checkpoint` are called both when a file is read and when it is written, so that no file is
+written that could not be read again. ``consistency`` checks fields against each other, and ``numbers`` the numbers of
+tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from posthoc_uq.metrics.tails import QUANTILES
 from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.posteriors.features import SOURCES
-from posthoc_uq.posteriors.record import HEAD_CRITERIA, HEADS, NOVELTIES
+from posthoc_uq.posteriors.history import HEAD_CRITERIA, HEADS, NOVELTIES
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.posteriors.specs import LARGEST
 from posthoc_uq.predictions.scores import SCORES
@@ -72,11 +72,11 @@ class _Block(Field):
                 {
                     "kind": Text((kind,)),
                     "members": Items(_NAME, 1),
-                    "attributes": Record(own.fields),
+                    "attributes": Record(block_class.fields),
                     "dtypes": Named(_FORMAT),
                 }
             )
-            for kind, own in BLOCKS.items()
+            for kind, block_class in BLOCKS.items()
         }
         ByName("kind", kinds).check(value, where)
 
@@ -107,7 +107,7 @@ _LIKELIHOOD = OneOf(
             "name",
             {name: Record({"name": _NAME, **_OF_LIKELIHOODS.get(name, {})}) for name in LIKELIHOODS},
         ),
-        # one of the user's: texts that are compared with an object in hand, and looked up nowhere
+        # a user's own: these texts are compared with the object passed to `load`, and never imported
         Record(
             {
                 "name": Text(longest=200),
@@ -145,7 +145,7 @@ _FAITHFUL = Record(
         "settings": Record(
             {},
             {name: about.bounds for name, about in ABOUT.items() if about.of_weights and not about.by_layer},
-        ),  # which older files have not
+        ),  # older files lack it
     },
 )
 
@@ -187,10 +187,10 @@ _REFERRAL = OneOf(
     ),
 )
 
-_REMEMBERED = Record(
+_HISTORY = Record(
     {
         "fit": Named(
-            Plain(finite=False),  # the losses of a training are what they were
+            Plain(finite=False),  # the losses of a training may be infinite
             {
                 "images": _NAME,
                 "last layer": _NAME,
@@ -222,7 +222,7 @@ _POSTERIOR = Record(
                 **_HYPERPARAMETERS,
                 "likelihood": _LIKELIHOOD,
                 "evidence": _EVIDENCE,
-                "record": _REMEMBERED,
+                "record": _HISTORY,
             }
         ),
         "layers": Named(Record(_LAYER)),

@@ -1,7 +1,7 @@
-"""The first 512 bytes of a file: magic word, format version, length and SHA-256 of all that follows, and what it is.
+"""The first 512 bytes of a file: magic word, format version, length and SHA-256 of all that follows, and its kind.
 
-libhdf5 hangs or crashes on some damaged files, so nothing reaches it before this digest has been checked. And nothing
-of a file is read before its length has been compared with what it announces, and with what a file of its kind may have.
+libhdf5 hangs or crashes on some damaged files, so nothing reaches it before this digest has been checked. And the rest
+of a file is read only if its length is the one that these bytes announce, and a file of its kind may have that length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.storage.schema import CHECKPOINT
 
 FORMAT_VERSION = 5
-OLDEST_VERSION = 1  # that is still read
+OLDEST_VERSION = 1  # the oldest that is still read
 SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"
 _FIELDS = struct.Struct("<16sIQ32s16s")  # magic, version, length, digest, kind; zeros up to SIZE
@@ -116,11 +116,11 @@ def read(
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             block = file.read(SIZE)
-            found = parse(block, size, str(path))
-            most = None if limit is None else limit(found.kind)
+            parsed = parse(block, size, str(path))
+            most = None if limit is None else limit(parsed.kind)
             if most is not None and size > most:
                 raise PosteriorMismatchError(
-                    f"'{path}' has {size} bytes, and a {_described(found.kind)} of this model takes at most "
+                    f"'{path}' has {size} bytes, and a {_described(parsed.kind)} of this model takes at most "
                     f"{most}; was it fitted on another model?"
                 )
             file.seek(0)
@@ -130,17 +130,17 @@ def read(
     except MemoryError:
         raise PosthocUQError(f"'{path}' does not fit into memory.") from None
     body = memoryview(data)[SIZE:]
-    if data[:SIZE] != block or len(body) != found.length or sha256(body).digest() != found.digest:
+    if data[:SIZE] != block or len(body) != parsed.length or sha256(body).digest() != parsed.digest:
         raise CorruptPosteriorError(
             f"'{path}' is damaged: its SHA-256 is not the one in its header; copy or save it again."
         )
     if body[: len(_HDF5_SIGNATURE)] != _HDF5_SIGNATURE:
         raise CorruptPosteriorError(f"'{path}' is damaged: its header is not followed by an HDF5 file.")
-    return data, found
+    return data, parsed
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file for reading, once it is known to be one: a pipe would wait for a writer, and some devices act when opened.
+    """Open a regular file for reading, and nothing else: a pipe would wait for a writer, some devices act when opened.
 
     Raises:
         PosthocUQError: there is none, or it is something else.
@@ -148,10 +148,12 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """
     try:
         if stat.S_ISREG(os.stat(path).st_mode):
-            opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-            if stat.S_ISREG(os.fstat(opened).st_mode):
-                return os.fdopen(opened, "rb")
-            os.close(opened)
+            descriptor = os.open(
+                path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+            )
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return os.fdopen(descriptor, "rb")
+            os.close(descriptor)
     except FileNotFoundError:
         raise PosthocUQError(f"There is no file '{path}'.") from None
     except (TypeError, ValueError) as error:

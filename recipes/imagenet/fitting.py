@@ -41,7 +41,7 @@ def fit_all(source: Source, loader: ImageLoader, options: argparse.Namespace) ->
             checkpoint_every=options.checkpoint_every,
             progress=options.progress,
         )
-        posterior.record.fit |= {"model": source.spec, "images": source.transform.text}
+        posterior.history.fit |= {"model": source.spec, "images": source.transform.text}
         together(partial(uq.save, posterior, path), f"writing {path}")
         say(f"{METHODS[method]}: {path.stat().st_size / 2**20:.1f} MiB")
 

@@ -82,7 +82,7 @@ def keep(source: Source, method: str, chosen: Trial, options: argparse.Namespace
         return
     posterior.scale, posterior.prior_precision = chosen.scale, chosen.prior_precision
     how = f"random search, {options.budget} trials, validation {options.select}"
-    posterior.record.tuning |= {"scale": how, "prior precision": how}
+    posterior.history.tuning |= {"scale": how, "prior precision": how}
     uq.save(posterior, posterior_file(options.posteriors, method))
 
 

@@ -1,5 +1,5 @@
-"""The localisation of section 4.3 of Schodt (2024): a fluorescent molecule in an image of 8 x 8 pixels, the network that
-finds its place and its light, and the bounds on how well that can be done.
+"""The localisation of section 4.3 of Schodt (2024): a fluorescent molecule in an image of 8 x 8 pixels, the network
+that finds its place and its light, and the bounds on how well that can be done.
 """
 
 from __future__ import annotations

@@ -22,14 +22,15 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 
-RECIPES = Path(__file__).resolve().parents[1]
-sys.path.append(str(RECIPES))  # what all recipes share
-sys.path.append(str(RECIPES / "unscented_regression"))  # an activation by random draws
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+sys.path.append(
+    str(Path(__file__).resolve().parents[1] / "unscented_regression")
+)  # an activation by random draws
 
 from drawn_activation import Drawn
 from smoke import marked, stamped
 
-OUTPUT = RECIPES / "output" / "localization"
+OUTPUT = Path(__file__).resolve().parents[1] / "output" / "localization"
 DRAWS = 10
 """At every activation of MCVI."""
 
@@ -155,7 +156,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             begun = time.perf_counter()
             posterior = train(model, seed, options.epochs, options.batches, start)
             lasting[name].append(time.perf_counter() - begun)
-            nll[name].append(min(posterior.record.fit["validation NLL"]))
+            nll[name].append(min(posterior.history.fit["validation NLL"]))
             maps[name].append(variance_map(model, posterior, positions))
             measured = compared(*maps[name][-1], reference)
             print(

@@ -132,7 +132,7 @@ def train(name: str, seed: int, settings: Settings) -> Trained:
     seconds = time.perf_counter() - begun
     relu = "exact" if name == SMP else "unscented"
     predictor = uq.wrap(model, posterior, "moments", relu=relu, weights="marginal")
-    return Trained(predictor, posterior.record.fit["validation NLL"], seconds)
+    return Trained(predictor, posterior.history.fit["validation NLL"], seconds)
 
 
 def moments(predictor: Predictor, x: Tensor) -> tuple[Tensor, Tensor]:

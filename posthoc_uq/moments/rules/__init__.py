@@ -11,13 +11,13 @@ from posthoc_uq.moments.rules import (
     pooling,
     shape,
 )
-from posthoc_uq.moments.tensor import MomentTensor, Noises, Pass, Rules
+from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosteriors
 
 __all__ = [
     "MomentTensor",
-    "Noises",
     "Pass",
     "Rules",
+    "WeightPosteriors",
     "affine",
     "arithmetic",
     "attention",

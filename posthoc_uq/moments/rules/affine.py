@@ -1,7 +1,7 @@
 """Linear and convolution layers, with the posterior of their weights, and BatchNorm.
 
 ``m_y = W m + b`` and ``v_y = (W o W) v + S (m^2 + v)`` for weights of variance S (element by element), the bias a
-column with input 1. Fused: ``(W o W + S) v + S m^2``, so that a layer costs two products more than it does.
+column with input 1. Fused: ``(W o W + S) v + S m^2``, two products more than the layer itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.moments.tensor import (
     MomentTensor,
     Pass,
-    WeightNoise,
+    WeightPosterior,
     full_precision,
     moments_of,
     rule,
@@ -44,41 +44,41 @@ def linear(
     state: Pass, input: Any, weight: Any, bias: Any = None, *, parameter: Tensor | None = None
 ) -> MomentTensor:
     _plain_weights(state, weight, bias)
-    noise = state.noises.of(weight if parameter is None else parameter)
+    posterior = state.posteriors.of(weight if parameter is None else parameter)
     m, v = (input.moment_mean, input.moment_variance) if isinstance(input, MomentTensor) else (input, None)
     mean = F.linear(m, weight, bias)
     with full_precision(m):
         if state.rules.cov == "full" and m.ndim == 2:
-            return _full(input, mean, m, v, weight, noise)
-        wide = m.to(noise.variances.dtype) if noise is not None else m
-        if noise is None:
+            return _full(input, mean, m, v, weight, posterior)
+        wide = m.to(posterior.variances.dtype) if posterior is not None else m
+        if posterior is None:
             assert v is not None
             variance = F.linear(v, weight.to(v).square())
-        elif noise.row and m.ndim == 2:
-            variance = noise.row_variance(wide, v)
+        elif posterior.row and m.ndim == 2:
+            variance = posterior.row_variance(wide, v)
             if v is not None:
                 variance = variance + F.linear(v, weight.to(v).square())
         elif v is None:
-            variance = F.linear(wide.square(), noise.variances, noise.bias_variances)
+            variance = F.linear(wide.square(), posterior.variances, posterior.bias_variances)
         else:
-            variance = F.linear(v, _summed(noise, weight), noise.bias_variances)
+            variance = F.linear(v, _summed(posterior, weight), posterior.bias_variances)
             rows = variance.reshape(-1, variance.shape[-1])
             rows = torch.addmm(
-                rows, wide.square().reshape(-1, wide.shape[-1]), noise.variances.T, out=_reused(rows)
+                rows, wide.square().reshape(-1, wide.shape[-1]), posterior.variances.T, out=_reused(rows)
             )
             variance = rows.reshape(variance.shape)
     return MomentTensor(mean, variance)
 
 
 def _reused(tensor: Tensor) -> Tensor | None:
-    """The tensor itself as the place for a result, where nobody records that."""
+    """The tensor itself, to be overwritten by a result, or None where that would be recorded."""
     return None if is_recorded(tensor, tensor) else tensor
 
 
 def _full(
-    input: Any, mean: Tensor, m: Tensor, v: Tensor | None, weight: Tensor, noise: WeightNoise | None
+    input: Any, mean: Tensor, m: Tensor, v: Tensor | None, weight: Tensor, posterior: WeightPosterior | None
 ) -> MomentTensor:
-    """Linear layers on ``(batch, inputs)`` with covariances: ``W C W^T``, and the covariance that the weights give."""
+    """Linear layers on ``(batch, inputs)`` with covariances: ``W C W^T`` plus the covariance by the weights."""
     covariance = input.moment_covariance if isinstance(input, MomentTensor) else None
     wide = weight.to(v if v is not None else m)
     total: Tensor | None = None
@@ -86,47 +86,51 @@ def _full(
         total = wide @ covariance @ wide.T
     elif v is not None:
         total = (wide * v.unsqueeze(1)) @ wide.T
-    if noise is not None:
-        kind = noise.variances.dtype
+    if posterior is not None:
+        kind = posterior.variances.dtype
         if covariance is None and v is not None:
             covariance = torch.diag_embed(v)
-        own = noise.covariance(m.to(kind), None if covariance is None else covariance.to(kind))
-        total = own if total is None else total + own
+        by_weights = posterior.covariance(m.to(kind), None if covariance is None else covariance.to(kind))
+        total = by_weights if total is None else total + by_weights
     assert total is not None
     return MomentTensor(mean, total.diagonal(dim1=1, dim2=2).clamp(min=0), total)
 
 
-def _summed(noise: WeightNoise, weight: Tensor) -> Tensor:
-    """``W o W + S``, prepared or made now."""
-    prepared = noise.summed
-    return noise.variances + weight.square() if prepared is None else prepared
+def _summed(posterior: WeightPosterior, weight: Tensor) -> Tensor:
+    """``W o W + S``, prepared or computed now."""
+    prepared = posterior.summed
+    return posterior.variances + weight.square() if prepared is None else prepared
 
 
 def _convolution(
     state: Pass, function: Any, input: Any, weight: Any, bias: Any, args: dict[str, Any]
 ) -> MomentTensor:
     _plain_weights(state, weight, bias)
-    noise = state.noises.of(weight)
+    posterior = state.posteriors.of(weight)
     m, v = (input.moment_mean, input.moment_variance) if isinstance(input, MomentTensor) else (input, None)
     mean = function(m, weight, bias, **args)
     with full_precision(m):
-        if noise is None:
+        if posterior is None:
             assert v is not None
             return MomentTensor(mean, function(v, weight.to(v).square(), None, **args))
-        wide = m.to(noise.variances.dtype)
+        wide = m.to(posterior.variances.dtype)
         if v is None:
-            return MomentTensor(mean, function(wide.square(), noise.variances, noise.bias_variances, **args))
+            return MomentTensor(
+                mean, function(wide.square(), posterior.variances, posterior.bias_variances, **args)
+            )
         if args["groups"] == 1 and function in _CONVOLUTIONS.values():
-            variance = function(_beside(v, wide), _joined(noise, weight), noise.bias_variances, **args)
+            variance = function(
+                _beside(v, wide), _joined(posterior, weight), posterior.bias_variances, **args
+            )
         else:
-            variance = function(v, _summed(noise, weight), noise.bias_variances, **args)
-            more = function(wide.square(), noise.variances, None, **args)
-            variance = torch.add(variance, more, out=_reused(variance))
+            variance = function(v, _summed(posterior, weight), posterior.bias_variances, **args)
+            by_weights = function(wide.square(), posterior.variances, None, **args)
+            variance = torch.add(variance, by_weights, out=_reused(variance))
     return MomentTensor(mean, variance)
 
 
 def _beside(variance: Tensor, mean: Tensor) -> Tensor:
-    """Variances and squared means as twice as many channels, for one convolution in place of two and a sum."""
+    """Variances and squared means as channels of one tensor, for one convolution instead of two and a sum."""
     if is_recorded(mean, variance):
         return torch.cat([variance, mean.square()], dim=1)
     channels = mean.shape[1]
@@ -136,10 +140,12 @@ def _beside(variance: Tensor, mean: Tensor) -> Tensor:
     return joined
 
 
-def _joined(noise: WeightNoise, weight: Tensor) -> Tensor:
-    """``[W o W + S, S]`` along the input channels, prepared or made now."""
-    prepared = noise.joined
-    return torch.cat([_summed(noise, weight), noise.variances], dim=1) if prepared is None else prepared
+def _joined(posterior: WeightPosterior, weight: Tensor) -> Tensor:
+    """``[W o W + S, S]`` along the input channels, prepared or computed now."""
+    prepared = posterior.joined
+    return (
+        torch.cat([_summed(posterior, weight), posterior.variances], dim=1) if prepared is None else prepared
+    )
 
 
 def _register(dims: int) -> None:
@@ -219,6 +225,6 @@ def batch_norm(
     covariance = input.moment_covariance
     if covariance is not None:
         covariance = covariance * scale.unsqueeze(1) * scale.unsqueeze(0)
-    made = MomentTensor(m, v, covariance)
-    made.moment_scaling = scale, shift
-    return made
+    result = MomentTensor(m, v, covariance)
+    result.moment_scaling = scale, shift
+    return result

@@ -27,25 +27,25 @@ def _sum(first: Any, second: Any, alpha: float, sign: float) -> MomentTensor:
         return MomentTensor(mean, v1 * (1 + factor) ** 2)
     covariance: Tensor | None = None
     if not isinstance(second, MomentTensor):
-        variance, covariance = v1.expand(mean.shape), _kept(first, mean)
+        variance, covariance = v1.expand(mean.shape), _covariance_of(first, mean)
     elif not isinstance(first, MomentTensor):
         variance = (v2 if factor**2 == 1 else v2 * factor**2).expand(mean.shape)
-        own = _kept(second, mean)
-        covariance = None if own is None else own * factor**2
+        second_covariance = _covariance_of(second, mean)
+        covariance = None if second_covariance is None else second_covariance * factor**2
     else:
         variance = v1 + (v2 if factor**2 == 1 else v2 * factor**2)
     return MomentTensor(mean, variance, covariance)
 
 
 def _typed(mean: Tensor, first: Any, second: Any) -> Tensor:
-    """A number has no type of its own, also beside a tensor without dimensions."""
-    for one, other in ((first, second), (second, first)):
-        if not isinstance(one, Tensor) and isinstance(other, MomentTensor):
+    """The mean in the dtype of the moment tensor, where the other operand is a plain number."""
+    for number, other in ((first, second), (second, first)):
+        if not isinstance(number, Tensor) and isinstance(other, MomentTensor):
             return mean.to(other.moment_mean.dtype)
     return mean
 
 
-def _kept(x: MomentTensor, result: Tensor) -> Tensor | None:
+def _covariance_of(x: MomentTensor, result: Tensor) -> Tensor | None:
     """The covariance, unless the result was broadcast to another shape."""
     return (
         x.moment_covariance
@@ -83,10 +83,10 @@ def _product(state: Pass, first: Any, second: Any) -> MomentTensor:
 
 
 def _scaled(x: MomentTensor, factor: Tensor, mean: Tensor) -> MomentTensor:
-    """Times something certain."""
+    """A moment tensor times a factor without variance."""
     wide = factor.to(x.moment_variance)
     variance = x.moment_variance * wide.square()
-    covariance = _kept(x, mean)
+    covariance = _covariance_of(x, mean)
     if covariance is not None:
         rows = wide.expand(mean.shape)
         covariance = covariance * rows.unsqueeze(2) * rows.unsqueeze(1)
@@ -127,8 +127,8 @@ def positive(state: Pass, input: Any) -> Any:
 def power(state: Pass, input: Any, exponent: Any) -> Any:
     if not isinstance(input, MomentTensor) or isinstance(exponent, Tensor):
         return state.unknown(torch.pow, (input, exponent), {})
-    whole = float(exponent).is_integer() and exponent >= 0
-    return apply(state, lambda x: x.pow(exponent), input, positive=not whole)
+    polynomial = float(exponent).is_integer() and exponent >= 0
+    return apply(state, lambda x: x.pow(exponent), input, positive=not polynomial)
 
 
 @rule(*named("addcmul"))
@@ -153,19 +153,19 @@ def _both(first: Any, second: Any) -> Any:
     return _sum(first, second, 1.0, 1.0)
 
 
-def _in_place(name: str, own: Any) -> None:
+def _in_place(name: str, operation: Any) -> None:
     def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, MomentTensor):
             raise state.refusal(
                 "an uncertain activation is added in place into a plain tensor",
                 "make the operation out of place",
             )
-        return state.replace(input, own(state, input, *args, **kwargs))
+        return state.replace(input, operation(state, input, *args, **kwargs))
 
     RULES[getattr(Tensor, name)] = run
 
 
-for _name, _own in {
+for _name, _operation in {
     "add_": add,
     "__iadd__": add,
     "sub_": sub,
@@ -180,7 +180,7 @@ for _name, _own in {
     "neg_": neg,
     "addcmul_": addcmul,
 }.items():
-    _in_place(_name, _own)
+    _in_place(_name, _operation)
 
 
 def products(state: Pass, function: Any, first: Any, second: Any) -> MomentTensor:

@@ -18,15 +18,14 @@ def attended(
 ) -> Tensor:
     """Variance of ``sum_j p_j V_j`` with ``p`` the softmax of scores of these variances.
 
-    ``sum_j p_j^2 v_sj (V_j - o)^2 + p_j^2 v_Vj``: softmax and product composed before the delta method, since
-    weights that sum to one are not independent.
+    ``sum_j p_j^2 v_sj (V_j - o)^2 + p_j^2 v_Vj``: the delta method for softmax and product together, since weights
+    that sum to one are not independent.
     """
     squares = probabilities.square()
     g = squares * score_variances
     output = probabilities @ values
-    shifted = values - values.mean(
-        -2, keepdim=True
-    )  # differences alone matter; fewer digits cancel about the mean
+    # only differences of values matter; about their mean fewer digits cancel
+    shifted = values - values.mean(-2, keepdim=True)
     centred = output - values.mean(-2, keepdim=True)
     both = g @ torch.cat([shifted.square(), shifted], dim=-1)
     squared, plain = both.split(shifted.shape[-1], dim=-1)
@@ -74,9 +73,7 @@ def scaled_dot_product_attention(
         if isinstance(attn_mask, MomentTensor):
             spread = spread + attn_mask.moment_variance
         p = scores.softmax(-1)
-        if (
-            is_causal or attn_mask is not None
-        ):  # a query that may look at nothing gets zero, as torch gives it
+        if is_causal or attn_mask is not None:  # a query with every key masked gets zero, as in torch
             p = p.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
         return MomentTensor((p @ values).to(mv.dtype), attended(p, spread, values, vv))
 

@@ -1,4 +1,4 @@
-"""Functions of one entry at a time: the unscented transform, or a closed form where it was asked for."""
+"""Element-wise functions: the unscented transform, or a closed form where that is chosen."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def apply(
 
     Args:
         positive: the function exists above an edge only.
+        blocks: the function may be called on parts of the tensor.
         edge: that edge.
-        blocks: it may be called on parts of the tensor.
     """
 
     def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
         if not positive:
             return unscented(function, a, b, out)
-        found = unscented_positive(function, a, b, edge)
-        return found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
+        moments = unscented_positive(function, a, b, edge)
+        return moments if out is None else (out[0].copy_(moments[0]), out[1].copy_(moments[1]))
 
-    return _by_blocks(x, run, function) if blocks else _whole(x, run, function)
+    return _by_blocks(x, run, function) if blocks else _at_once(x, run, function)
 
 
-def _whole(x: MomentTensor, run: Run, function: Function) -> MomentTensor:
+def _at_once(x: MomentTensor, run: Run, function: Function) -> MomentTensor:
     m, v = x.moment_mean, x.moment_variance
     mean, variance = run(m.to(v.dtype), v, None)
     return _with_covariance(x, function, mean.to(m.dtype), variance)
@@ -96,17 +96,17 @@ def _register(name: str, positive: bool) -> None:
                 isinstance(other, MomentTensor) for other in others
             ):
                 return state.unknown(_call, (input, *args), kwargs)
-            found = apply(
+            result = apply(
                 state, lambda x: _call(x, *args, **kwargs), input, positive, not others, _EDGES.get(name, 0.0)
             )
-            return state.replace(input, found) if inplace else found
+            return state.replace(input, result) if inplace else result
 
         RULES[function] = run
     in_place = getattr(Tensor, name + "_", None)
-    own = getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(F, name)
+    operation = getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(F, name)
     for variant in {in_place, getattr(torch, name + "_", None), getattr(F, name + "_", None)} - {None}:
 
-        def change(state: Pass, input: Any, *args: Any, _call: Any = own, **kwargs: Any) -> Any:
+        def change(state: Pass, input: Any, *args: Any, _call: Any = operation, **kwargs: Any) -> Any:
             return state.replace(input, RULES[_call](state, input, *args, **kwargs))
 
         RULES[variant] = change
@@ -120,8 +120,8 @@ for _name in _ONE_SIDED:
 
 def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
     def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
-        found = rectified(a, b, negative)
-        return found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
+        moments = rectified(a, b, negative)
+        return moments if out is None else (out[0].copy_(moments[0]), out[1].copy_(moments[1]))
 
     return _by_blocks(x, run, lambda y: torch.nn.functional.leaky_relu(y, negative))
 
@@ -130,8 +130,8 @@ def _rectifier(original: Rule) -> Rule:
     def run(state: Pass, input: Any, inplace: bool = False) -> Any:
         if state.rules.relu != "exact" or input.moment_covariance is not None:
             return original(state, input, inplace=inplace)
-        found = _rectified(input, 0.0)
-        return state.replace(input, found) if inplace else found
+        result = _rectified(input, 0.0)
+        return state.replace(input, result) if inplace else result
 
     return run
 
@@ -143,10 +143,10 @@ for _function in named("relu"):
 @rule(F.leaky_relu)
 def leaky_relu(state: Pass, input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
     if state.rules.relu == "exact" and input.moment_covariance is None:
-        found = _rectified(input, negative_slope)
+        result = _rectified(input, negative_slope)
     else:
-        found = apply(state, lambda x: F.leaky_relu(x, negative_slope), input)
-    return state.replace(input, found) if inplace else found
+        result = apply(state, lambda x: F.leaky_relu(x, negative_slope), input)
+    return state.replace(input, result) if inplace else result
 
 
 @rule(*named("prelu"))
@@ -186,9 +186,9 @@ def _conversion(function: Any) -> Rule:
             raise state.refusal(f"activations are converted to {mean.dtype}", "which has no variance")
         variance = input.moment_variance.to(device=mean.device, dtype=variance_dtype(mean.dtype))
         covariance = input.moment_covariance
-        made = MomentTensor(mean, variance, None if covariance is None else covariance.to(variance))
-        made.moment_note = input.moment_note
-        return made
+        result = MomentTensor(mean, variance, None if covariance is None else covariance.to(variance))
+        result.moment_note = input.moment_note
+        return result
 
     return run
 

@@ -27,9 +27,9 @@ def _standardised(mean: Tensor, variance: Tensor, dims: tuple[int, ...], eps: fl
     v0, v1 = variance.sum(dims, keepdim=True), weighted.sum(dims, keepdim=True)
     v2 = (weighted * h).sum(dims, keepdim=True)
     shared = torch.addcmul(v0, torch.addcmul(2 * v1, h, v2), h)
-    own = (1 - 2 / size) - h.square() * (2 / size)
-    found = torch.addcmul(shared * (1 / size**2), variance, own)
-    return h, (found * inverse.square()).clamp(min=0)
+    own_weight = (1 - 2 / size) - h.square() * (2 / size)
+    spread = torch.addcmul(shared * (1 / size**2), variance, own_weight)
+    return h, (spread * inverse.square()).clamp(min=0)
 
 
 def _scaled(h: Tensor, variance: Tensor, weight: Any, bias: Any, kind: torch.dtype) -> MomentTensor:
@@ -144,19 +144,19 @@ def softmax(
 ) -> MomentTensor:
     """``v_i = p_i^2 (v_i (1 - 2 p_i) + sum_j p_j^2 v_j)``."""
     m, v = moments_of(input)
-    dim = (0 if m.ndim in (0, 1, 3) else 1) if dim is None else dim  # torch's own choice
+    dim = (0 if m.ndim in (0, 1, 3) else 1) if dim is None else dim  # torch's default
     mean = m.softmax(dim, dtype=dtype)
     p = mean.to(v.dtype)
     squares = p.square()
     variance = squares * (v * (1 - 2 * p) + (squares * v).sum(dim, keepdim=True))
-    made = MomentTensor(mean, variance.clamp(min=0))
+    result = MomentTensor(mean, variance.clamp(min=0))
     if dim in (-1, m.ndim - 1):
-        made.moment_note = Weights(p, v)  # attention's product with the values wants these
-    return made
+        result.moment_note = Weights(p, v)  # for attention's product with the values
+    return result
 
 
 class Weights:
-    """Attention weights by where they came from: the softmax and the variances of its arguments."""
+    """What is known of attention weights: the softmax, and the variances of its arguments."""
 
     def __init__(self, probabilities: Tensor, score_variances: Tensor) -> None:
         self.probabilities = probabilities

@@ -65,7 +65,7 @@ def avg_pool(
 def _divisors(
     ones: Tensor, averaged: Tensor, window: tuple[int, ...], strides: tuple[int, ...], pads: tuple[int, ...]
 ) -> Tensor:
-    """By what each window's sum is divided: what a window over ones sums to, over what it averages to."""
+    """The divisor of each window's average: the sum of ones in the window, divided by their average."""
     kernel = torch.ones((1, 1, *window), dtype=ones.dtype, device=ones.device)
     sides = [side for pad, width in zip(pads, window, strict=True) for side in (pad + width, pad)]
     convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(window)]
@@ -119,7 +119,7 @@ def adaptive_max_pool(
         window = tuple(s // o for s, o in zip(spatial, target, strict=True))
         return max_pool(dims, state, input, window)
     pool: Any = _ADAPTIVE_MAXIMA[dims][1]
-    mean, where = pool(m, target)  # windows of several sizes: the variance of the largest mean
+    mean, where = pool(m, target)  # windows differ in size: the variance of the largest mean
     return _taken(mean, v, where, dims)
 
 
@@ -176,10 +176,10 @@ def total(
 ) -> MomentTensor:
     m, v = moments_of(input)
     dims, rho = _dimensions(m, dim if axis is None else axis), state.rules.pool_rho
-    found = v.sum(dims, keepdim)
+    variance = v.sum(dims, keepdim)
     if rho > 0:
-        found = (1 - rho) * found + rho * root(v).sum(dims, keepdim).square()
-    return MomentTensor(m.sum(dims, keepdim, dtype=dtype), found)
+        variance = (1 - rho) * variance + rho * root(v).sum(dims, keepdim).square()
+    return MomentTensor(m.sum(dims, keepdim, dtype=dtype), variance)
 
 
 @rule(*named("cumsum"))
@@ -205,8 +205,8 @@ def amax(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> Momen
 
 @rule(*named("amin"))
 def amin(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> MomentTensor:
-    found = amax(state, MomentTensor(-input.moment_mean, input.moment_variance), dim, keepdim)
-    return MomentTensor(-found.moment_mean, found.moment_variance)
+    largest = amax(state, MomentTensor(-input.moment_mean, input.moment_variance), dim, keepdim)
+    return MomentTensor(-largest.moment_mean, largest.moment_variance)
 
 
 @rule(*named("maximum"))

@@ -1,4 +1,4 @@
-"""Functions that move entries without mixing them: the mean and the variance go the same way."""
+"""Functions that move entries without mixing them: they are applied to the mean and to the variance."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def _moved(function: Any, view: bool) -> Rule:
         others = [value for value in (*args[1:], *kwargs.values()) if value is not first]
         if not isinstance(first, MomentTensor) or any(isinstance(other, MomentTensor) for other in others):
             return state.unknown(function, args, kwargs)
-        # An index that is a bare tensor or a list is taken as it is.
-        found = rewrapped(
+        # An index that is a plain tensor or a list stays as it is.
+        result = rewrapped(
             function(*mean_of(args), **mean_of(kwargs)), function(*variance_of(args), **variance_of(kwargs))
         )
         keeps = first.moment_covariance is not None and function in _KEEP_COVARIANCE
-        if keeps and found.moment_mean.shape == first.moment_mean.shape:
-            found.moment_covariance = first.moment_covariance
-        return as_view(first, found) if view else found
+        if keeps and result.moment_mean.shape == first.moment_mean.shape:
+            result.moment_covariance = first.moment_covariance
+        return as_view(first, result) if view else result
 
     return run
 
@@ -208,12 +208,12 @@ def interpolate(
 
 
 def _weights(run: Any, like: Tensor, axis: int) -> Tensor:
-    """The matrix ``(before, after)`` of a separable interpolation along one axis: what it makes of unit vectors along
-    that axis, which are constant along the others.
+    """The matrix ``(inputs, outputs)`` of a separable interpolation along one axis: its results on the unit vectors
+    along that axis, which are constant along the others.
     """
     size = like.shape[axis]
     shape = [size, 1, *[1] * (like.ndim - 2)]
     shape[axis] = size
     unit = torch.eye(size, dtype=like.dtype, device=like.device).reshape(shape)
-    made = run(unit.expand(size, 1, *like.shape[2:]).contiguous())
-    return made.movedim(axis, -1).reshape(size, -1, made.shape[axis])[:, 0]
+    columns = run(unit.expand(size, 1, *like.shape[2:]).contiguous())
+    return columns.movedim(axis, -1).reshape(size, -1, columns.shape[axis])[:, 0]

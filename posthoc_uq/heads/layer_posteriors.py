@@ -1,5 +1,5 @@
 """The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's shape, and
-the covariance of rows where that is kept.
+the covariance of each row of weights where it is used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from posthoc_uq.posteriors.row_covariance import RowCovariance
 WEIGHTS = ("auto", "row", "marginal")
 
 
-class LayerNoise(nn.Module):
-    """One layer; a module, so that it moves with its predictor.
+class LayerPosterior(nn.Module):
+    """The posterior of one layer's weights; a module, so that it moves with its predictor.
 
     Attributes:
         variances: in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
-        summed: ``W o W + S`` for layers where that meets the input's variance alone, or None.
+        summed: ``W o W + S`` (W the means, S the variances), by which the input's variance is multiplied, or None.
         joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
         rows: the covariance of rows, or None.
         row: whether `rows` gives the variance.
@@ -48,10 +48,10 @@ class LayerNoise(nn.Module):
         self.row = row
         self.rows = None if rows is None else rows.to(weight.device)
         self._has_bias = layer.bias is not None
-        own, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
-        bias = variances[layer.bias].to(own) if layer.bias is not None else None
+        marginals, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
+        bias = variances[layer.bias].to(marginals) if layer.bias is not None else None
         for name, tensor in (
-            ("variances", own),
+            ("variances", marginals),
             ("bias_variances", bias),
             ("summed", summed),
             ("joined", joined),
@@ -64,13 +64,13 @@ class LayerNoise(nn.Module):
     def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
         """Variance by the weights alone, ``(rows, outputs)``; see `RowCovariance.variance`."""
         assert self.rows is not None
-        spread = variance
+        input_variance = variance
         if variance is not None and self._has_bias:
-            spread = torch.nn.functional.pad(variance, (0, 1))
-        found = self.rows.variance(
-            self._padded(mean).unsqueeze(1), None if spread is None else spread.unsqueeze(1)
+            input_variance = torch.nn.functional.pad(variance, (0, 1))
+        row_variance = self.rows.variance(
+            self._padded(mean).unsqueeze(1), None if input_variance is None else input_variance.unsqueeze(1)
         )
-        return found.squeeze(1)
+        return row_variance.squeeze(1)
 
     def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
         """Covariance by the weights alone, ``(rows, outputs, outputs)``; see `RowCovariance.covariance`."""
@@ -80,8 +80,10 @@ class LayerNoise(nn.Module):
         return self.rows.covariance(self._padded(mean), covariance)
 
 
-def layer_noises(model: nn.Module, posterior: Posterior, weights: str, cov: str) -> dict[str, LayerNoise]:
-    """The noise of every layer of the posterior, by layer name.
+def layer_posteriors(
+    model: nn.Module, posterior: Posterior, weights: str, cov: str
+) -> dict[str, LayerPosterior]:
+    """The `LayerPosterior` of every layer, by layer name.
 
     Args:
         weights: ``"row"`` keeps the covariance inside a row of linear layers, ``"marginal"`` no covariance at all,
@@ -92,11 +94,11 @@ def layer_noises(model: nn.Module, posterior: Posterior, weights: str, cov: str)
     """
     parameters = dict(model.named_parameters())
     variances = posterior.variance()
-    found: dict[str, LayerNoise] = {}
-    wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
+    by_name: dict[str, LayerPosterior] = {}
+    rows_wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
     for name, layer in posterior.layers.items():
         linear = not layer.convolutional
-        row = linear and wanted
+        row = linear and rows_wanted
         rows = posterior.rows(name) if linear and (row or cov == "full") else None
-        found[name] = LayerNoise(layer, parameters[layer.weight], variances, rows, row)
-    return found
+        by_name[name] = LayerPosterior(layer, parameters[layer.weight], variances, rows, row)
+    return by_name

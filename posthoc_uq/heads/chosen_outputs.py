@@ -1,4 +1,4 @@
-"""Which of a model's outputs the linearised head looks at, and what its link is told of their covariance."""
+"""Which of a model's outputs the linearised head uses, and how much of their covariance its link gets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COVARIANCE_CLASSES = 50  # up to which the link gets a covariance of all
 
 @dataclass(frozen=True)
 class ChosenOutputs:
-    """The choice.
+    """The outputs that are used.
 
     Attributes:
         top: ``"all"``, ``"auto"``, or a number of classes.
         classes: whether outputs are logits of several classes.
         joint: whether the prediction needs the covariance of a sample's outputs.
-        link: by its name.
+        link: the name of the link from Gaussian logits to probabilities.
     """
 
     top: int | str
@@ -45,11 +45,11 @@ class ChosenOutputs:
         return None if used is None else outputs.flatten(1).topk(used).indices
 
     def wants_covariance(self, mean: Tensor) -> bool:
-        """Whether the link gets all of it."""
+        """Whether the link gets the full covariance of the outputs."""
         return self.joint and mean[0].numel() <= _COVARIANCE_CLASSES and self.number(mean) is None
 
     def wants_spread(self) -> bool:
-        """Whether the link can do with what is known of the covariance of many classes."""
+        """Whether the link can use a `Spread`: an approximate covariance of many classes."""
         return self.classes and self.link != "bridge"
 
 
@@ -57,7 +57,7 @@ def checked_outputs(outputs: str | int) -> int | str:
     """``"all"``, ``"auto"``, or a number of classes.
 
     Raises:
-        PosthocUQError: it is nothing of these.
+        PosthocUQError: `outputs` is none of these.
     """
     if outputs in ("all", "auto"):
         return str(outputs)
@@ -74,7 +74,7 @@ def checked_outputs(outputs: str | int) -> int | str:
 
 
 def check_shape(outputs: Tensor, samples: int) -> None:
-    """Refuse outputs that the linearised head has no Gaussian of.
+    """Refuse outputs of more dimensions than the linearised head can serve.
 
     Raises:
         PosthocUQError: they are not ``(batch,)`` or ``(batch, outputs)``.

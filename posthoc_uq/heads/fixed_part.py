@@ -1,7 +1,8 @@
-"""The cut: where the weights with a posterior enter a model, so that all that comes before runs once for a batch.
+"""The fixed part of a model: what runs before the first weight with a posterior, once a batch however many weights are
+drawn.
 
-Nothing is known of a model's structure: the cut is found by running it. On the first batch of each shape it is proved
-by numbers: with other weights in place, the replay must give what the whole model gives.
+The model's structure is unknown, so the fixed part is found by running the model. On the first batch of each shape it
+is checked by numbers: with other weights in place, the replay must give what the whole model gives.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from posthoc_uq.loaders import Batch, output_tensor
 from posthoc_uq.randomness import device_generators, isolated_random_state
 from posthoc_uq.replica import replicate
 
-WORTH = 0.9  # of a pass: what the rest may take at most for its features to be kept
-_PROBE = 8  # samples that a cut is proved on
-_OPERATION = 100_000  # FLOP that take about as long as an operation takes beside them
+WORTH = 0.9  # features are kept where the changing part costs at most this share of a whole pass
+_PROBE = 8  # samples that a fixed part is checked on
+_OPERATION = 100_000  # FLOP that take about as long as the overhead of one operation
 _SHAPES = 256  # input shapes that are remembered
-_TRIES = 8  # recordings until it is known which outputs later code writes into
-# How far two routes may differ, relative to the largest output. CUDA's float32 products may be TF32.
+_TRIES = 8  # recordings at most, to find the outputs that later code writes into
+# How far outputs of two routes may differ, relative to the largest. CUDA's float32 products may be TF32.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _TF32 = 2e-2
 
@@ -40,9 +41,9 @@ class Saving(NamedTuple):
     """What a replay saves of a whole pass.
 
     Attributes:
-        share: of the whole that is left; infinite where whole passes are to run.
-        flops: of the part that is not run again.
-        modules: whose calls are replayed; none of them holds a parameter that changes.
+        share: cost of the changing part in that of a whole pass; infinite where whole passes are to run.
+        flops: of the fixed part.
+        modules: names of those whose calls are replayed; none of them holds a parameter that changes.
     """
 
     share: float
@@ -51,22 +52,22 @@ class Saving(NamedTuple):
 
     @property
     def worth(self) -> bool:
-        """Whether it is more than next to nothing."""
+        """Whether it saves enough to keep features."""
         return self.share <= WORTH
 
 
 _NONE = Saving(float("inf"), 0.0)
 
 
-class Cut:
-    """The part of a model that some of its weights have no influence on, recorded, and passes of the rest.
+class FixedPart:
+    """Records the part of a model that some of its weights do not influence, and runs the other part, which changes.
 
     Args:
         model: in eval mode; it is copied, and never written.
         covered: names of the parameters that change.
 
     Attributes:
-        possible: whether any weight does not change: else there is nothing to record.
+        possible: whether any weight does not change; without one there is nothing to record.
         refused: why whole passes run although a part could have been recorded, or None.
     """
 
@@ -80,10 +81,8 @@ class Cut:
         self.refused: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_twins": deque(),
-        }  # what was settled stays, so that a copy takes the same way
+        # the decisions stay, so that a copy takes the same route
+        return {**self.__dict__, "_twins": deque()}
 
     def features(
         self,
@@ -91,12 +90,12 @@ class Cut:
         kwargs: dict[str, Any],
         wanted: Callable[[Saving], bool] = lambda saving: saving.worth,
     ) -> Features | None:
-        """What enters the rest of the model for these inputs; None where whole passes are to run.
+        """What enters the changing part of the model for these inputs; None where whole passes are to run.
 
-        Gradients with respect to the inputs flow through it where autograd is on.
+        Where autograd is on, gradients with respect to the inputs flow through the features.
 
         Args:
-            wanted: whether a saving is worth a pass that is recorded.
+            wanted: whether a saving is worth recording a pass.
         """
         if torch.compiler.is_compiling() or not self.possible:
             return None
@@ -122,17 +121,17 @@ class Cut:
         self._savings = dict.fromkeys(self._savings, _NONE)
 
     def run(self, features: Features, weights: Mapping[str, Tensor]) -> Tensor:
-        """The outputs with some weights in place.
+        """The outputs with these weights in place.
 
         Raises:
-            ReplayError: the pass went another way than the one that was recorded.
+            ReplayError: the pass took another route than the recorded one.
         """
         with self._lent() as twin, twin.holding(weights):
             return output_tensor(features.call_any(twin.model))
 
     @contextmanager
     def _lent(self) -> Generator[_Twin]:
-        """A replica for one thread alone."""
+        """A replica that no other thread uses meanwhile."""
         try:
             twin = self._twins.pop()
         except IndexError:
@@ -143,17 +142,17 @@ class Cut:
         self._twins.append(twin)  # not after an error, which may leave it half written
 
     def _record(
-        self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any], known: Collection[str] = ()
+        self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any], known_modules: Collection[str] = ()
     ) -> Features:
         for _ in range(_TRIES):
             try:
-                return Recorder(twin.changing, self._rewritten, known).run(twin.model, args, kwargs)
+                return Recorder(twin.changing, self._rewritten, known_modules).run(twin.model, args, kwargs)
             except RewrittenError as error:
                 self._rewritten = self._rewritten | error.names
         raise ReplayError("later code keeps writing into what modules returned")
 
     def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saving:
-        """What replays save on inputs of this shape."""
+        """What a replay saves on inputs of this shape."""
         batch = Batch(args, None, kwargs)
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
         trials = [batch.narrow(0, _PROBE, samples)] if samples > _PROBE else []
@@ -164,38 +163,38 @@ class Cut:
             except ReplayError as error:
                 self.refused = str(error)
                 return _NONE
-            except Exception:  # the model itself failed: it may need the whole batch, or other inputs
+            except Exception:  # the model itself failed: it may need the full batch, or other inputs
                 continue
         return _NONE
 
     def _saving(self, batch: Batch) -> Saving:
         weights = {name: _moved(p) for name, p in self._model.named_parameters() if name in self._covered}
         member = replicate(self._model, weights)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
-        def whole() -> None:
+        def whole_pass() -> None:
             args, kwargs = tree_map(writable_copy, (batch.args, batch.kwargs))
-            found.append(output_tensor(member(*args, **kwargs)))
+            outputs.append(output_tensor(member(*args, **kwargs)))
 
-        whole_cost = cost_of(whole)
-        expected = found[-1]
+        whole_cost = cost_of(whole_pass)
+        expected = outputs[-1]
         try:
             features = self._proved(batch)
             if not any(call.leaves is not None for call in features.calls):
                 return _NONE
-            rest_cost = cost_of(lambda: found.append(self.run(features, weights)))
+            replay_cost = cost_of(lambda: outputs.append(self.run(features, weights)))
         except ReplayError:
             raise
         except Exception as error:  # a model may raise anything
             raise ReplayError(described(error)) from error
-        if not agree(found[-1], expected):
+        if not agree(outputs[-1], expected):
             raise ReplayError("its outputs differ from those of the whole model")
         replayed = {call.name for call in features.calls if call.leaves is not None}
         modules = frozenset(name for name in replayed if not self._holds(name))
-        if whole_cost is None or rest_cost is None:
+        if whole_cost is None or replay_cost is None:
             return Saving(0.0, float("inf"), modules)
-        share = _work(rest_cost) / _work(whole_cost)
-        return Saving(share, whole_cost.flops - rest_cost.flops, modules)
+        share = _work(replay_cost) / _work(whole_cost)
+        return Saving(share, whole_cost.flops - replay_cost.flops, modules)
 
     def _holds(self, name: str) -> bool:
         """Whether a module of this name holds a parameter that changes."""
@@ -203,16 +202,16 @@ class Cut:
         return any(id(p) in covered for p in self._model.get_submodule(name).parameters())
 
     def _proved(self, batch: Batch) -> Features:
-        """Features of a model that draws no random numbers and keeps nothing of a pass."""
+        """Features, once it is certain that the model draws no random numbers and keeps nothing of a pass."""
         with self._lent() as twin:
-            before, drawn = _state(twin.model), _random_state()
+            state_before, random_before = _state(twin.model), _random_state()
             features = self._record(twin, batch.args, batch.kwargs)
-            if drawn != _random_state():
+            if random_before != _random_state():
                 raise ReplayError("the model draws random numbers")
-            between = _state(twin.model)
-            if between != before:  # what is made once and kept is no harm
+            state_after = _state(twin.model)
+            if state_after != state_before:  # what a first pass makes and keeps does no harm
                 features = self._record(twin, batch.args, batch.kwargs)
-                _check_state(between, _state(twin.model))
+                _check_state(state_after, _state(twin.model))
             _disturb(twin.model, batch)
         return features
 
@@ -228,22 +227,22 @@ class _Twin:
     def __init__(self, model: nn.Module, covered: Collection[str]) -> None:
         with isolated_random_state():  # copying a module may run its code
             self.model = intercept(replicate(model))
-        self._own = {name: p for name, p in self.model.named_parameters() if name in covered}
-        self.changing = {id(parameter) for parameter in self._own.values()}
-        self._holders: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in self._own}
-        names = {id(parameter): name for name, parameter in self._own.items()}
+        self._trained = {name: p for name, p in self.model.named_parameters() if name in covered}
+        self.changing = {id(parameter) for parameter in self._trained.values()}
+        self._holders: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in self._trained}
+        names = {id(parameter): name for name, parameter in self._trained.items()}
         for module in self.model.modules():
-            held: dict[str, Any] = module.__dict__["_parameters"]
-            for key, parameter in held.items():
+            parameters: dict[str, Any] = module.__dict__["_parameters"]
+            for key, parameter in parameters.items():
                 if id(parameter) in names:
-                    self._holders[names[id(parameter)]].append((held, key))
+                    self._holders[names[id(parameter)]].append((parameters, key))
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Generator[None]:
-        """Have some weights in place, everywhere where a module holds them."""
+        """Put weights in place for as long as the context lasts, wherever a module holds them."""
         self._place(weights)
         yield
-        self._place(self._own)
+        self._place(self._trained)
 
     def _place(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
@@ -252,8 +251,8 @@ class _Twin:
 
 
 def _disturb(model: nn.Module, batch: Batch) -> None:
-    """Run a model on other inputs, so that what it keeps of a pass in places that cannot be looked into is not what the
-    replay that follows needs.
+    """Run a model on other inputs, so that whatever it keeps of a pass out of sight is not what the following replay
+    needs: a replay that depends on it then differs.
     """
 
     def other(value: Any) -> Any:
@@ -263,7 +262,7 @@ def _disturb(model: nn.Module, batch: Batch) -> None:
         return -turned if turned.is_floating_point() else turned
 
     args, kwargs = tree_map(other, (batch.args, batch.kwargs))
-    with suppress(Exception):  # inputs that it refuses change nothing
+    with suppress(Exception):  # inputs that the model refuses change nothing
         model(*args, **kwargs)
 
 
@@ -276,7 +275,7 @@ def _work(cost: Cost) -> float:
 
 
 def _moved(parameter: Tensor) -> Tensor:
-    """Other values of the same size, the same in every run."""
+    """Other values of similar size for a parameter, the same in every run."""
     steps = torch.arange(parameter.numel(), device=parameter.device, dtype=torch.float32)
     wave = torch.cos(steps * steps + 1.0).reshape(parameter.shape).to(parameter.dtype)
     return parameter.detach() + 0.1 * parameter.detach().abs().mean() * wave
@@ -284,13 +283,13 @@ def _moved(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def _counting_versions(gradients: bool) -> Generator[None]:
-    """Tensors count how often they are written, which those of inference mode do not."""
+    """Have tensors count how often they are written, which those of inference mode do not."""
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):
         yield
 
 
 def _situation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All that a model's way may depend on beside the numbers of its inputs, for a dictionary."""
+    """All that a model's route may depend on beside the numbers in its inputs, as a dictionary key."""
     leaves = list(enumerate(tree_leaves((args, kwargs))))
     tensors = tuple(
         (place, tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
@@ -314,24 +313,24 @@ def _random_state() -> Any:
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """What the modules hold, so that a change can be told."""
+    """A fingerprint of what the modules hold, by which a change is seen."""
     return {
-        f"{name}.{key}" if name else key: _print_of(value, 3)
+        f"{name}.{key}" if name else key: _fingerprint(value, 3)
         for name, module in model.named_modules()
         for key, value in module.__dict__.items()
         if key not in ("forward", "_modules")
     }
 
 
-def _print_of(value: Any, depth: int) -> Any:
+def _fingerprint(value: Any, depth: int) -> Any:
     if isinstance(value, Tensor):
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if depth and isinstance(value, dict):
-        return [(str(k), _print_of(v, depth - 1)) for k, v in cast("dict[Any, Any]", value).items()]
+        return [(str(k), _fingerprint(v, depth - 1)) for k, v in cast("dict[Any, Any]", value).items()]
     if depth and isinstance(value, (list, tuple, deque)):
-        return [_print_of(v, depth - 1) for v in cast("Collection[Any]", value)]
+        return [_fingerprint(v, depth - 1) for v in cast("Collection[Any]", value)]
     return id(value)
 
 
@@ -341,15 +340,15 @@ def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         raise ReplayError(f"the model keeps something of a pass, in {changed[:3]}")
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether outputs are the same to the rounding of their dtype, relative to the largest of them."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def agree(outputs: Tensor, expected: Tensor) -> bool:
+    """Whether two outputs are the same up to the rounding of their dtype, relative to the largest number."""
+    if outputs.shape != expected.shape or outputs.dtype != expected.dtype:
         return False
     tolerance = _TOLERANCES.get(expected.dtype, 0.0)
     if expected.is_cuda and expected.dtype == torch.float32:
         tolerance = _TF32
     size = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+    return torch.allclose(outputs, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
 
 
 def described(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What a posterior remembers besides its blocks: what the fit saw of the data, and how it came to be."""
+"""What a posterior remembers besides its blocks: what the fit saw of the data, and the posterior's history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posthoc_uq.errors import PosthocUQError
 
 HEADS = ("sampling", "moments", "linearized")  # by name, as `wrap` has them
 NOVELTIES = ("", "posterior")
-HEAD_CRITERIA = ("faithful", "likelihood", "evidence", "given")  # by which hyperparameters are found
+HEAD_CRITERIA = ("faithful", "likelihood", "evidence", "given")  # how hyperparameters were found
 
 
 @dataclass
@@ -21,12 +21,12 @@ class Evidence:
 
     Attributes:
         samples: training samples.
-        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise of the fit; None without
-            labels.
+        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise variance of the fit, in nats; None
+            without labels.
         squared_residuals: sum of squared residuals over their noise variance (regression), else 0.
         targets: number of target values (regression), else 0.
-        noise_power: the Fisher goes as this power of the noise precision: 1, but 2 for the empirical Fisher,
-            whose residuals are data and do not shrink with the noise.
+        noise_power: the Fisher is proportional to this power of the noise precision: 1, but 2 for the empirical Fisher,
+            whose residuals are data and do not shrink with the noise variance.
     """
 
     samples: int
@@ -39,8 +39,7 @@ class Evidence:
         """The log likelihood with every noise variance multiplied by `noise_scale`."""
         if self.log_likelihood is None:
             raise PosthocUQError(
-                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw "
-                "no labels; "
+                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw no labels; "
                 "fit with a loader that yields (inputs, targets)."
             )
         if self.targets == 0:
@@ -54,23 +53,23 @@ class Evidence:
 
 
 @dataclass
-class Record:
-    """What a posterior remembers of how it came to be; `report` prints it.
+class History:
+    """How a posterior was fitted, tuned, calibrated and given thresholds; `report` prints it.
 
     Attributes:
         fit: plain values: method options, seed, timings in seconds.
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
         head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` (``"faithful"``,
-            ``"likelihood"``, ``"evidence"``, ``"given"``) by which the hyperparameters were found; or nothing.
-        faithful: the faithful prior precision (or scale) as ``value`` and the ``temperature`` that were found, with
-            that of the network they were compared with, ``divergence``, ``budget``, ``head``, the other ``settings``;
-            or nothing.
-        calibration: the moments head's correction as plain values, with the settings it was made for; or nothing.
-        referral: the thresholds from which inputs are handed to a person, with what they were set for
-            (`posthoc_uq.posteriors.referral`); or nothing.
-        novelty: ``"posterior"`` where the fit looked for a layer to tell novelty by and found none, so that the
-            posterior itself tells it; or empty.
+            ``"likelihood"``, ``"evidence"``, ``"given"``) by which the hyperparameters were found; or empty.
+        faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
+            ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
+            ``settings``; or empty.
+        calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
+        referral: the thresholds above which inputs are handed to a person, with the settings they were set for
+            (`posthoc_uq.posteriors.referral`); or empty.
+        novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
+            used; or empty.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())

@@ -1,6 +1,7 @@
-"""The covariance of a layer's own outputs, in closed form: of layers of one group with one input row a sample.
+"""The covariance of a layer's outputs by its own weights, in closed form, for layers of one group with one input row a
+sample.
 
-Each output needs the covariance of its own row of weights, and pairs of outputs that of two rows; no backward pass.
+An output needs the covariance of one row of weights, a pair of outputs that of two rows; there is no backward pass.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
-from posthoc_uq.heads.cancellation import Contracted, settled
+from posthoc_uq.heads.cancellation import Contracted, precise_values
 from posthoc_uq.heads.layer_covariance import LayerCovariance
 from posthoc_uq.heads.products import gram
 
 
 def variance(layer: LayerCovariance, activations: Tensor) -> Tensor:
-    """Variance of the layer's own outputs, ``(samples, m)``, for activations ``(samples, n)`` of a layer of one
-    group: each output needs its own row's covariance alone.
-    """
+    """Variance of the layer's outputs, ``(samples, m)``, for activations ``(samples, n)``."""
 
     def work(part: slice, double: bool) -> Contracted:
         rows = activations[part]
@@ -33,20 +32,20 @@ def variance(layer: LayerCovariance, activations: Tensor) -> Tensor:
         if layer.low_rank is None:
             return Contracted(diagonal, diagonal)
         directions = as_double(layer.directions(rows[:, None, None], shrunk)[:, 0, 0])  # (samples, a, m)
-        taken = torch.matmul(as_double(layer.row_roots)[0].to(directions), directions.permute(2, 1, 0))
-        return Contracted(diagonal - taken.square().sum(1).T, diagonal)
+        reduction = torch.matmul(as_double(layer.row_roots)[0].to(directions), directions.permute(2, 1, 0))
+        return Contracted(diagonal - reduction.square().sum(1).T, diagonal)
 
-    return settled([layer.checked(work, activations.shape[0], "variance")])[0]
+    return precise_values([layer.checked(work, activations.shape[0], "variance")])[0]
 
 
 def product(layer: LayerCovariance, activations: Tensor) -> Callable[[Tensor], Tensor]:
-    """Multiplication by the covariance of the layer's own outputs: of ``(samples, m, k)``, to the same shape, for
-    activations ``(samples, n)`` of a layer of one group. No ``(m, m)`` matrix is formed.
+    """Multiplication of ``(samples, m, k)`` by the covariance of the layer's outputs, for activations ``(samples, n)``.
+    No ``(m, m)`` matrix is formed.
     """
     if layer.bases is not None:
         input_basis, output_basis = (basis[0] for basis in layer.bases)
-        turned = ((activations @ input_basis).square() @ layer.narrow_weights[0].T).unsqueeze(-1)
-        return lambda x: output_basis @ (turned * (output_basis.T @ x))
+        rotated_variance = ((activations @ input_basis).square() @ layer.narrow_weights[0].T).unsqueeze(-1)
+        return lambda x: output_basis @ (rotated_variance * (output_basis.T @ x))
     weights, shrunk = layer.weight_rows(slice(None), False)
     diagonal = (activations.square() @ weights[0].T).unsqueeze(-1)
     if layer.low_rank is None:
@@ -57,16 +56,16 @@ def product(layer: LayerCovariance, activations: Tensor) -> Callable[[Tensor], T
     def multiply(x: Tensor) -> Tensor:
         columns = x.transpose(1, 2).unsqueeze(2)  # (samples, k, 1, m)
         core = torch.matmul(columns * directions.unsqueeze(1), basis).transpose(2, 3)  # (samples, k, g, a)
-        back = torch.matmul(basis, layer.solved(core).to(core))  # (samples, k, m, a)
-        taken = (back * directions.transpose(1, 2).unsqueeze(1)).sum(-1)
-        return diagonal * x - taken.transpose(1, 2)
+        expanded = torch.matmul(basis, layer.solved(core).to(core))  # (samples, k, m, a)
+        reduction = (expanded * directions.transpose(1, 2).unsqueeze(1)).sum(-1)
+        return diagonal * x - reduction.transpose(1, 2)
 
     return multiply
 
 
 def covariance(layer: LayerCovariance, activations: Tensor, joint: bool) -> Tensor:
-    """Covariance of the layer's own outputs ``(samples, m, m)``, or with `joint` ``(samples * m, samples * m)``,
-    for activations ``(samples, n)`` of a layer of one group; in float64.
+    """Covariance of the layer's outputs ``(samples, m, m)``, or with `joint` ``(samples * m, samples * m)``, for
+    activations ``(samples, n)``; in float64.
     """
     rows = as_double(activations)
     if layer.bases is not None:
@@ -74,12 +73,12 @@ def covariance(layer: LayerCovariance, activations: Tensor, joint: bool) -> Tens
     weights, shrunk = layer.weight_rows(slice(None), True)
     samples, outputs = rows.shape[0], weights.shape[1]
     pairs = rows.unsqueeze(1) * rows if joint else rows.square()
-    spread = pairs @ weights[0].T  # (samples, samples, m) or (samples, m)
+    diagonal = pairs @ weights[0].T  # (samples, samples, m) or (samples, m)
     if layer.bases is not None:
         basis = as_double(layer.bases[1][0])
-        result = (basis * spread.unsqueeze(-2)) @ basis.T
+        result = (basis * diagonal.unsqueeze(-2)) @ basis.T
     else:
-        result = torch.diag_embed(spread)
+        result = torch.diag_embed(diagonal)
     if joint:
         result = result.transpose(1, 2).reshape(samples * outputs, samples * outputs)
     if layer.low_rank is None:
