@@ -29,7 +29,8 @@ def localization() -> Namespace:
 def test_draws_at_an_activation_are_its_moments(regression: Namespace) -> None:
     from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
 
-    mean, variance = torch.tensor([-1.0, 0.0, 2.0]).double(), torch.tensor([0.5, 2.0, 0.1]).double()
+    mean = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+    variance = torch.tensor([0.5, 2.0, 0.1], dtype=torch.float64)
     torch.manual_seed(0)
     with Pass(Rules(), WeightPosteriors({})):
         drawn = regression.drawn_activation.Drawn(200_000)(MomentTensor(mean, variance))
@@ -83,12 +84,12 @@ PLACES = torch.tensor([[0, 0], [2, 0], [3.5, 0], [4, 0], [3.5, 3.5], [4, 4]], dt
 def test_photons_and_bounds_are_the_known_numbers(localization: Namespace) -> None:
     problem = localization.problem
     photons = problem.expected_photons(PLACES[:, 0], PLACES[:, 1])[0]
-    known = torch.tensor([99.972155, 97.145920, 68.293556, 49.993038, 46.653088, 25.0]).double()
+    known = torch.tensor([99.972155, 97.145920, 68.293556, 49.993038, 46.653088, 25.0], dtype=torch.float64)
     torch.testing.assert_close(photons, known, rtol=0, atol=1e-6)
     torch.testing.assert_close(problem.expected_image(PLACES).sum((1, 2)), known, rtol=0, atol=1e-6)
-    simple = torch.tensor([0.011028, 0.011349, 0.016144, 0.022053, 0.023632, 0.044100]).double()
+    simple = torch.tensor([0.011028, 0.011349, 0.016144, 0.022053, 0.023632, 0.044100], dtype=torch.float64)
     torch.testing.assert_close(problem.simple_bound(PLACES), simple, rtol=0, atol=1e-6)
-    exact = torch.tensor([0.011889, 0.014153, 0.023720, 0.023720, 0.041319, 0.089305]).double()
+    exact = torch.tensor([0.011889, 0.014153, 0.023720, 0.023720, 0.041319, 0.089305], dtype=torch.float64)
     torch.testing.assert_close(problem.exact_bound(PLACES)[:, 0], exact, rtol=0, atol=1e-6)
     positions = problem.emitters(200_000, torch.Generator().manual_seed(0))
     assert float((positions.abs() < 4).all(1).float().mean()) == pytest.approx(0.9115, abs=0.002)
