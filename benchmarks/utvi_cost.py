@@ -114,7 +114,10 @@ def measure_memory(name: str, variants: Sequence[str]) -> dict[str, dict[str, fl
     plain = of("plain")
     peaks = {variant: of(variant)["peak"] for variant in variants}
     return {
-        variant: {"copies above plain": (peak - plain["peak"]) / plain["model"], "peak / plain": peak / plain["peak"]}
+        variant: {
+            "copies above plain": (peak - plain["peak"]) / plain["model"],
+            "peak / plain": peak / plain["peak"],
+        }
         for variant, peak in peaks.items()
     }
 

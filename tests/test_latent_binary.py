@@ -511,3 +511,38 @@ def test_functional_weights_and_attention_are_latent_too() -> None:
     assert len(posterior.layers) == 5
     drawn = posterior.sample(1, torch.Generator().manual_seed(0))
     assert functional_call(model, {n: t[0] for n, t in drawn.items()}, (x,)).shape == (24, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18", "vit"])
+def test_networks_of_torchvision(name: str, tmp_path: Path) -> None:
+    """Convert, train a step, save, load, predict; statistics of normalisations stay as they are."""
+    from torchvision.models import VisionTransformer, resnet18
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "resnet18":
+            model: nn.Module = resnet18(num_classes=5)
+        else:
+            model = VisionTransformer(
+                image_size=32,
+                patch_size=8,
+                num_layers=2,
+                num_heads=2,
+                hidden_dim=16,
+                mlp_dim=32,
+                num_classes=5,
+            )
+            nn.init.normal_(model.heads.head.weight, std=0.1)  # torchvision begins with zeros
+    model.eval()
+    x = inputs_of(3, 32, 32, samples=4)
+    before = copy.deepcopy(model.state_dict())
+    method = uq.LatentBinary(flow=True, flow_units=4, epochs=1)
+    posterior = uq.fit(model, [(x, torch.arange(4))], method, progress=False)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert len(posterior.layers) == (21 if name == "resnet18" else 10)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    probs = uq.wrap(model, loaded, n_samples=2)(x).probs
+    assert torch.equal(probs, uq.wrap(model, posterior, n_samples=2)(x).probs)
+    torch.testing.assert_close(probs.sum(1), torch.ones(4))

@@ -43,7 +43,8 @@ def test_drawn_weights_have_the_divergence_of_torch(regression: Namespace) -> No
     pairs = zip(model.means, model.log_variances, strict=True)
     normal = torch.distributions.Normal
     expected = sum(
-        torch.distributions.kl_divergence(normal(m, (0.5 * v).exp()), normal(0.0, 1.0)).sum() for m, v in pairs
+        torch.distributions.kl_divergence(normal(m, (0.5 * v).exp()), normal(0.0, 1.0)).sum()
+        for m, v in pairs
     )
     torch.testing.assert_close(model.divergence(), expected)
     with torch.no_grad():
@@ -101,7 +102,9 @@ def test_the_exact_bound_is_the_information_by_autograd(localization: Namespace)
     problem = localization.problem
     for place in PLACES:
         image = problem.expected_image(place.unsqueeze(0)).flatten()
-        slopes = torch.autograd.functional.jacobian(lambda r: problem.expected_image(r.unsqueeze(0)).flatten(), place)
+        slopes = torch.autograd.functional.jacobian(
+            lambda r: problem.expected_image(r.unsqueeze(0)).flatten(), place
+        )
         information = slopes.T @ (slopes / image.unsqueeze(1))
         bound = torch.linalg.inv(information).diagonal()
         torch.testing.assert_close(problem.exact_bound(place.unsqueeze(0))[0], bound, rtol=1e-6, atol=0)

@@ -30,7 +30,7 @@ def share(position: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor
 
 
 def expected_image(positions: Tensor) -> Tensor:
-    """Photons expected in every pixel, ``(samples, SIDE, SIDE)``, rows by y, for positions ``(samples, 2)``, x first."""
+    """Photons expected in every pixel, ``(samples, SIDE, SIDE)`` with rows by y, for positions ``(samples, 2)``."""
     edges = torch.arange(SIDE + 1, dtype=positions.dtype) - SIDE / 2
     along = [share(positions[:, axis, None], edges[:-1], edges[1:]) for axis in (0, 1)]
     return PHOTONS * along[1].unsqueeze(2) * along[0].unsqueeze(1)
