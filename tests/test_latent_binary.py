@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -475,6 +476,19 @@ def test_it_finds_the_inputs_that_matter() -> None:
     posterior = uq.fit(model, batches(x, y, 100), method, likelihood="binary", progress=False)
     inclusion: Any = next(iter(posterior.blocks.values())).inclusion  # type: ignore[attr-defined]
     assert (inclusion[0, 0, :10] > 0.5).nonzero().flatten().tolist() == [2, 7]
+
+
+def test_a_training_too_short_to_drop_a_weight_warns() -> None:
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    with pytest.warns(
+        UserWarning, match=r"3 steps at inclusion_lr=0\.02 move .* 0\.0\d+ at most, and all begin at 5"
+    ):
+        uq.fit(model, data, uq.LatentBinary(epochs=1), progress=False)
+    for options in ({"inclusion_lr": 5.0}, {"start": "random"}, {"initial_inclusion": "snr"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            uq.fit(model, data, uq.LatentBinary(epochs=1, **options), progress=False)
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

@@ -97,7 +97,7 @@ def study(name: str, data: Data, options: argparse.Namespace, seed: int) -> dict
     rows: dict[str, dict[str, Any]] = {"network": plain(model, data.test) | {"density": 1.0}}
     longer = pruned(model, 1.0, data.train, options.epochs, 1e-3, seed)
     rows["trained on"] = plain(longer, data.test) | {"density": 1.0}
-    for row in FITS if options.rows is None else options.rows:
+    for row in options.rows or FITS:
         posterior, seconds = fitted(model, data, row, options, seed)
         found = rows_of(row, model, posterior, data.test, seconds)
         density = found[f"{row}: median model"]["density"]
