@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.contexts.base import Context, single_input
+from posthoc_uq.contexts.corrupted import Corrupted
 from posthoc_uq.contexts.from_data import Monochrome, Pool, TrainingBatch
 from posthoc_uq.contexts.generated import Callback, Draw, UniformBox
 from posthoc_uq.errors import PosthocUQError
@@ -20,7 +22,8 @@ class Mixture(Context):
     """Fixed shares of several contexts; the paper takes half training inputs, half monochrome images.
 
     Args:
-        parts: pairs of a share and anything that `resolve_context` takes; shares need not add up to 1.
+        parts: pairs of a share and anything that `resolve_context` takes; shares need not add up to 1. Where all are
+            whole numbers they are counts, whose sum is the number of context points unless another is asked for.
     """
 
     def __init__(self, parts: Sequence[tuple[float, Any]]) -> None:
@@ -28,15 +31,19 @@ class Mixture(Context):
             raise PosthocUQError(
                 "A mixture of contexts is a list of pairs (share, context) with positive shares."
             )
+        if all(isinstance(share, Integral) for share, _ in parts):
+            self.points = sum(int(share) for share, _ in parts)
         total = sum(float(share) for share, _ in parts)
         self._shares = [float(share) / total for share, _ in parts]
         self._contexts = [resolve_context(context) for _, context in parts]
         self.needs_data = any(context.needs_data for context in self._contexts)
 
     def fresh(self) -> Context:
-        return Mixture(
+        fresh = Mixture(
             [(share, part.fresh()) for share, part in zip(self._shares, self._contexts, strict=True)]
         )
+        fresh.points = self.points
+        return fresh
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
         for context in self._contexts:
@@ -76,8 +83,8 @@ def default_context(batch: Batch) -> Context:
 
 
 def resolve_context(context: Any) -> Context:
-    """A `Context` from what a user may give: one of these, ``"monochrome"``, ``"uniform"``, ``"batch"``, a list of
-    pairs ``(share, context)``, a callable ``(n, generator)``, a tensor of inputs, or a loader.
+    """A `Context` from what a user may give: one of these, ``"monochrome"``, ``"uniform"``, ``"batch"``,
+    ``"corrupted"``, a list of pairs ``(share, context)``, a callable ``(n, generator)``, a tensor of inputs, or a loader.
 
     Raises:
         PosthocUQError: it is nothing of these.
@@ -86,6 +93,7 @@ def resolve_context(context: Any) -> Context:
         "monochrome": Monochrome,
         "uniform": UniformBox,
         "batch": TrainingBatch,
+        "corrupted": Corrupted,
     }
     if isinstance(context, Context):
         return context.fresh()
