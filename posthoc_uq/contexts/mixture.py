@@ -84,7 +84,8 @@ def default_context(batch: Batch) -> Context:
 
 def resolve_context(context: Any) -> Context:
     """A `Context` from what a user may give: one of these, ``"monochrome"``, ``"uniform"``, ``"batch"``,
-    ``"corrupted"``, a list of pairs ``(share, context)``, a callable ``(n, generator)``, a tensor of inputs, or a loader.
+    ``"corrupted"``, a list of pairs ``(share, context)`` or ``(count, context)``, a callable ``(n, generator)``, a
+    tensor of inputs, or a loader.
 
     Raises:
         PosthocUQError: it is nothing of these.

@@ -88,26 +88,37 @@ def train_over_functions(
     task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
-    posterior = Posterior(
+    posterior = _posterior(task, field, objective.likelihood(), samples, tau, options.train_mean)
+    posterior.history.fit.update(_record(options, context, history, task, samples, network.last.name))
+    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    if options.learn_noise:
+        posterior.history.tuning["noise variance"] = "learned with the posterior"
+    return posterior
+
+
+def _posterior(
+    task: Task,
+    field: MeanField,
+    likelihood: Likelihood,
+    samples: int,
+    prior_precision: float,
+    train_mean: bool,
+) -> Posterior:
+    """What was trained as a posterior, without a record of how."""
+    found = Posterior(
         FUNCTION_SPACE,
         task.layers,
         field.blocks(task.layers, samples),
         {name: [name] for name in task.layers},
-        {name: parameter.detach() for name, parameter in model.named_parameters()},
-        objective.likelihood(),
+        {name: parameter.detach() for name, parameter in task.model.named_parameters()},
+        likelihood,
         Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
-        History(
-            _record(options, context, history, task, samples, network.last.name),
-            dict(task.prepared.deterministic),
-        ),
-        centre={name: mean.detach() for name, mean in field.means.items()} if options.train_mean else None,
-        settings=Hyperparameters(float(samples), tau),
+        History({}, dict(task.prepared.deterministic)),
+        centre={name: mean.detach() for name, mean in field.means.items()} if train_mean else None,
+        settings=Hyperparameters(float(samples), prior_precision),
     )
-    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
-    if options.learn_noise:
-        posterior.history.tuning["noise variance"] = "learned with the posterior"
-    posterior.model = model
-    return posterior
+    found.model = task.model
+    return found
 
 
 def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> None:

@@ -5,8 +5,8 @@ python recipes/function_space/objectives.py --digits --seeds 0 1 2    report the
 python recipes/function_space/objectives.py --digits --full           the same with the CNN of recipes/fashion_mnist
 python recipes/function_space/objectives.py --smoke                   seconds
 
-A small CNN (16 and 32 filters) on 30,000 images, eight epochs around it, unless `--full` is given. Settings are chosen by
-letters and held-out images alone; `--digits` measures test images, digits and letters.
+A small CNN (16 and 32 filters) on 30,000 images, eight epochs around it, unless `--full` is given. Settings
+are chosen by letters and held-out images alone; `--digits` measures test images, digits and letters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MONOCHROME = [(2, "batch"), (14, "monochrome")]
 PUBLISHED: dict[str, Any] = {"prior": "independent", "divergence_weight": "minibatch", "body": "certain"}
 
 TRIALS: dict[str, dict[str, Any]] = {
-    "features, monochrome": OPTIONS,
+    "features, monochrome": OPTIONS | {"context": [(16, "batch"), (16, "monochrome")]},
     "features, corrupted": {"body": "certain", "context": [(16, "batch"), (16, "corrupted")]},
     "features, minibatch": {"divergence_weight": "minibatch", "body": "certain", "context": CORRUPTED},
     "features, minibatch, noise 0.1": {
@@ -70,13 +70,18 @@ SCORES = {"entropy": "entropy", "mutual_information": "mutual information", "nov
 RATE, NETWORK_EPOCHS = 0.01, 15
 
 
-def fitted(model: torch.nn.Module, train: Labelled, name: str, seed: int, epochs: int) -> uq.Posterior:
-    """The posterior of a trial, around a trained network."""
+def fitted(
+    model: torch.nn.Module, train: Labelled, name: str, folder: Path, seed: int, epochs: int
+) -> uq.Posterior:
+    """The posterior of a trial, around a trained network; kept in the folder."""
+    path = folder / f"objectives-{name.replace(',', '').replace(' ', '-')}-{epochs}-seed{seed}.h5"
+    if path.exists():
+        return uq.load(path, model)
     options = SHARED | TRIALS[name]
-    if name == "features, monochrome":
-        options = options | {"context": [(0.5, "batch"), (0.5, "monochrome")]}
     loader = shuffled(*train, seed=seed)
-    return uq.fit(model, loader, method="function_space", epochs=epochs, seed=seed, **options)
+    posterior = uq.fit(model, loader, method="function_space", epochs=epochs, seed=seed, **options)
+    uq.save(posterior, path)
+    return posterior
 
 
 def measured(predict: Any, images: Labelled, others: dict[str, Tensor]) -> dict[str, float]:
@@ -108,7 +113,7 @@ def one_seed(data: Data, seed: int, names: list[str], options: argparse.Namespac
     results = {"network": measured(plain(model).predict, images, others)}
     for name in names:
         start = time.perf_counter()
-        posterior = fitted(model, train, name, seed, options.epochs)
+        posterior = fitted(model, train, name, folder, seed, options.epochs)
         minutes = (time.perf_counter() - start) / 60
         predictor = uq.wrap(model, posterior, n_samples=options.draws)
         results[name] = measured(lambda x, p=predictor: in_batches(p, x), images, others)
