@@ -42,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all layers, SGD": {"optimizer": torch.optim.SGD},
     "frozen mean": {"train_mean": False},
     "body sampled": {"body": "sample"},
+    "body certain": {"body": "certain"},
+    "body certain, independent prior": {"body": "certain", "prior": "independent"},
     "last layer": {"layers": "last"},
 }
 

@@ -1,4 +1,4 @@
-"""The independent prior over functions, weights of the divergence, contexts by counts, corrupted images, certain bodies."""
+"""The independent prior over functions, the divergence's weight, counts, corrupted images, certain bodies."""
 
 from __future__ import annotations
 
@@ -277,6 +277,13 @@ def test_whole_numbers_are_counts_and_others_are_shares() -> None:
 )
 def test_a_fit_takes_as_many_context_points_as_are_counted(given: dict[str, Any], points: int) -> None:
     assert fitted(**given).history.fit["n_context"] == points
+
+
+def test_an_independent_prior_has_a_context_of_its_own() -> None:
+    told = fitted(prior="independent", epochs=1).history.fit
+    assert told["context"] == "batch and corrupted" and told["n_context"] == 16
+    told = fitted(prior="independent", context="corrupted", epochs=1).history.fit
+    assert told["context"] == "corrupted" and told["n_context"] == 16
 
 
 def test_an_independent_prior_takes_more_points_than_dimensions() -> None:

@@ -76,10 +76,15 @@ class Mixture(Context):
         return torch.cat([part.to(device) for part in parts])
 
 
-def default_context(batch: Batch) -> Context:
-    """What the paper takes: half training inputs and half monochrome images, or a uniform box for vectors."""
-    inputs = single_input(batch)
-    return Mixture([(0.5, TrainingBatch()), (0.5, Monochrome())]) if inputs.ndim == 4 else UniformBox()
+def default_context(batch: Batch, corrupted: bool = False) -> Context:
+    """For images what the paper takes, half training inputs and half monochrome images, or two of the batch beside
+    fourteen corrupted ones; a uniform box for vectors.
+    """
+    if single_input(batch).ndim != 4:
+        return UniformBox()
+    if corrupted:
+        return Mixture([(2, TrainingBatch()), (14, Corrupted())])
+    return Mixture([(0.5, TrainingBatch()), (0.5, Monochrome())])
 
 
 def resolve_context(context: Any) -> Context:

@@ -37,6 +37,7 @@ from posthoc_uq.warned import warn_user
 FUNCTION_SPACE = "function_space"  # the method's name
 PRIOR_PRECISION = 1.0  # where none is given
 N_CONTEXT = 32
+N_INDEPENDENT = 16  # context points of an independent prior
 _ALONE = 10  # weights this much apart are those of the other prior
 _FIRM = 1e-2  # a function noise from which on a prior by features holds up a large weight
 _INITIALISATION = 201  # stream of the seed
@@ -66,7 +67,10 @@ def train_over_functions(
     began = time.perf_counter()
     with isolated_random_state(settings.seed):
         network = FeatureNetwork(replicate(model), task.layers, task.batch)
-    context = default_context(task.batch) if options.context is None else resolve_context(options.context)
+    if options.context is None:
+        context = default_context(task.batch, corrupted=options.prior == "independent")
+    else:
+        context = resolve_context(options.context)
     options = _with_points(network, options, context)
     field = _field(network, options, task, start)
     samples, content = _look_at_data(task, context)
@@ -158,12 +162,13 @@ def _check_trained(field: MeanField) -> None:
 def _with_points(
     network: FeatureNetwork, options: FunctionSpaceOptions, context: Context
 ) -> FunctionSpaceOptions:
-    """The options with a number of context points: by default 32, but no more than the prior's functions have
-    dimensions; more than these are warned of.
+    """The options with a number of context points. By default that of the context itself; or 32, but no more than the
+    functions of a prior by features have dimensions, and more than these are warned of; or 16 for an independent prior.
     """
     rank = network.last.inputs  # the features, and the bias if there is one
     if options.n_context is None:
-        options = replace(options, n_context=context.points or min(N_CONTEXT, rank))
+        usual = N_INDEPENDENT if options.prior == "independent" else min(N_CONTEXT, rank)
+        options = replace(options, n_context=context.points or usual)
     points = cast(int, options.n_context)
     if points > rank and options.prior == "features":
         warn_user(
@@ -322,7 +327,8 @@ def _record(
 ) -> dict[str, Any]:
     named = options.context if isinstance(options.context, str) else type(context).__name__
     if options.context is None:
-        named = "batch and monochrome" if isinstance(context, Mixture) else "uniform"
+        foreign = "corrupted" if options.prior == "independent" else "monochrome"
+        named = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
     losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
     return {
         "samples": samples,

@@ -54,6 +54,8 @@ TRIALS: dict[str, dict[str, Any]] = {
     "independent, weight 1": PUBLISHED | {"divergence_weight": 1.0, "context": CORRUPTED},
     "independent, monochrome": PUBLISHED | {"context": MONOCHROME},
     "independent, corrupted": PUBLISHED | {"context": CORRUPTED},
+    "independent, corrupted, faster variances": PUBLISHED | {"context": CORRUPTED, "log_variance_lr": 1e-2},
+    "independent, corrupted, start at -8": PUBLISHED | {"context": CORRUPTED, "initial_log_variance": -8.0},
     "independent, corrupted, all random": PUBLISHED
     | {"body": "linearized", "initial_body_log_variance": -8.0, "context": CORRUPTED},
     "independent, corrupted, last layer alone": {
