@@ -87,6 +87,7 @@ COSTS: dict[str, Case] = {
     "cnn": Case(cnn, digits, 10, 128),
     "lenet": shared("lenet", 128),
     "resnet18-32": shared("resnet18-32", 64),
+    "resnet18-32, few": shared("resnet18-32", 8),  # images: its memory is that of the weights
     "vit-tiny": Case(shared("vit-tiny", 16).build, photos(224), 1000, 16),
 }
 

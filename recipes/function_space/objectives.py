@@ -24,6 +24,7 @@ import torch
 from common import OUTPUT, spread
 from data import DEBIAN, Data, Labelled, load, normalised
 from methods import in_batches, plain
+from methods import loader as batched
 from network import cnn, small_cnn, trained
 from run import OUTPUT as NETWORKS
 from run import smaller
@@ -108,6 +109,7 @@ def one_seed(data: Data, seed: int, names: list[str], options: argparse.Namespac
         / f"{'' if options.full else 'small-'}{len(train.labels)}-{options.network_epochs}-{RATE:g}"
     )
     model = trained(train, seed, folder, options.network_epochs, RATE, build)
+    held_out = Labelled(*(part[: options.tuned] for part in data.validation))
     letters = normalised(foreign.letters(options.foreign_images, seed=1))
     images, others = data.validation, {"letters": letters}
     if options.digits:
@@ -117,9 +119,15 @@ def one_seed(data: Data, seed: int, names: list[str], options: argparse.Namespac
         start = time.perf_counter()
         posterior = fitted(model, train, name, folder, seed, options.epochs)
         minutes = (time.perf_counter() - start) / 60
-        predictor = uq.wrap(model, posterior, n_samples=options.draws)
-        results[name] = measured(lambda x, p=predictor: in_batches(p, x), images, others)
-        print(f"seed {seed}, {name}, {minutes:.1f} minutes: {results[name]}", flush=True)
+        rows = [name]
+        if options.tuned:
+            rows.append(f"{name}, tuned")
+        for row in rows:
+            if row != name:
+                uq.tune(posterior, batched(held_out), n_samples=options.draws, progress=False)
+            predictor = uq.wrap(model, posterior, n_samples=options.draws)
+            results[row] = measured(lambda x, p=predictor: in_batches(p, x), images, others)
+            print(f"seed {seed}, {row}, {minutes:.1f} minutes: {results[row]}", flush=True)
     return results
 
 
@@ -134,6 +142,9 @@ def main() -> None:
     )
     parser.add_argument("--trials", nargs="+", default=list(CHOSEN), help="patterns of their names")
     parser.add_argument("--digits", action="store_true", help="measure test images and digits: to report")
+    parser.add_argument(
+        "--tuned", type=int, default=0, help="held-out images for a row after uq.tune; none by default"
+    )
     parser.add_argument("--full", action="store_true", help="the CNN of recipes/fashion_mnist, all images")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--epochs", type=int, default=8, help="around the trained network")
