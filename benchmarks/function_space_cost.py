@@ -154,6 +154,7 @@ def fit(model: nn.Module, loader: Interleaved, variant: str, n_context: int) -> 
             epochs=1,
             n_context=n_context,
             progress=False,
+            divergence=None,  # the training alone, not the search for a faithful scale after it
             **VARIANTS[variant],
         )
 

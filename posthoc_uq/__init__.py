@@ -40,6 +40,10 @@ from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.drawn import DrawnPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.replica import untied
+from posthoc_uq.sparsity.density import Density, LayerDensity, density
+from posthoc_uq.sparsity.inclusion import Inclusion, LayerInclusion, inclusion
+from posthoc_uq.sparsity.median import median_model, sparse_state_dict
+from posthoc_uq.sparsity.models import sparse_model
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
 from posthoc_uq.version import __version__
@@ -55,13 +59,17 @@ __all__ = [
     "CorruptPosteriorError",
     "Curvature",
     "Dense",
+    "Density",
     "Diagonal",
     "DrawnPrediction",
     "Evaluation",
     "Faithful",
     "FunctionSpace",
     "Gaussian",
+    "Inclusion",
     "LatentBinary",
+    "LayerDensity",
+    "LayerInclusion",
     "Likelihood",
     "LinearizedPredictor",
     "Method",
@@ -76,20 +84,25 @@ __all__ = [
     "SamplingPredictor",
     "UnsupportedLayerError",
     "__version__",
+    "density",
     "evaluate",
     "export",
     "export_onnx",
     "exportable",
     "fit",
     "function_space_kl",
+    "inclusion",
     "inspect",
     "load",
+    "median_model",
     "refer",
     "referral_reasons",
     "referral_tail",
     "register_method",
     "save",
     "set_referral",
+    "sparse_model",
+    "sparse_state_dict",
     "tune",
     "untied",
     "wrap",

@@ -1,7 +1,7 @@
-"""Calls that apply a weight to an input: ``linear``, convolutions and products with it, told from their arguments.
+"""Calls that apply a weight to an input (``linear``, convolutions, matrix products), recognised by their arguments.
 
-A weight of shape ``(inputs, outputs)`` in ``x @ W`` is a linear layer's, transposed: kind ``"matmul"``. ``x @ W.T`` is
-what ``linear`` computes.
+In ``x @ W`` the weight ``(inputs, outputs)`` is that of a linear layer, transposed: kind ``"matmul"``. ``x @ W.T`` is
+the same as ``linear``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MATMUL = {"input": "input", "other": "weight"}
 _MM = {"input": "input", "mat2": "weight"}
 _ADDMM = {"input": "bias", "mat1": "input", "mat2": "weight"}
 
-# Public names of a function's parameters, in their order, to what they are in an affine map.
+# For every function: the names of its parameters in order, each with its role in an affine map.
 _CALLS: dict[Any, tuple[str, dict[str, str]]] = {
     F.linear: ("linear", _LINEAR),
     F.conv1d: ("conv1d", _CONVOLUTION),
@@ -43,12 +43,12 @@ class AffineCall:
 
     Attributes:
         kind: of the layer: ``"linear"``, ``"matmul"`` or a convolution's.
-        input: what the weight is applied to.
+        input: the tensor that the weight is applied to.
         weight: as it was given.
-        parameter: the tensor that the weight is, or is the transpose of.
+        parameter: the weight itself, or the tensor of which it is the transpose.
         bias: or None.
         product: whether it was a product of matrices rather than a layer's own function.
-        rest: a convolution's other arguments.
+        options: a convolution's other arguments.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class AffineCall:
     parameter: Tensor
     bias: Any
     product: bool
-    rest: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    options: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
 
     @property
     def matrix(self) -> Tensor:
@@ -66,30 +66,34 @@ class AffineCall:
 
 
 def affine_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AffineCall | None:
-    """What a call of a torch function applies to what; None where it is no such call."""
-    found = _CALLS.get(func)
-    if found is None:
+    """A call of a torch function as an `AffineCall`; None where it is no such call."""
+    known = _CALLS.get(func)
+    if known is None:
         return None
-    kind, roles = found
-    given = dict(zip(roles.values(), args, strict=False))
-    given |= {roles.get(name, name): value for name, value in kwargs.items()}
-    input, weight, bias = given.pop("input", None), given.pop("weight", None), given.pop("bias", None)
+    kind, roles = known
+    arguments = dict(zip(roles.values(), args, strict=False))
+    arguments |= {roles.get(name, name): value for name, value in kwargs.items()}
+    input, weight, bias = (
+        arguments.pop("input", None),
+        arguments.pop("weight", None),
+        arguments.pop("bias", None),
+    )
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
         return None
     if kind.startswith("conv"):
-        return AffineCall(kind, input, weight, weight, bias, False, given)
+        return AffineCall(kind, input, weight, weight, bias, False, arguments)
     if kind == "linear":
         parameter = _transposed_of(weight)
         if parameter is not None:
             return AffineCall("matmul", input, weight, parameter, bias, True)
         return AffineCall("linear", input, weight, weight, bias, False)
-    if any(given[name] != _NEUTRAL.get(name) for name in given):
+    if any(arguments[name] != _NEUTRAL.get(name) for name in arguments):
         return None
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
         if input.ndim < 2 or weight.ndim != 2:
             return None
         if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[1:]):
-            return None  # not a bias, but something else that the product is added to
+            return None  # the product is added to something that is no bias
     parameter = _transposed_of(weight)
     if parameter is not None:
         return AffineCall("linear", input, weight, parameter, bias, True)
@@ -102,5 +106,5 @@ def _transposed_of(weight: Tensor) -> Tensor | None:
         base = weight._base
         if base is None or base.ndim != 2 or weight.ndim != 2:
             return None
-        turned = weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]
-        return base if turned and weight.storage_offset() == base.storage_offset() else None
+        transposed = weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]
+        return base if transposed and weight.storage_offset() == base.storage_offset() else None

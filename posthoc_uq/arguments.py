@@ -1,4 +1,4 @@
-"""What a model was called with, in words, for the error of a model that cannot be run on it."""
+"""Errors for models that cannot be run on a batch; they say what the model was called with."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ NAMED = (
 def explained(
     network: Callable[[], nn.Module], batch: Batch, what: str = "these inputs", way_out: str = CALL
 ) -> Generator[None]:
-    """Say what the model was called with where the body fails because the model cannot be run on it.
+    """Where the body fails because the model cannot be run on the batch, say what the model was called with.
 
-    That is found out by one plain run of the model, after the body has failed. Where the model itself runs, the body's
-    error is passed on as it is.
+    To find out, the model is run once by itself after the body has failed. If it runs, the body's error is passed on
+    unchanged.
 
     Args:
-        network: gives the model, or a copy of it, to be run without gradients.
+        network: gives the model, or a copy of it, to run without gradients.
         batch: the arguments.
         what: the batch, in words.
-        way_out: what to do where types and kinds of the arguments are right.
+        way_out: advice for arguments of the right types.
 
     Raises:
         PosthocUQError: the model cannot be run on the batch, or its outputs do not count the samples; says the shapes,
@@ -65,10 +65,10 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
     except (MemoryError, torch.cuda.OutOfMemoryError):
         return
     except Exception as error:  # a model may raise anything
-        own = next(iter(str(error).splitlines()), "").rstrip(".")
+        message = next(iter(str(error).splitlines()), "").rstrip(".")
         raise PosthocUQError(
             f"The model cannot be run on {what}, {described(batch)}. {ids.fault or _advice(network, batch) or way_out} "
-            f"The model's own error is {type(error).__name__}: {own}."
+            f"The model's own error is {type(error).__name__}: {message}."
         ) from error
     samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), None)
     if isinstance(outputs, Tensor) and samples is not None and outputs.shape[:1] != (samples,):
@@ -79,10 +79,10 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
 
 
 class _Ids(TorchFunctionMode):
-    """Looks whether embeddings are given ids that they have.
+    """Checks that embeddings are given ids that they have.
 
     Attributes:
-        fault: the first that was not, in words.
+        fault: the first embedding that was not, in words; empty if there is none.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -129,19 +129,19 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _advice(network: nn.Module, batch: Batch) -> str:
-    """What to do where the kind of the arguments, or their type, is not that of the model's weights."""
+    """Advice for arguments whose kind or number type does not fit the model; empty without any."""
     if whole_mapping(batch):
         return NAMED
-    if names := _other_names(network, batch):
-        return names
-    own = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
-    given = [value.dtype for value in batch.tensors()]
+    if advice := _other_names(network, batch):
+        return advice
+    weights_dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    input_dtypes = [value.dtype for value in batch.tensors()]
     if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):
-        return f"Pass tensors: torch.as_tensor(x, dtype={own})."
-    if any(dtype.is_floating_point and dtype != own for dtype in given):
-        return f"Its weights are {_short(own)}: pass x.to({own})."
-    if given and not any(dtype.is_floating_point for dtype in given):
-        return f"Its weights are {_short(own)}: pass x.to({own}), unless the model takes integers."
+        return f"Pass tensors: torch.as_tensor(x, dtype={weights_dtype})."
+    if any(dtype.is_floating_point and dtype != weights_dtype for dtype in input_dtypes):
+        return f"Its weights are {_short(weights_dtype)}: pass x.to({weights_dtype})."
+    if input_dtypes and not any(dtype.is_floating_point for dtype in input_dtypes):
+        return f"Its weights are {_short(weights_dtype)}: pass x.to({weights_dtype}), unless the model takes integers."
     return ""
 
 
@@ -151,23 +151,23 @@ def whole_mapping(batch: Batch) -> bool:
 
 
 def _other_names(network: nn.Module, batch: Batch) -> str:
-    """What to do where the batch names arguments that the model does not have."""
+    """Advice for a batch that names arguments which the model does not have; empty if it has them."""
     if not batch.kwargs:
         return ""
     try:
-        takes = signature(network.forward).parameters
+        parameters = signature(network.forward).parameters
     except (TypeError, ValueError):
         return ""
-    stray = [name for name in batch.kwargs if name not in takes]
-    if not stray or any(one.kind is Parameter.VAR_KEYWORD for one in takes.values()):
+    stray = [name for name in batch.kwargs if name not in parameters]
+    if not stray or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return ""
-    if len(takes) == 1:
-        (only,) = takes
+    if len(parameters) == 1:
+        (only,) = parameters
         return (
             f"The model takes one argument, '{only}': pass batch_to_inputs=lambda batch: batch[{stray[0]!r}]; if it "
             f"takes the whole mapping, put it into a module with forward(self, **inputs) that calls it."
         )
     return (
-        f"The model takes {list(takes)}, and the batch names {list(batch.kwargs)}: give it those names with "
+        f"The model takes {list(parameters)}, and the batch names {list(batch.kwargs)}: give it those names with "
         f"batch_to_inputs=lambda batch: dict(...)."
     )

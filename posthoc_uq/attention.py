@@ -1,4 +1,4 @@
-"""Multi-head attention as torch's other functions see it: projections, products, a softmax."""
+"""Multi-head attention whose inner calls a function mode can see: projections, products, a softmax."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 
 def _opened() -> Callable[..., Any]:
-    """`F.multi_head_attention_forward` whose inner calls can be seen.
+    """`F.multi_head_attention_forward` with visible inner calls.
 
-    Under a function mode it would hand itself over as one opaque call, again and again.
+    Torch's own function would show itself to a function mode as one opaque call, again and again.
     """
     function = F.multi_head_attention_forward
     namespace = {**function.__globals__, "has_torch_function": lambda _: False}

@@ -1,7 +1,7 @@
-"""What a device can hold, numbers that are the host's whatever torch's default device is, and looks at a device.
+"""The number types of a device, tensors on the CPU whatever torch's default device is, and reads from a device.
 
-Everything that the library makes itself says where it lies: random numbers and small tables on the CPU, all else beside
-the tensor that it belongs to.
+Every tensor that the library makes is put on a named device: random numbers and small tables on the CPU, all others on
+the device of the tensor that they belong to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def has_double(device: torch.device) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The most exact floating type of a device."""
+    """The floating-point type of a device with the highest precision."""
     return torch.float64 if has_double(device) else torch.float32
 
 
@@ -38,37 +38,35 @@ def host_double(value: Any) -> Tensor:
 
 
 def placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; float64 stays on the CPU, or comes to it, where the device has none."""
+    """The tensor on a device; on the CPU if it is float64 and the device has no float64."""
     if tensor.dtype == torch.float64 and not has_double(device):
         return tensor.cpu()
     return tensor.to(device)
 
 
 def on_host(*tensors: Tensor) -> list[Tensor]:
-    """The tensors on the CPU, those of one device in one copy: the host waits for the device once."""
-    found = list(tensors)
+    """The tensors on the CPU. Those of one device come in one copy, so that the host waits for it once."""
+    copies = list(tensors)
     places: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.device.type != "cpu":
             places.setdefault(tensor.device, []).append(index)
     for indices in places.values():
         if any(tensors[index].requires_grad for index in indices):  # a copy that keeps the graph
-            found = [
-                tensor.cpu() if index in indices else found[index] for index, tensor in enumerate(tensors)
+            copies = [
+                tensor.cpu() if index in indices else copies[index] for index, tensor in enumerate(tensors)
             ]
             continue
         flat = [tensors[index].contiguous().reshape(-1).view(torch.uint8) for index in indices]
         parts = torch.cat(flat).cpu().split([len(part) for part in flat])
-        for index, part in zip(
-            indices, parts, strict=True
-        ):  # copied: memory of its own, aligned for its type
-            own = tensors[index]
-            found[index] = part.clone().view(own.dtype).reshape(own.shape)
-    return found
+        for index, part in zip(indices, parts, strict=True):  # cloned, so that memory is aligned for the type
+            original = tensors[index]
+            copies[index] = part.clone().view(original.dtype).reshape(original.shape)
+    return copies
 
 
 def moved(tensors: Iterable[Tensor], device: torch.device | str) -> list[Tensor]:
-    """All of them on a device; to the CPU in one copy."""
+    """The tensors on a device; those that come to the CPU come in one copy."""
     if torch.device(device).type == "cpu":
         return on_host(*tensors)
     return [tensor.to(device) for tensor in tensors]
@@ -82,19 +80,19 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Checks:
-    """What the host wants to know of a batch, gathered on the device and read at once when the batch is done: every
-    look makes the host wait for the device.
+    """Values of a batch that the host must see. They are gathered on the device and read together when the batch is
+    done, since every read makes the host wait for the device.
     """
 
     def __init__(self) -> None:
         self._wanted: list[tuple[Tensor, Callable[[Tensor], None]]] = []
 
     def later(self, value: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Have `use` called with the value on the CPU; it may raise an error."""
+        """Call `use` with the value on the CPU at the next `look`; it may raise an error."""
         self._wanted.append((value.detach(), use))
 
     def look(self) -> None:
-        """Read all values, and use them in the order in which they were asked for."""
+        """Read all values, and call their functions in the order of the calls of `later`."""
         wanted, self._wanted = self._wanted, []
         for value, (_, use) in zip(on_host(*(value for value, _ in wanted)), wanted, strict=True):
             use(value)

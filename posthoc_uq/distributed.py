@@ -1,6 +1,6 @@
-"""Several processes that share a fit: what belongs to each, and how their sums become one.
+"""Several processes that share a fit: the part of each, and how their sums are added up.
 
-Without a process group of `torch.distributed` all of this does nothing.
+Without a process group of `torch.distributed` there is one process, and nothing to exchange.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def rank() -> int:
 
 
 def sampler_of(loader: Iterable[Any]) -> Any:
-    """What gives a loader its indices, or None."""
+    """The sampler that gives a loader its indices, or None."""
     holder = getattr(loader, "batch_sampler", None)
     return getattr(holder, "sampler", None) or getattr(loader, "sampler", None)
 
 
 def own_samples(loader: Iterable[Any]) -> int | None:
-    """How many samples of a loader are this process's own.
+    """How many samples of a loader belong to this process.
 
     `DistributedSampler` gives every rank the same number by repeating some of the first samples at the end; these
-    copies are another rank's, and not counted. None where the loader says nothing of that kind.
+    copies belong to another rank, and do not count. None where there is no such padding.
     """
     sampler = sampler_of(loader)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
@@ -50,14 +50,14 @@ def own_samples(loader: Iterable[Any]) -> int | None:
     return len(range(sampler.rank, size, sampler.num_replicas))
 
 
-def check_items(loader: Iterable[Any], own: int | None, samples: int) -> None:
-    """Refuse a padded loader that makes several samples of an item: its padding cannot be told from data.
+def check_items(loader: Iterable[Any], own_count: int | None, samples: int) -> None:
+    """Refuse a padded loader that makes several samples of an item, since its padding cannot be recognised.
 
     Raises:
         PosthocUQError: the batch has more samples than the loader puts items in one.
     """
     items = getattr(loader, "batch_size", None)
-    if own is not None and items is not None and samples > items:
+    if own_count is not None and items is not None and samples > items:
         raise PosthocUQError(
             f"The loader makes {samples} samples of a batch of {items} items, so the padding of its DistributedSampler "
             f"cannot be told apart; give the sampler drop_last=True, or a number of items that the processes divide."
@@ -65,28 +65,28 @@ def check_items(loader: Iterable[Any], own: int | None, samples: int) -> None:
 
 
 def is_divided(loader: Iterable[Any]) -> bool:
-    """Whether a loader gives each process a part of its own."""
+    """Whether a loader gives each process another part of the data."""
     sampler = sampler_of(loader)
     return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
 def together(work: Callable[[], Result], doing: str) -> Result:
-    """Do something in every process; where one fails, all raise.
+    """Do the same work in every process; if one fails, all raise.
 
     Raises:
         PosthocUQError: another process failed; names it.
     """
-    found, error = None, None
+    result, error = None, None
     try:
-        found = work()
-    except Exception as caught:
-        error = caught
+        result = work()
+    except Exception as failure:
+        error = failure
     agree(error, doing)
-    return cast(Result, found)
+    return cast(Result, result)
 
 
 def agree(error: Exception | None, doing: str) -> None:
-    """Let all processes go on, or none: where one of them failed, all raise.
+    """Let all processes go on, or none: if one of them failed, all raise.
 
     Raises:
         PosthocUQError: another process failed; names it.
@@ -95,10 +95,10 @@ def agree(error: Exception | None, doing: str) -> None:
         if error is not None:
             raise error
         return
-    found = gather(None if error is None else f"{type(error).__name__}: {error}")
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for number, message in enumerate(found):
+    for number, message in enumerate(messages):
         if message is not None:
             raise PosthocUQError(f"Rank {number} failed in {doing}: {message}")
 
@@ -107,9 +107,9 @@ def gather(value: Any) -> list[Any]:
     """A plain value of every process, in the order of their ranks."""
     if world() == 1:
         return [value]
-    found: list[Any] = [None] * world()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def add_up(sums: Mapping[Any, Tensor]) -> None:
@@ -125,29 +125,29 @@ def add_up(sums: Mapping[Any, Tensor]) -> None:
             tensor.copy_(moved)
 
 
-def hand_out(tensors: dict[str, dict[str, Tensor]] | None, source: int, own: torch.device) -> Any:
-    """Named tensors of one process, in all of them."""
+def hand_out(tensors: dict[str, dict[str, Tensor]] | None, source: int, device: torch.device) -> Any:
+    """Copy the named tensors of one process, `source`, to all of them, on `device`."""
     if world() == 1:
         return tensors
-    device = _device()
+    group_device = _device()
     shapes = [
         {a: {b: (tuple(t.shape), t.dtype) for b, t in group.items()} for a, group in (tensors or {}).items()}
     ]
     dist.broadcast_object_list(shapes, source)
-    found: dict[str, dict[str, Tensor]] = {}
+    received: dict[str, dict[str, Tensor]] = {}
     for outer, group in shapes[0].items():
-        found[outer] = {}
+        received[outer] = {}
         for inner, (shape, dtype) in group.items():
             tensor = tensors[outer][inner].contiguous() if tensors is not None and rank() == source else None
-            place = device or (tensor.device if tensor is not None else own)
-            moved = torch.empty(shape, dtype=dtype, device=place) if tensor is None else tensor.to(place)
-            dist.broadcast(moved, source)
-            found[outer][inner] = placed(moved, own)
-    return found
+            place = group_device or (tensor.device if tensor is not None else device)
+            buffer = torch.empty(shape, dtype=dtype, device=place) if tensor is None else tensor.to(place)
+            dist.broadcast(buffer, source)
+            received[outer][inner] = placed(buffer, device)
+    return received
 
 
 def _device() -> torch.device | None:
-    """Where the group's tensors must be, or None where it takes any."""
+    """The device on which the group's tensors must be, or None if any will do."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if dist.get_backend() == "gloo" else None

@@ -1,4 +1,4 @@
-"""Whether models drawn from a posterior still decide as the trained one does."""
+"""Whether models drawn from a posterior still decide as the trained model does."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from posthoc_uq.warned import warn_user
 
 
 def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
-    """Warn where models drawn at the prior precision of the evidence no longer predict what the trained one does.
+    """Warn where models drawn at the prior precision of the evidence no longer predict what the trained model does.
 
-    Laplace's evidence trusts a linear approximation; where weights outnumber the data by far, weights drawn at its
-    optimum lie outside of it.
+    Laplace's evidence relies on a linear approximation, which does not hold for weights drawn at its optimum where
+    there are far more weights than data.
     """
     if not posterior.likelihood.defines("agrees"):
         return
     samples = count_samples(batch)
     few = batch.narrow(0, min(samples, 64), samples)
-    # Fewer draws tell less, but those of a large network take memory.
+    # Fewer draws are less reliable, but draws of a large network take memory.
     draws = 20 if sum(mean.numel() for mean in posterior.mean.values()) <= 2_000_000 else 5
     with torch.no_grad():
         trained = few.call(replicate(cast(nn.Module, posterior.model)))

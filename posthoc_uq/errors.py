@@ -2,11 +2,11 @@
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text in which what a terminal would act on is escaped, as names from files may hold.
+    """The text with control characters escaped: a terminal would act on them, and names from files may hold them.
 
     Args:
         text: of any characters.
-        keep: characters that stay, though they are not printed.
+        keep: control characters that stay.
     """
     if text.isprintable():
         return text

@@ -39,7 +39,7 @@ class _Moments(nn.Module):
 
 
 class _Sampling(nn.Module):
-    """The ensemble draw by draw: the plainest program, whatever route the predictor itself takes."""
+    """The ensemble draw by draw, the simplest program, however the predictor itself runs it."""
 
     def __init__(self, predictor: SamplingPredictor) -> None:
         super().__init__()
@@ -60,19 +60,19 @@ def exportable(predictor: Predictor) -> nn.Module:
 
     Its positional arguments are the model's, its output is `ClassTensors` or `ValueTensors`. It shares the predictor's
     tensors. The moments head becomes one pass with means and variances, the sampling head `n_samples` passes, with all
-    drawn weights in the file. To run a saved program elsewhere, import `posthoc_uq` first, which knows the tuple's
-    name; an ONNX file needs nothing. The linearised head needs backward passes, which no program holds: weights are
-    drawn from its posterior in its place, with a warning.
+    drawn weights in the file. To run a saved program elsewhere, import `posthoc_uq` first, which defines the tuple's
+    class; an ONNX file does not need it. The linearised head needs backward passes, which programs cannot hold: its
+    posterior is exported as the sampling head, with a warning.
     """
     return _exportable(predictor)
 
 
 def _check_inputs(inputs: tuple[Any, ...]) -> None:
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
-        given = ", ".join(f"a {type(value).__name__}" for value in inputs) or "nothing"
+        kinds = ", ".join(f"a {type(value).__name__}" for value in inputs) or "nothing"
         raise PosthocUQError(
             f"export takes a predictor and an example of the model's inputs as tensors, uq.export(predictor, x), and "
-            f"was given {given}; torch.as_tensor(x) makes a tensor of an array."
+            f"was given {kinds}; torch.as_tensor(x) makes a tensor of an array."
         )
 
 
@@ -89,7 +89,7 @@ def _exportable(predictor: Any) -> nn.Module:
 
 
 def _drawn(predictor: Predictor) -> SamplingPredictor:
-    """Drawn weights of the same model and posterior, and a warning that says so."""
+    """The sampling head of the same model and posterior, with a warning that says so."""
     drawn = SamplingPredictor(predictor.model, predictor.posterior)
     warn_user(
         f"head={predictor.head!r} cannot be exported, because it needs backward passes: the program has "
@@ -103,7 +103,7 @@ def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) ->
     """`torch.export.export` of a predictor, for ``torch.export.save(program, "m.pt2")``.
 
     Args:
-        predictor: of the head "moments" or "sampling"; of the linearised one drawn weights are exported, with a
+        predictor: of the head "moments" or "sampling"; a linearised one is exported as the sampling head, with a
             warning.
         inputs: an example of the model's positional arguments, of at least two samples.
         dynamic_batch: let the exported program take any number of samples.
@@ -137,7 +137,7 @@ def export_onnx(
     program = _program(predictor, inputs, dynamic_batch)
     kind: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
     arguments = inspect.signature(unwrap(predictor.model).forward).parameters.values()
-    named = [own.name for own in arguments if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
+    named = [value.name for value in arguments if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)]
     torch.onnx.export(
         program,
         inputs,
@@ -157,5 +157,5 @@ def _program(predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool) ->
         shapes = (tuple({0: batch} for _ in inputs),)
     with torch.no_grad():
         with predictor.explaining(Batch(inputs)):
-            module(*inputs)  # what is made once and kept must be made before tracing
+            module(*inputs)  # tensors that are made once and cached must be made before tracing
         return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)

@@ -1,13 +1,12 @@
-"""The faithful prior: the widest posterior that still says, on the data that the network was trained on, what the
-network says.
+"""The faithful prior: the widest posterior whose predictions on the training data stay near the network's.
 
     tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
     D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
 
-through the head that will predict, without labels and without held-out data. Where no prior precision can be set (a
-training's variances), the `scale` moves in its place. With a matched temperature, every tau has the temperature at
-which the mean entropy over the same inputs is the network's own: confidence is kept on average, and moved from inputs
-where the weights disagree to inputs where they agree.
+where p_posterior is the prediction of the head that will be used. Neither labels nor held-out data are needed. Where no
+prior precision can be set (the variances of a training), the `scale` is set instead. With a matched temperature, every
+tau has the temperature at which the mean entropy over the same inputs is the network's own: confidence is kept on
+average, and moves from inputs where the weights disagree to inputs where they agree.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from posthoc_uq.replica import replicate
 from posthoc_uq.values import POSITIVE
 from posthoc_uq.warned import warn_user
 
-DIVERGENCE = 0.002  # nats: the default budget, which leaves choosing networks a fifth of the rule
+DIVERGENCE = 0.002  # nats: the default budget
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
 TOLERANCE = 0.05  # decades of the prior precision
-TEMPERATURES = (0.3, 3.0)  # in which a matched temperature is looked for
+TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched
 _ABOVE = 3  # decades above the weights' own precision at which a search begins
 _BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
 _UP = 12  # decades above it at which a search gives up
-_NOTHING = 1e-12  # mean square of weights that have no size of their own
+_ZERO = 1e-12  # mean square up to which weights count as zero
 _HALVINGS = 12  # of the interval of temperatures
 
 
@@ -50,7 +49,7 @@ class Faithful:
     """Ask `posthoc_uq.fit` for the widest posterior whose predictions stay near the network's own.
 
     Attributes:
-        divergence: how far they may be, mean over a few hundred of the training inputs, in nats. None leaves the
+        divergence: how far they may be, as a mean over a few hundred training inputs, in nats. None leaves the
             variances of a training as they are.
     """
 
@@ -64,14 +63,14 @@ class Faithful:
 
 @dataclass
 class Reached:
-    """What a search for the faithful prior ended with.
+    """The result of a search for the faithful prior.
 
     Attributes:
         divergence: mean over the inputs, in nats, at the values that were set.
-        budget: what it was to stay within.
+        budget: the largest divergence allowed, in nats.
         inputs: how many inputs it was measured on.
         evaluations: how often they were predicted.
-        at_edge: whether the search ended at the widest prior that it looks at.
+        at_edge: whether the search ended at the widest prior it tries.
     """
 
     divergence: float
@@ -92,11 +91,11 @@ class FaithfulSearch:
     """Finds the faithful prior of a posterior, and sets it.
 
     Args:
-        posterior: whose prior precision, or scale, is set; its present temperature is the network's.
+        posterior: its prior precision, or scale, is set; its present temperature is the network's.
         inputs: batches of training inputs, on the model's device.
-        predictor: through which they are predicted.
+        predictor: predicts them.
         seed: of the draws of a head that draws weights.
-        matched: whether each prior precision has a temperature of its own.
+        matched: whether each prior precision has its own temperature.
     """
 
     def __init__(
@@ -118,43 +117,44 @@ class FaithfulSearch:
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
             divisor = divisor_of(posterior)
-            found = self._cache.outputs(lambda batch: batch.copied().call(model))
-            self._outputs = [at_least_float32(outputs.detach()) / divisor for outputs, _ in found]
+            pairs = self._cache.outputs(lambda batch: batch.copied().call(model))
+            self._outputs = [at_least_float32(outputs.detach()) / divisor for outputs, _ in pairs]
         self._samples = sum(len(outputs) for outputs in self._outputs)
 
     def run(self, budget: float) -> Reached:
-        """Set the widest posterior within the budget; warns where there is none, and then sets the narrowest tried."""
-        found = self.set_widest(budget)
-        divergence, _ = self._evaluated[found]
-        self.trials.chosen = self.trials.trials[list(self._evaluated).index(found)]
+        """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
+        decade = self.set_widest(budget)
+        divergence, _ = self._evaluated[decade]
+        self.trials.chosen = self.trials.trials[list(self._evaluated).index(decade)]
         if not divergence <= budget:
             warn_user(
                 f"No {self._label} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
                 f"posterior that was tried is {divergence:.3g} nats from them, and is kept. A model that any change of "
                 f"the weights breaks is better served by layers='last', or head='linearized'."
             )
-        at_edge = self._prior is not None and found <= self._own_decade() - _BELOW
+        at_edge = self._prior is not None and decade <= self._weights_decade() - _BELOW
         if at_edge:
-            self.trials.at_edge.append(f"{self._label} = 10^{found:g}")
+            self.trials.at_edge.append(f"{self._label} = 10^{decade:g}")
         return Reached(divergence, budget, self._samples, len(self._evaluated), at_edge)
 
     def set_widest(self, budget: float) -> float:
-        """Set the widest posterior within the budget, or the narrowest tried; its decade."""
-        found = self._widest(budget)
-        self._set(found)
-        self.posterior.temperature = self._evaluated[found][1]
-        return found
+        """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
+        decade = self._widest(budget)
+        self._set(decade)
+        self.posterior.temperature = self._evaluated[decade][1]
+        return decade
 
     @property
     def _label(self) -> str:
         return ABOUT[self.name].label
 
     def _widest(self, budget: float) -> float:
-        """Decades downwards from where the divergence is nothing, then bisection."""
+        """Search downwards by decades from where the divergence is about zero, then by bisection."""
         self._evaluated: dict[float, tuple[float, float]] = {}
-        own = self._own_decade()
+        weights = self._weights_decade()
         # never wider than a training made it
-        decade, low, high = own + _ABOVE, own - (_BELOW if self._prior is not None else 0), own + _UP
+        decade, high = weights + _ABOVE, weights + _UP
+        low = weights - (_BELOW if self._prior is not None else 0)
         while self._divergence(decade) > budget:
             if decade >= high:
                 return decade
@@ -173,17 +173,17 @@ class FaithfulSearch:
                 outside = middle
         return inside
 
-    def _own_decade(self) -> float:
-        """The decade of the weights' own precision; of a scale, where the training put it."""
+    def _weights_decade(self) -> float:
+        """The decade of the inverse mean square of the trained weights; 0 for a scale, as the training left it."""
         if self._prior is None:
             return 0.0
         means = self.posterior.mean.values()
         mean_square = sum(float(as_double(m.detach()).square().sum()) for m in means)
         mean_square /= sum(m.numel() for m in means)
-        return float(ceil(-log10(mean_square))) if mean_square > _NOTHING else 0.0
+        return float(ceil(-log10(mean_square))) if mean_square > _ZERO else 0.0
 
     def _set(self, decade: float) -> None:
-        """A prior precision of ``10^decade`` (of several, their geometric mean), or the training's scale times that."""
+        """Set the prior precision (of several, the geometric mean) to ``10^decade``, or multiply the scale by it."""
         posterior, prior = self.posterior, self._prior
         if prior is None:
             posterior.scale = self._scale * 10.0**decade
@@ -194,7 +194,7 @@ class FaithfulSearch:
             posterior.prior_precision = 10.0**decade
 
     def _divergence(self, decade: float) -> float:
-        """At a decade, with its temperature; kept for the end."""
+        """The divergence at a decade and its temperature; both are remembered."""
         if decade in self._evaluated:
             return self._evaluated[decade][0]
         self._set(decade)
@@ -203,11 +203,11 @@ class FaithfulSearch:
         try:
             self.predictor.refresh(self._seed)
             with torch.no_grad():
-                found = [distribution for distribution, _ in self._cache.distributions()]
-                temperature = self._match(found) if self.matched else temperature
+                distributions = [distribution for distribution, _ in self._cache.distributions()]
+                temperature = self._match(distributions) if self.matched else temperature
                 self.posterior.temperature = temperature
-                value = self._mean(found, self.posterior.likelihood.divergence)
-        except NonFiniteError:  # draws of wild weights, or a precision that cannot be factorised
+                value = self._mean(distributions, self.posterior.likelihood.divergence)
+        except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
             pass
         value = value if isfinite(value) else float("inf")
         self._evaluated[decade] = value, temperature
@@ -215,20 +215,20 @@ class FaithfulSearch:
         self.trials.trials.append({self._label: present, "temperature": temperature, "divergence": value})
         return value
 
-    def _mean(self, found: Sequence[Any], score: Callable[[Tensor, Any], Tensor]) -> float:
+    def _mean(self, distributions: Sequence[Any], score: Callable[[Tensor, Any], Tensor]) -> float:
         """Mean over all inputs of a score of outputs and predictions."""
         total = 0.0
-        for outputs, distribution in zip(self._outputs, found, strict=True):
+        for outputs, distribution in zip(self._outputs, distributions, strict=True):
             total += float(as_double(score(outputs, self.predictor.prediction_of(distribution))).sum())
         return total / self._samples
 
-    def _match(self, found: Sequence[Any]) -> float:
-        """The temperature at which the mean entropy is the network's, or the present one where there is none."""
-        wanted = self._network_entropy()
+    def _match(self, distributions: Sequence[Any]) -> float:
+        """The temperature at which the mean entropy is the network's, or the present one if there is none."""
+        network_entropy = self._network_entropy()
 
         def excess(factor: float) -> float:
             self.posterior.temperature = self._temperature * factor
-            return self._mean(found, lambda _, p: p.entropy()) - wanted
+            return self._mean(distributions, lambda _, p: p.entropy()) - network_entropy
 
         low, high = (log10(bound) for bound in TEMPERATURES)
         if not (excess(10**low) <= 0.0 <= excess(10**high)):  # NaN included
@@ -252,10 +252,10 @@ def widening(posterior: Posterior) -> str:
     Raises:
         PosthocUQError: it has neither.
     """
-    found = posterior.widening
-    if found is None:
+    name = posterior.widening
+    if name is None:
         raise PosthocUQError(
             f"A posterior by method={posterior.method!r} has neither a prior precision nor a scale by which it could "
             f"be made wider or narrower; tune the temperature alone: uq.tune(posterior, val_loader, parameters=())."
         )
-    return found
+    return name

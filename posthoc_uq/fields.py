@@ -1,7 +1,7 @@
-"""What a value of a description may be: kinds of fields that a table is made of, each with its check.
+"""The kinds of values in a file's description, each with its check.
 
-A description is what JSON can hold. Kinds are strict: ``1.9`` is no whole number, ``true`` no number, and an object has
-the keys that its table names and no others.
+A description is a JSON value. Kinds are strict: ``1.9`` is no whole number, ``true`` is no number, and an object has
+exactly the keys that its table names.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from posthoc_uq.errors import CorruptPosteriorError
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _LONGEST = 4096  # characters of a name
-_DEPTH = 6  # of what is kept as it is
+_DEPTH = 6  # levels of nested values that are kept unread
 
 
 class Field(ABC):
-    """What one value may be."""
+    """A kind of value."""
 
     @abstractmethod
     def check(self, value: Any, where: str) -> None:
-        """Refuse a value that is none of these.
+        """Refuse a value that is not of this kind.
 
         Args:
             value: as JSON gives it.
@@ -39,7 +39,7 @@ class Field(ABC):
 
 
 def refuse(where: str, wanted: str, value: Any) -> CorruptPosteriorError:
-    """The error that says what should stand at a place, and what does."""
+    """The error that says which value should be at a place, and which one is."""
     return CorruptPosteriorError(f"{where} must be {wanted}, not {_SHORT.repr(value)}")
 
 
@@ -57,7 +57,7 @@ class Whole(Field):
 
 @dataclass(frozen=True)
 class Number(Field):
-    """A number in a range, which NaN never is, and infinity only where the range ends there."""
+    """A number in a range; NaN is never in it, and infinity only if the range ends there."""
 
     low: float
     high: float
@@ -87,7 +87,7 @@ class Simple(Field):
 
 @dataclass(frozen=True)
 class Text(Field):
-    """A text: one of a few, of a pattern, or any that is not too long."""
+    """A text: one of several, one that matches a pattern, or any that is not too long."""
 
     among: Collection[str] = ()
     pattern: str | None = None
@@ -127,7 +127,7 @@ class Items(Field):
 
 @dataclass(frozen=True)
 class Record(Field):
-    """An object with these keys, those in `optional` only where they are given."""
+    """An object with these keys; those in `optional` may be absent."""
 
     required: Mapping[str, Field]
     optional: Mapping[str, Field] = field(default_factory=lambda: dict[str, Field]())
@@ -136,20 +136,20 @@ class Record(Field):
         known = {**self.required, **self.optional}
         if not isinstance(value, dict):
             raise refuse(where, f"an object with {sorted(known)}", value)
-        found = cast(dict[str, Any], value)
-        stray = next((name for name in found if name not in known), None)
-        missing = next((name for name in self.required if name not in found), None)
+        entries = cast(dict[str, Any], value)
+        stray = next((name for name in entries if name not in known), None)
+        missing = next((name for name in self.required if name not in entries), None)
         if stray is not None:
             raise CorruptPosteriorError(f"{where} has {_SHORT.repr(stray)}, which does not belong there")
         if missing is not None:
             raise CorruptPosteriorError(f"{where} has no '{missing}'")
-        for name, own in found.items():
-            known[name].check(own, f"{where}, {name}")
+        for name, entry in entries.items():
+            known[name].check(entry, f"{where}, {name}")
 
 
 @dataclass(frozen=True)
 class Named(Field):
-    """An object whose keys are names of anything, and whose values are of one kind, but for some `special` names."""
+    """An object with any keys and values of one kind, but for those of the `special` keys."""
 
     item: Field
     special: Mapping[str, Field] = field(default_factory=lambda: dict[str, Field]())
@@ -157,15 +157,15 @@ class Named(Field):
     def check(self, value: Any, where: str) -> None:
         if not isinstance(value, dict):
             raise refuse(where, "an object", value)
-        for name, own in cast(dict[str, Any], value).items():
+        for name, entry in cast(dict[str, Any], value).items():
             if len(name) > _LONGEST:
                 raise refuse(f"a name in {where}", f"at most {_LONGEST} characters long", name)
-            self.special.get(name, self.item).check(own, f"{where}, {_SHORT.repr(name)}")
+            self.special.get(name, self.item).check(entry, f"{where}, {_SHORT.repr(name)}")
 
 
 @dataclass(frozen=True)
 class OneOf(Field):
-    """One kind or another, told apart by `which`: the number of the kind that a value claims to be."""
+    """One of several kinds; `which` gives the number of the kind that a value claims to be."""
 
     which: Callable[[Any], int]
     kinds: Sequence[Field]
@@ -174,24 +174,24 @@ class OneOf(Field):
         self.kinds[self.which(value)].check(value, where)
 
 
-def maybe(own: Field) -> Field:
+def maybe(kind: Field) -> Field:
     """A kind, or null."""
-    return OneOf(lambda value: value is not None, (_Nothing(), own))
+    return OneOf(lambda value: value is not None, (_Nothing(), kind))
 
 
-def or_empty(own: Field) -> Field:
+def or_empty(kind: Field) -> Field:
     """A kind of object, or an empty one."""
-    return OneOf(lambda value: value != {}, (Record({}), own))
+    return OneOf(lambda value: value != {}, (Record({}), kind))
 
 
 def number_or_named(number: Number) -> Field:
-    """A number, or one by name."""
+    """A number, or an object with one number a name."""
     return OneOf(lambda value: isinstance(value, dict), (number, Named(number)))
 
 
 @dataclass(frozen=True)
 class ByName(Field):
-    """An object whose other keys follow from the text that it has at one of them."""
+    """An object whose other keys depend on the text at one of its keys."""
 
     key: str
     kinds: Mapping[str, Field]
@@ -212,7 +212,7 @@ class _Nothing(Field):
 
 @dataclass(frozen=True)
 class Plain(Field):
-    """Any plain value, kept for people as it is: nothing is computed from it."""
+    """Any plain value, kept as it is for people to read: nothing is computed from it."""
 
     finite: bool = True
     depth: int = _DEPTH
@@ -224,12 +224,12 @@ class Plain(Field):
         if depth == 0:
             raise refuse(where, f"nested at most {self.depth} deep", value)
         if isinstance(value, dict):
-            for name, own in cast(dict[str, Any], value).items():
-                self._check(own, where, depth - 1)
+            for name, entry in cast(dict[str, Any], value).items():
+                self._check(entry, where, depth - 1)
                 if len(name) > _LONGEST:
                     raise refuse(f"a name in {where}", f"at most {_LONGEST} characters long", name)
         elif isinstance(value, list):
-            for own in cast(list[Any], value):
-                self._check(own, where, depth - 1)
+            for entry in cast(list[Any], value):
+                self._check(entry, where, depth - 1)
         elif self.finite and isinstance(value, float) and not isfinite(value):
             raise refuse(where, "finite", value)

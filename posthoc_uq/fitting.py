@@ -1,4 +1,4 @@
-"""`fit`: a trained model and its data in, a posterior over the weights out."""
+"""`fit`: from a trained model and its data to a posterior over the weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
 from posthoc_uq.inference.identity import fit_identity
-from posthoc_uq.inference.kept import KeptInputs, wanted_for
-from posthoc_uq.inference.noise import find_noise
+from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
+from posthoc_uq.inference.observation_noise import set_observation_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.task import Task, check_common
 from posthoc_uq.likelihoods import Likelihood
@@ -61,11 +61,11 @@ def fit(
     """Fit a posterior over the weights of a trained model. The model is not changed, nor is the global random state.
 
     In a process group of `torch.distributed` every process calls this with its own part of the data (a `DataLoader`
-    with a `DistributedSampler`) and gets the posterior of the whole; a training runs in one process only.
+    with a `DistributedSampler`) and gets the posterior of all data; a training runs in one process only.
 
     Args:
-        model: trained; run in eval mode on a copy that shares its weights.
-        loader: batches ``(inputs, targets)``, inputs alone, or mappings; read as often as the method says.
+        model: the trained model; a copy that shares its weights runs in eval mode.
+        loader: batches ``(inputs, targets)``, inputs alone, or mappings; how often it is read depends on the method.
         method: `INF`, `EFB`, `KFAC`, `Diagonal`, `Dense` or `FunctionSpace` with their options, as objects
             (``uq.INF(rank=50)``) or by name (``"inf"``, ``"efb"``, ``"kfac"``, ``"diag"``, ``"full"``,
             ``"function_space"``).
@@ -74,18 +74,19 @@ def fit(
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
             ``(name, module) -> bool``.
-        prior_precision: a number; ``"faithful"`` (the default) or a `Faithful`, for the widest posterior that still
-            says what the network says; or ``"evidence"``, for the maximum of the log marginal likelihood. Of a
-            training: the method's own, and its variances are then narrowed as far as a faithful posterior needs.
-        head: through which the faithful prior is found and by which `wrap` predicts: ``"linearized"``, ``"sampling"``
-            or ``"moments"``; by default the method's.
-        seed: of all that is drawn; a seed makes a fit bit-identical on one device.
+        prior_precision: a number; ``"faithful"`` (the default) or a `Faithful`, for the widest posterior whose
+            predictions stay near the network's; or ``"evidence"``, for the maximum of the log marginal likelihood.
+            For a training a number is the method's own prior precision, and the variances are then narrowed until they
+            are faithful.
+        head: the head by which the faithful prior is found and `wrap` predicts: ``"linearized"``, ``"sampling"`` or
+            ``"moments"``; by default the method's.
+        seed: of all random numbers; a seed makes a fit bit-identical on one device.
         checkpoint: a file from which the same call goes on after an interruption, with the same result to the last bit
             on one device if the loader gives the same batches in the same order. Deleted when the fit is done.
         batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of named ones.
         batch_to_targets: takes a batch to its targets.
         progress: show a bar per sweep, on rank 0.
-        **options: the method's fields, where it is given by name (``rank=50``); ``divergence``, the budget of a
+        **options: the method's fields, if it is given by name (``rank=50``); ``divergence``, the budget of a
             `Faithful`, in nats; ``noise_variance`` of a regression, in squared units of the targets, one number or one
             an output, by default the mean squared residual of the training data (1 without targets, with a warning).
 
@@ -100,19 +101,19 @@ def fit(
     arguments = dict(locals())
     request = together(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
-    task, features = _begin(model, loader, layers, request, progress)
+    task, features = _prepared_task(model, loader, layers, request, progress)
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
-    kept = KeptInputs(task.memory_budget, wanted_for(task.layers.values()))
-    task.observers += [kept] if request.faithful is not None else []
-    noise = find_noise(task) if request.finds_noise else "given"
+    kept_inputs = KeptInputs(task.memory_budget, inputs_to_keep(task.layers.values()))
+    task.observers += [kept_inputs] if request.faithful is not None else []
+    noise_origin = set_observation_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method, features)
     task.observe()
     del task.prepared
     if posterior.likelihood.noise_variance is not None:
-        posterior.history.tuning.setdefault("noise variance", noise)
+        posterior.history.tuning.setdefault("noise variance", noise_origin)
     posterior.history.head = {"name": request.head, "options": {}}
-    _settle_prior(posterior, request, task, kept)
+    _set_prior(posterior, request, task, kept_inputs)
     if val_loader is not None and not request.method.trains:
         readers: dict[str, Any] = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
         tune(posterior, val_loader, seed=request.seed, progress=progress, **readers)
@@ -123,23 +124,23 @@ def fit(
     return posterior
 
 
-def _begin(
+def _prepared_task(
     model: nn.Module,
     loader: Iterable[Any],
     layers: Selection,
     request: Request,
     progress: bool,
 ) -> tuple[Task, FeatureSource | None]:
-    """The task of a method, after the dry run on the first batch; and what enters the last layer, if that is known."""
+    """The task of a fit, after a dry run on the first batch, and the source of the last layer's features, if any."""
     method, likelihood, reader, seed = request.method, request.likelihood, request.reader, request.seed
     device = reader.device
     statistics = together(lambda: statistics_dtype(model, method.dtype), "checking dtype")
     budget = default_budget(device) if method.memory_budget is None else method.memory_budget
 
-    def begin() -> tuple[Task, FeatureSource | None, bool]:
+    def dry_run() -> tuple[Task, FeatureSource | None, bool]:
         with isolated_random_state(seed):
-            first, whole = _peek(loader, reader)
-            batch = first.copied()  # the dry run runs it several times
+            first, all_batches = _first_batch(loader, reader)
+            batch = first.copied()  # which is run several times
             autocast = torch.is_autocast_enabled(device.type)
             with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
                 prepared = prepare(
@@ -152,10 +153,10 @@ def _begin(
                 )
             features = find_features(model, batch, autocast)
             settings = SweepSettings(reader, likelihood, seed=seed, dtype=statistics, progress=progress)
-            task = Task(model, prepared, whole, batch, settings, device, budget)
+            task = Task(model, prepared, all_batches, batch, settings, device, budget)
             return task, features, gives_probabilities(model, batch, likelihood)
 
-    task, features, probabilities = together(begin, "the dry run")
+    task, features, probabilities = together(dry_run, "the dry run")
     if task.prepared.warning is not None:
         warn_user(task.prepared.warning)
     if probabilities:
@@ -166,19 +167,19 @@ def _begin(
 def _open_checkpoint(
     task: Task, request: Request, file: str | os.PathLike[str] | None, arguments: Mapping[str, Any]
 ) -> None:
-    """Make sure that all processes do the same fit, and read what an interrupted one left."""
+    """Check that all processes do the same fit, and read the checkpoint of an interrupted one."""
     if file is None and world() == 1:
         return
     method = request.method
-    own = fit_identity(arguments, request.identity(), task, request.method.trains)
-    check_common(own | {"checkpoint": "none" if file is None else "given"})
-    own["first batch"] = batch_hash(task.batch)
+    identity = fit_identity(arguments, request.identity(), task, request.method.trains)
+    check_common(identity | {"checkpoint": "none" if file is None else "given"})
+    identity["first batch"] = batch_hash(task.batch)
     if file is not None:
         task.checkpoint = together(
             lambda: Checkpoint(
                 file,
                 method.checkpoint_every,
-                own,
+                identity,
                 task.memory_budget,
                 task.model,
                 method.stages,
@@ -202,14 +203,14 @@ def _fitted(task: Task, method: Method, features: FeatureSource | None) -> Poste
     return posterior
 
 
-def _settle_prior(posterior: Posterior, request: Request, task: Task, kept: KeptInputs) -> None:
-    """The prior precision that was asked for, or the scale of a training."""
+def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: KeptInputs) -> None:
+    """Set the prior precision that was asked for, or the scale of a training."""
     head, prior, seed = posterior.history.head, request.prior, task.settings.seed
-    if posterior.widening is None:  # there is nothing to set
+    if posterior.widening is None:  # it has no prior precision or scale to set
         head["criterion"] = "given"
     elif request.faithful is not None:
         head["criterion"] = "faithful"
-        inputs, predictor = kept.batches(task.device), wrap(task.model, posterior)
+        inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
         settle_faithful(posterior, inputs, predictor, request.faithful, seed=seed)
     elif not posterior.takes_prior:
         head["criterion"] = "given"
@@ -224,8 +225,8 @@ def _settle_prior(posterior: Posterior, request: Request, task: Task, kept: Kept
             warn_if_draws_differ(posterior, task.batch, seed)
 
 
-def _peek(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:
-    """The first batch that holds a sample, and a loader that still yields all batches."""
+def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:
+    """The first batch with samples, and a loader that still yields all batches."""
     iterator = iter(loader)
     for first in iterator:
         batch = reader.read(first)

@@ -18,8 +18,8 @@ def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[
 
 @cache
 def _prepare() -> None:
-    """Load torch's own rules, which it would do at the first derivative: they are scripts, and some versions of torch
-    warn whoever happens to ask first that these are deprecated.
+    """Load torch's own rules before the first derivative does so: they are scripts, and some versions of torch
+    then warn that scripts are deprecated.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit", category=Warning)

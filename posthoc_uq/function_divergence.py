@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_noise
+from posthoc_uq.inference.function_kl import FunctionKL, gaussian_kl, relative_function_noise
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
 
@@ -27,9 +27,9 @@ def function_space_kl(
 
     Both are joint Gaussians over all outputs at all inputs, by the network linearised in its weights: ``q`` around the
     posterior's mean, with the covariance ``J Sigma J^T``; ``p`` around the trained weights, with ``J J^T /
-    prior_precision`` over the same layers (Rudner et al. 2022, eq. 5 and 9). It is never more than the divergence
-    between the weights' own distributions, if the means differ by a linear map of the weights, and at equal noise does
-    not fall when inputs are added; large where the data, or the objective, have settled the function.
+    prior_precision`` over the same layers (Rudner et al. 2022, eq. 5 and 9). If the means differ by a linear map of the
+    weights, it is at most the divergence between the distributions of the weights. At equal function noise it does not
+    fall when inputs are added. It is large where the data, or the objective, have determined the function.
 
     Args:
         posterior: of any method, fitted or loaded.
@@ -54,16 +54,16 @@ def function_space_kl(
         raise PosthocUQError(f"function_noise must be positive and finite, not {function_noise}.")
     prior = weight_prior(posterior, posterior.prior_precision if prior_precision is None else prior_precision)
     moments: list[tuple[Tensor, Tensor]] = []
-    for measured in (posterior, prior):
-        head = LinearizedPredictor(posterior.model, measured, outputs="all", engine="exact")
+    for distribution in (posterior, prior):
+        head = LinearizedPredictor(posterior.model, distribution, outputs="all", engine="exact")
         covariance = head.functional_covariance(*inputs, joint=True, **named_inputs)
         moments.append((head.functional_mean(*inputs, **named_inputs).flatten(), covariance))
-    (mean, covariance), (trained, prior_covariance) = moments
-    difference = trained if prior_mean == "pretrained" else torch.zeros_like(trained)
+    (mean, covariance), (trained_outputs, prior_covariance) = moments
+    prior_outputs = trained_outputs if prior_mean == "pretrained" else torch.zeros_like(trained_outputs)
     return gaussian_kl(
         mean[None],
         covariance[None],
-        difference[None],
+        prior_outputs[None],
         prior_covariance[None],
-        float(relative_noise(prior_covariance[None], function_noise)),
+        float(relative_function_noise(prior_covariance[None], function_noise)),
     )

@@ -27,34 +27,34 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_device, replicate
 from posthoc_uq.warned import warn_user
 
-HYPERPARAMETER = {"noise": "noise_scale"}  # where `tune` calls one otherwise than the posterior
+HYPERPARAMETER = {"noise": "noise_scale"}  # hyperparameters that have another name in `tune`
 SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most
-SHARE = 0.1  # of the best NLL, for what is wider than a fit's own: so networks below a tenth of a nat are held tighter
+SHARE = 0.1  # of the best NLL, which a posterior wider than a fit's own may cost at most, if that is less than SLACK
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
-_LEVEL = 1e-3  # nats: a smaller change over a decade says that a wider search finds nothing more
-_DECADES = 8  # that the prior precision is searched upwards
-_TOLERANCE = 0.1  # decades
-_TEMPERATURES = (-1.0, 1.5)  # decades
-SPREAD = 0.3  # deviation of the logarithm of a temperature before any data: a few samples hardly move it
+_LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
+_DECADES = 8  # of the prior precision that are searched upwards
+_TOLERANCE = 0.1  # decades of the prior precision
+_TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
+SPREAD = 0.3  # prior deviation of the logarithm of a temperature, so that a few samples hardly move it
 
 
 @contextmanager
 def restored_on_error(posterior: Posterior) -> Generator[None]:
-    """Give the hyperparameters, and the history of how they were found, back if the search fails."""
-    before = posterior.settings
+    """Restore the hyperparameters, and the history of how they were found, if the search fails."""
+    settings = posterior.settings
     history = posterior.history
-    kept = {name: dict(getattr(history, name)) for name in ("tuning", "calibration", "head", "faithful")}
+    records = {name: dict(getattr(history, name)) for name in ("tuning", "calibration", "head", "faithful")}
     try:
         yield
     except BaseException:
-        posterior.settings = before
-        for name, value in kept.items():
+        posterior.settings = settings
+        for name, value in records.items():
             setattr(history, name, value)
         raise
 
 
 def device_of(posterior: Posterior) -> torch.device:
-    """Where the posterior's model is."""
+    """The device of the posterior's model."""
     return model_device(model_of(posterior))
 
 
@@ -75,12 +75,12 @@ class HeldOutSearch:
     """A search over one hyperparameter after the other; every evaluation draws with the same seed.
 
     Args:
-        posterior: whose hyperparameters are set.
+        posterior: its hyperparameters are set.
         loader: held-out batches with targets.
-        predictor: through which they are predicted.
+        predictor: predicts them.
         seed: of the draws.
         reader: takes batches apart.
-        temperature: whether every evaluation has the temperature that predicts best.
+        temperature: whether every evaluation first sets the temperature that predicts best.
         progress: whether to show a bar.
     """
 
@@ -116,7 +116,7 @@ class HeldOutSearch:
 
     def loss(self) -> float:
         """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters; sets the
-        temperature first where that is searched too.
+        temperature first if that is searched too.
 
         The temperature is the most probable one under a log-normal prior around 1. Without that prior, the best
         temperature for a few samples that are all predicted correctly is close to zero, which makes every prediction
@@ -127,19 +127,19 @@ class HeldOutSearch:
             predicted = self._cache.distributions()
             if not self._tempered:
                 return self._mean(predicted)
-            found = list(predicted)
-            samples = sum(len(targets) for _, targets in found)
+            distributions = list(predicted)
+            samples = sum(len(targets) for _, targets in distributions)
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(found) + (log(temperature) / SPREAD) ** 2 / (2 * samples)
+                return self._mean(distributions) + (log(temperature) / SPREAD) ** 2 / (2 * samples)
 
             self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
-            return self._mean(found)
+            return self._mean(distributions)
 
-    def _mean(self, found: Iterable[tuple[Any, Tensor]]) -> float:
+    def _mean(self, distributions: Iterable[tuple[Any, Tensor]]) -> float:
         total, count = 0.0, 0
-        for distribution, targets in found:
+        for distribution, targets in distributions:
             prediction = self._predictor.prediction_of(distribution)
             total += self._log_prob(prediction, targets)
             count += len(prediction)
@@ -153,7 +153,7 @@ class HeldOutSearch:
         posterior = self.posterior
         try:
             value = self.loss()
-        except NonFiniteError:  # a draw of wild weights: a value no search keeps
+        except NonFiniteError:  # draws of extreme weights: a value that no search keeps
             value = float("inf")
         value = value if value == value else float("inf")
         self._bar.update()
@@ -162,22 +162,22 @@ class HeldOutSearch:
         self.trials.trials.append({**first, **tried, "validation NLL": value})
         return value
 
-    def widest(self, given: Sequence[float] | None, harmless: Callable[[], None]) -> None:
-        """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best:
-        at most `SLACK`, and of classes, for what is wider than the posterior of `harmless`, at most `SHARE` of the best
-        NLL too; the `scale` of a posterior that takes no prior.
+    def widest(self, grid: Sequence[float] | None, set_faithful: Callable[[], None]) -> None:
+        """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best: by
+        at most `SLACK`. For classes, a posterior wider than that of `set_faithful` must also stay within `SHARE` of
+        the best NLL. For a posterior that takes no prior, set the `scale` in the same way.
 
-        The present one is the faithful prior: what it lets through is harmless on familiar data, which held-out data of
-        the training distribution cannot improve on where foreign inputs matter. A few labels that are all predicted
-        correctly have an NLL near zero, a share of which asks for certainty; so the share counts only for what is wider
-        than a fit makes by itself.
+        The present prior is the faithful one. A posterior no wider is harmless on familiar data, and held-out data of
+        the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, the
+        NLL is near zero and a share of it would demand certainty; so the share only limits posteriors wider than those
+        that a fit makes by itself.
 
         Args:
-            given: the prior precisions to try, in place of decades and bisection; None for these.
-            harmless: sets the posterior that a fit makes by itself; called where the share decides.
+            grid: the prior precisions to try; None for decades and bisection.
+            set_faithful: sets the posterior that a fit makes by itself; called where the share decides.
         """
         base, tried = self.posterior.settings, dict[float, tuple[float, Hyperparameters]]()
-        own = float("inf")  # the decade from which upwards `SLACK` alone counts
+        fitted_decade = float("inf")  # from this decade upwards `SLACK` alone counts
 
         def at(decade: float) -> float:
             if decade not in tried:
@@ -186,36 +186,36 @@ class HeldOutSearch:
                 tried[decade] = self._evaluate(), self.posterior.settings
             return tried[decade][0]
 
-        def settled(accepted: Callable[[float, float], bool]) -> tuple[float, float]:
-            """The smallest decade that is accepted, given the best loss; and that loss."""
+        def smallest_accepted(accepted: Callable[[float, float], bool]) -> tuple[float, float]:
+            """The smallest accepted decade, and the best loss, which the acceptance depends on."""
             while True:
                 best = min(loss for loss, _ in tried.values())
                 good = [decade for decade in tried if accepted(decade, best)]
                 inside = min(good) if isfinite(best) else max(good)
                 below = [decade for decade in tried if decade < inside]
-                if not below or given is not None or inside - max(below) <= _TOLERANCE:
+                if not below or grid is not None or inside - max(below) <= _TOLERANCE:
                     return inside, best
                 at((inside + max(below)) / 2)
 
-        if given is not None:
-            for value in given:
+        if grid is not None:
+            for value in grid:
                 at(log10(value / _geometric_mean(base.prior_precision)))
         else:
             for decade in range(_DECADES):
                 at(float(decade))
                 if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
                     break
-        inside, best = settled(lambda decade, best: at(decade) <= best + SLACK)
+        inside, best = smallest_accepted(lambda decade, best: at(decade) <= best + SLACK)
         if isfinite(best) and at(inside) > best + self._share_of(best):
             self.posterior.settings = base
-            harmless()
-            own = self._decade_from(base)
-            if inside < own:
-                if given is None and isfinite(own):
-                    at(own)
-                inside, best = settled(
+            set_faithful()
+            fitted_decade = self._decade_from(base)
+            if inside < fitted_decade:
+                if grid is None and isfinite(fitted_decade):
+                    at(fitted_decade)
+                inside, best = smallest_accepted(
                     lambda decade, best: (
-                        at(decade) <= best + (SLACK if decade >= own else self._share_of(best))
+                        at(decade) <= best + (SLACK if decade >= fitted_decade else self._share_of(best))
                     )
                 )
         loss, values = tried[inside]
@@ -224,8 +224,8 @@ class HeldOutSearch:
         self._note(loss, best)
 
     def _share_of(self, best: float) -> float:
-        """Nats above the best NLL that a posterior wider than a fit's own may have. The NLL of a density has no such
-        measure, for it depends on the unit of the targets.
+        """Nats above the best NLL that a posterior wider than a fit's own may cost. The share does not apply to the NLL
+        of a density, which depends on the unit of the targets.
         """
         return min(SLACK, SHARE * best) if self.posterior.likelihood.logits else SLACK
 
@@ -261,33 +261,33 @@ class HeldOutSearch:
             self.posterior.prior_precision = prior * factor
 
     def coordinate(self, name: str, max_evaluations: int) -> None:
-        """Minimise the loss over one of ``"residual_weight"``, ``"scale"``, ``"noise"``, from the present values; the
-        best tried are kept.
+        """Minimise the loss over one of ``"residual_weight"``, ``"scale"``, ``"noise"``, from the present values; keep
+        the best values tried.
         """
         if self._best_loss == float("inf"):
             self._best_loss, self._best = self._evaluate(), self.posterior.settings
-        base, own = self._best, HYPERPARAMETER.get(name, name)
-        kept = [(self._best_loss, base)]
+        base, hyperparameter = self._best, HYPERPARAMETER.get(name, name)
+        tried = [(self._best_loss, base)]
 
         def objective(x: float) -> float:
-            value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(base, own) * x
-            self.posterior.settings = replace(base, **{own: value})
-            kept.append((self._evaluate(), self.posterior.settings))
-            return kept[-1][0]
+            value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(base, hyperparameter) * x
+            self.posterior.settings = replace(base, **{hyperparameter: value})
+            tried.append((self._evaluate(), self.posterior.settings))
+            return tried[-1][0]
 
         edge = False
-        if name == "residual_weight":  # [0, 1] is its whole domain: an end of it is no edge of a search
+        if name == "residual_weight":  # [0, 1] is its full domain, so its ends are no edges of a search
             options = {"xatol": 0.03, "maxiter": max_evaluations}
             minimize_scalar(objective, bounds=(0.0, 1.0), method="bounded", options=options)
             objective(0.0)
             objective(1.0)
         else:
             _, edge = search_decades(objective, (-2.0, 2.0), (-2.0, 2.0), 0.05, max_evaluations)
-        improved = min(kept, key=lambda pair: pair[0])
+        improved = min(tried, key=lambda pair: pair[0])
         if improved[0] < self._best_loss - _INDIFFERENT:
             self._best_loss, self._best = improved
             if edge:
-                shown = getattr(self._best, own)
+                shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
         self.posterior.settings = self._best
         self.posterior.history.tuning[name.replace("_", " ")] = "validation NLL"
@@ -299,13 +299,13 @@ class HeldOutSearch:
         self._note_temperature()
 
     def finish(self) -> Trials:
-        """Say what ended at an edge, and where even the best predicts held-out data worse than the model alone."""
+        """The trials; warns of values at an edge, and if even the best predicts held-out data worse than the model."""
         self._bar.close()
         self.trials.chosen = self._trial_in_place()
         warn_edges(self.trials)
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
         with torch.no_grad():
-            alone = (  # a mean that was trained is another network
+            alone = (  # where the mean was trained, the model alone is another network
                 ((batch.copied().call(twin), targets) for batch, targets in self._batches())
                 if self.posterior.centre
                 else self._cache.outputs(lambda batch: batch.copied().call(twin))
@@ -328,17 +328,17 @@ class HeldOutSearch:
 
     def _trial_in_place(self) -> dict[str, Any]:
         """The trial with the values that were set."""
-        kept = self.posterior.settings.plain()
+        present = self.posterior.settings.plain()
         return next(
             trial
             for trial in reversed(self.trials.trials)
-            if all(trial[name.replace("_", " ")] == value for name, value in kept.items())
+            if all(trial[name.replace("_", " ")] == value for name, value in present.items())
         )
 
     def _plain_likelihood(self) -> Likelihood:
-        """The posterior's likelihood at its present noise."""
-        likelihood, noise = self.posterior.likelihood, self.posterior.noise_variance
-        return likelihood if noise is None else likelihood.with_noise(noise)
+        """The posterior's likelihood at its present noise variance."""
+        likelihood, noise_variance = self.posterior.likelihood, self.posterior.noise_variance
+        return likelihood if noise_variance is None else likelihood.with_noise(noise_variance)
 
 
 def _geometric_mean(prior: Any) -> float:

@@ -1,4 +1,4 @@
-"""Weighted layers as matrices: which weights a layer has, and its inputs and output gradients as rows.
+"""Weighted layers as matrices: the weights of a layer, and its inputs and output gradients as rows.
 
 A Linear or convolution layer is ``groups`` matrices of shape ``(outputs, inputs)``; the bias is the last
 input column, whose activation is the constant 1 (Lee et al. 2020, section 2.1). Sample ``s`` at position
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Where the samples are in a linear layer's input: in the leading dimension (one sample's rows together), in
-# the second one, or in the leading one with the samples varying fastest, as in the flattened (tokens, samples)
-# rows of multi-head attention.
+# Where the samples are in a linear layer's input: in the first dimension (the rows of a sample together), in the second
+# one, or in the first one with the samples varying fastest, as in the flattened (tokens, samples) rows of multi-head
+# attention.
 BATCH_AXES = (0, 1, INTERLEAVED := -1)
 
-# Dimensions of the weight, by the kind of the layer.
+# Number of dimensions of the weight, by the kind of the layer.
 KINDS = {"linear": 2, "matmul": 2, "conv1d": 3, "conv2d": 4, "conv3d": 5}
 
 WEIGHTED_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -91,10 +91,10 @@ class Layer:
         weight = matrix if self.bias is None else matrix[..., :-1]
         if self.kind == "matmul":
             weight = weight.transpose(-2, -1).contiguous()
-        found = {self.weight: weight.reshape(*lead, *self.weight_shape)}
+        parameters = {self.weight: weight.reshape(*lead, *self.weight_shape)}
         if self.bias is not None:
-            found[self.bias] = matrix[..., -1].reshape(*lead, self.groups * self.outputs)
-        return found
+            parameters[self.bias] = matrix[..., -1].reshape(*lead, self.groups * self.outputs)
+        return parameters
 
     def attributes(self) -> dict[str, Any]:
         """Plain values from which `from_attributes` rebuilds the layer."""

@@ -1,9 +1,9 @@
-"""Batches of every accepted form as inputs and targets on the model's device.
+"""Batches in every accepted form, read as inputs and targets on the model's device.
 
 A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch
-is a tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under a usual name), or whatever
-`batch_to_inputs` and `batch_to_targets` take apart. Arrays of NumPy and frames of pandas become tensors of their own
-type.
+is a tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under one of `TARGET_NAMES`), or any
+form that `batch_to_inputs` and `batch_to_targets` take apart. NumPy arrays and pandas frames become tensors of the
+same number type.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Batch:
         return output_tensor(self.call_any(model))
 
     def call_any(self, model: Callable[..., Any]) -> Any:
-        """Whatever the model returns."""
+        """The model's return value as it is."""
         return model(*self.args, **self.kwargs)
 
     def to(self, device: torch.device) -> Batch:
@@ -69,7 +69,7 @@ class Batch:
         return Batch(tuple(map(move, self.args)), self.targets, {k: move(v) for k, v in self.kwargs.items()})
 
     def copied(self) -> Batch:
-        """A copy that belongs to no graph, for one run: a model may change its inputs in place."""
+        """A copy outside of any graph, for one run, since a model may change its inputs in place."""
 
         def copy(value: Any) -> Any:
             return value.detach().clone() if isinstance(value, Tensor) else value
@@ -116,22 +116,22 @@ class Batch:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The tensor of outputs in what a model returned: itself, ``.logits``, ``["logits"]``, or the first of a
-    tuple.
+    """The tensor of outputs in a model's return value: the value itself, ``.logits``, ``["logits"]``, or the first
+    entry of a sequence.
     """
-    found = output
+    tensor = output
     if isinstance(output, Mapping):
-        found = cast(Mapping[str, Any], output).get("logits")
+        tensor = cast(Mapping[str, Any], output).get("logits")
     elif not isinstance(output, Tensor):
-        found = getattr(output, "logits", None)
-        if found is None and isinstance(output, Sequence) and len(cast(Sequence[Any], output)) > 0:
-            found = cast(Sequence[Any], output)[0]
-    if not isinstance(found, Tensor) or not found.is_floating_point():
+        tensor = getattr(output, "logits", None)
+        if tensor is None and isinstance(output, Sequence) and len(cast(Sequence[Any], output)) > 0:
+            tensor = cast(Sequence[Any], output)[0]
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise PosthocUQError(
             f"The model returned {type(output).__name__}; it must return a tensor of logits or means, "
             f"or something with that tensor as 'logits'."
         )
-    return found
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,12 @@ class BatchReader:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of NumPy, or a frame or a series of pandas."""
+    """Whether a value is a NumPy array, or a pandas frame or series."""
     return isinstance(value, np.ndarray) or (hasattr(value, "to_numpy") and hasattr(value, "shape"))
 
 
 def _with_tensors(inputs: Any) -> Any:
-    """Inputs whose arrays are tensors, also in a tuple or a mapping of them."""
+    """The inputs with arrays turned into tensors, also inside of a tuple or a mapping."""
     if isinstance(inputs, Mapping):
         return {name: _with_tensors(value) for name, value in cast(Mapping[str, Any], inputs).items()}
     if isinstance(inputs, tuple):
@@ -228,7 +228,7 @@ def _target_tensor(targets: Any) -> Tensor:
 
 
 def _tensor_of(array: Any) -> Tensor:
-    """A copy, since torch can only share memory that it may write to."""
+    """The array as a tensor; a copy, since torch can only share memory that it may write to."""
     numbers = np.asarray(array)
     try:
         return torch.tensor(numbers, device="cpu").contiguous()
@@ -240,7 +240,7 @@ def _tensor_of(array: Any) -> Tensor:
 
 
 def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
-    """Read a loader from its start to its end; batches without samples are left out.
+    """Read a loader from start to end; skips batches without samples.
 
     Raises:
         PosthocUQError: the loader yields no batch with samples.
@@ -261,11 +261,11 @@ def no_sample() -> PosthocUQError:
 
 
 def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
-    """Batches whose transfer to the device overlaps with the work on the batch before."""
+    """Batches whose transfer to the device overlaps with the work on the previous batch."""
     stream = torch.cuda.Stream(reader.device)
     current: Batch | None = None
     for raw in loader:
-        # What the loader did on the device itself must be done before it is read.
+        # The loader's own work on the device must be done before its batch is read.
         stream.wait_stream(torch.cuda.current_stream(reader.device))
         with torch.cuda.stream(stream):
             following = reader.read(raw)
@@ -275,27 +275,27 @@ def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         main.wait_stream(stream)
         for tensor in (*following.tensors(), following.targets):
             if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(main)  # its memory is not to be reused while the work on it lasts
+                tensor.record_stream(main)  # so that its memory is not reused before the work on it is done
         current = following
     if current is not None:
         yield current
 
 
 def known_length(sized: Any) -> int:
-    """How many items there are, or 0 where nobody says."""
+    """How many items there are, or 0 if that is unknown."""
     try:
         return length_hint(sized)
-    except Exception:  # a length that is asked for but not there, in whatever way its author refuses
+    except Exception:  # no length after all; the author's error may be of any kind
         return 0
 
 
 class Bar:
-    """A progress bar in samples, with their rate and the time left; silent where it is not wanted, and on all ranks
-    but the first.
+    """A progress bar in samples, with their rate and the time left; hidden if not `visible`, and on all ranks but the
+    first.
 
     Args:
-        loader: says how many samples there are, or how many batches, or nothing.
-        description: what is being done.
+        loader: its numbers of samples or batches, if known, give the total.
+        description: of the work, in words.
         visible: whether to show it.
     """
 
@@ -313,17 +313,17 @@ class Bar:
         self._bar.close()
 
     def advance(self, samples: int) -> None:
-        """Count some samples."""
-        if self._batches:  # all batches are taken to be as large as the first
+        """Add to the samples done."""
+        if self._batches:  # assume that all batches are as large as the first
             self._bar.total, self._batches = self._batches * samples, 0
         self._bar.update(samples)
 
 
 def check_loader(loader: Any, name: str = "loader") -> None:
-    """Refuse what is data but no loader.
+    """Refuse data that are no loader.
 
     Args:
-        loader: what was passed.
+        loader: the value that was passed.
         name: of the parameter that it was passed as.
 
     Raises:
@@ -332,8 +332,8 @@ def check_loader(loader: Any, name: str = "loader") -> None:
     pair = isinstance(loader, (tuple, list)) and len(cast(Sequence[Any], loader)) == 2
     pair = pair and all(isinstance(part, Tensor) or is_array(part) for part in loader)
     pair = pair and len(loader[0].shape) != len(loader[1].shape)
-    plain = isinstance(loader, (Tensor, Dataset, Mapping, str)) or hasattr(loader, "__array__")
-    if pair or plain:
+    bare_data = isinstance(loader, (Tensor, Dataset, Mapping, str)) or hasattr(loader, "__array__")
+    if pair or bare_data:
         kind = "one pair of inputs and targets" if pair else f"a {type(loader).__name__}"
         raise PosthocUQError(
             f"The {name} is {kind}, not an iterable of batches; wrap the data in torch.utils.data.DataLoader, "
@@ -344,7 +344,7 @@ def check_loader(loader: Any, name: str = "loader") -> None:
 
 
 def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
-    """Refuse an iterator that is used up after one sweep where more are needed.
+    """Refuse an iterator, which is used up after one sweep, where several are needed.
 
     Raises:
         PosthocUQError: the loader can be read only once.

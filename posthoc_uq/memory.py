@@ -8,15 +8,15 @@ import psutil
 import torch
 
 SHARE = 1 / 8  # of the free memory that one temporary may take by default
-MOST = 256 * 2**20  # and no more than this: larger temporaries are not faster
+MOST = 256 * 2**20  # bytes at most: larger temporaries are not faster
 LEAST = 2**20
 
 
 def default_budget(device: torch.device) -> int:
     """Bytes for one temporary of the statistics: a share of what is free on the device, at most 256 MiB.
 
-    A power of two, so that two fits on one machine rarely differ in it: it decides the order of sums, and so their
-    rounding.
+    It decides the order of sums, and so their rounding. As a power of two it rarely differs between two fits on one
+    machine.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -27,10 +27,10 @@ def default_budget(device: torch.device) -> int:
 
 
 def return_freed_memory() -> None:
-    """Ask the C library for its free heap pages back.
+    """Make the C library return its free heap pages to the system.
 
-    glibc keeps them: some hundred MiB after a fit or after drawing an ensemble of a ResNet.
-    Does nothing where the C library has no such call.
+    glibc keeps them: some hundred MiB after a fit, or after drawing an ensemble of a ResNet. Does nothing where the C
+    library has no such call.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)

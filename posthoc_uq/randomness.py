@@ -1,4 +1,4 @@
-"""Random numbers that belong to a sample, and a guard for the global random state.
+"""Random numbers that depend on a sample alone, and a guard for the global random state.
 
 A label drawn for a sample is keyed on the bytes of that sample's input, so it is the same whatever the batch
 size, the order of the samples, the device or the number of processes.
@@ -18,9 +18,9 @@ from torch import Tensor
 from posthoc_uq.devices import as_double
 
 _MASK = (1 << 64) - 1
-_WORDS_AT_ONCE = 2**20  # of 8 bytes, in a temporary of the hashes
-# 64-bit numbers go as two words: the low bits of a float64 such as 1.0 are all zero, and a product modulo
-# 2^64 would keep them so.
+_WORDS_AT_ONCE = 2**20  # words of 8 bytes in one temporary of the hashes
+# 64-bit numbers are hashed as two words: the low bits of a float64 such as 1.0 are all zero, and would stay zero in a
+# product modulo 2^64.
 _BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -89,27 +89,27 @@ def uniforms(keys: Tensor, count: int) -> Tensor:
 
 
 def share_of(keys: Tensor, share: float) -> Tensor:
-    """Which samples ``(samples,)`` belong to a share of the data: a function of the keys alone, and of other bits than
-    `uniforms` gives.
+    """Which samples ``(samples,)`` belong to a share of the data: a function of the keys alone, by other bits than
+    those of `uniforms`.
     """
     bits = _shift_right(mix(mix(keys ^ _MIX1) + _GAMMA), 11)
     return bits < int(share * (1 << 53))
 
 
 def device_generators() -> list[tuple[Any, tuple[int, ...]]]:
-    """The global generators of the devices in use: torch's module of the device, and the arguments that name one."""
-    found: list[tuple[Any, tuple[int, ...]]] = []
+    """The global generators of the devices in use: torch's module for the device, and the arguments for one."""
+    generators: list[tuple[Any, tuple[int, ...]]] = []
     for module in (torch.cuda, torch.xpu):
         if module.is_available() and module.is_initialized():
-            found += [(module, (index,)) for index in range(module.device_count())]
+            generators += [(module, (index,)) for index in range(module.device_count())]
     if torch.backends.mps.is_available():
-        found.append((torch.mps, ()))
-    return found
+        generators.append((torch.mps, ()))
+    return generators
 
 
 @contextmanager
 def isolated_random_state(seed: int | None = None) -> Generator[None]:
-    """Run a block with the global generators seeded (Python, numpy, torch), and give them back as they were."""
+    """Run a block with the global generators (Python, NumPy, torch) seeded, and restore their states afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices, state = device_generators(), torch.get_rng_state()
     device_states = [module.get_rng_state(*place) for module, place in devices]
@@ -117,7 +117,7 @@ def isolated_random_state(seed: int | None = None) -> Generator[None]:
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
-            # Not torch.manual_seed, which also seeds devices that are not in use yet, for good.
+            # Not torch.manual_seed, which also seeds devices that are not in use yet and would not be restored.
             torch.default_generator.manual_seed(seed)
             for module in {module for module, _ in devices}:
                 getattr(module, "manual_seed_all", module.manual_seed)(seed)
@@ -126,5 +126,5 @@ def isolated_random_state(seed: int | None = None) -> Generator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(state)
-        for (module, place), own in zip(devices, device_states, strict=True):
-            module.set_rng_state(own, *place)
+        for (module, place), saved in zip(devices, device_states, strict=True):
+            module.set_rng_state(saved, *place)

@@ -18,13 +18,13 @@ from posthoc_uq.devices import has_double
 from posthoc_uq.errors import PosthocUQError
 
 _COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
-_PARALLEL = "module"  # and that of `DataParallel` and `DistributedDataParallel`
+_PARALLEL = "module"  # the same of `DataParallel` and `DistributedDataParallel`
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside `torch.compile`, `nn.DataParallel` and `DistributedDataParallel`, or the model itself.
 
-    So names are the same with these wrappers as without, and nothing runs on several devices at once.
+    With it, names are the same with and without these wrappers, and nothing runs on several devices at once.
     """
     if not isinstance(model, nn.Module):
         raise PosthocUQError(f"The model must be a torch.nn.Module, not a {type(model).__name__}.")
@@ -34,12 +34,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without what wrappers, also of parts of a model, put into it."""
+    """A parameter's name without the parts that wrappers of the model, or of its parts, put into it."""
     return ".".join(part for part in name.split(".") if part not in (_COMPILED, _PARALLEL))
 
 
 def other_name(name: str, names: Iterable[str]) -> str | None:
-    """What `names` have in the place of a name that they lack, where only wrappers tell the two apart."""
+    """The one of `names` that differs from `name` by wrappers only, or None."""
     return next((other for other in names if bare_name(other) == bare_name(name)), None)
 
 
@@ -49,8 +49,8 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
 
     Args:
         model: any module that `copy.deepcopy` can copy.
-        parameters: tensors to put in place of the model's own, by name, on the device of what they replace; an
-            `nn.Parameter` among them is used as it is, so that several replicas can hold the same one.
+        parameters: tensors by name that replace the model's own, on the device of these; an `nn.Parameter` is used as
+            it is, so that several replicas can hold the same one.
 
     Raises:
         PosthocUQError: the model cannot be copied (scripted, lazy, or holding something that has no copy).
@@ -58,20 +58,20 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
     model = unwrap(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise PosthocUQError("The model is a TorchScript module; pass the original nn.Module instead.")
-    given = parameters or {}
+    replacements = parameters or {}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PosthocUQError(
                 f"Parameter '{name}' is not initialised yet; run the model once on a batch first."
             )
-        replacement = given.get(name, parameter)
-        if name not in given or not isinstance(replacement, nn.Parameter):
+        replacement = replacements.get(name, parameter)
+        if name not in replacements or not isinstance(replacement, nn.Parameter):
             replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
         memo[id(parameter)] = replacement
     for _, _, value in _attributes(model):
         if isinstance(value, Tensor) and not value.is_leaf:
-            # Kept from the last pass, as a weight that a hook computes in each or a feature map; it has no deep copy.
+            # Left from the last pass, like a feature map or a weight that a hook computes; it has no deep copy.
             memo[id(value)] = value.detach().clone()
     try:
         twin = copy.deepcopy(model, memo)
@@ -84,7 +84,7 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """What modules hold beside parameters, buffers and modules: name of the module, of the attribute, value."""
+    """Attributes of modules besides parameters, buffers and modules: name of the module, of the attribute, value."""
     for module_name, module in model.named_modules():
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -92,7 +92,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
-    """The first attribute that has no copy, in words; nothing where it is hidden more deeply."""
+    """The first attribute that cannot be copied, in words; empty where it is hidden more deeply."""
     for module_name, name, value in _attributes(model):
         try:
             copy.deepcopy(value, dict(memo))
@@ -105,7 +105,7 @@ def check_differentiable(model: nn.Module) -> None:
     """Refuse a model that was made under ``torch.inference_mode()``.
 
     Raises:
-        PosthocUQError: it has parameters or buffers that nothing can be differentiated through.
+        PosthocUQError: it has parameters or buffers that cannot take part in differentiation.
     """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if not nn.parameter.is_lazy(tensor) and tensor.is_inference():
@@ -116,10 +116,10 @@ def check_differentiable(model: nn.Module) -> None:
 
 
 def untied(model: nn.Module, layer: str) -> nn.Module:
-    """A copy of `model`, on the same memory and in eval mode, in which one layer's parameters are its own.
+    """A copy of `model`, on the same memory and in eval mode, in which one layer no longer shares its parameters.
 
     A layer that shares its weight with an embedding, as the last one of GPT-2 does, can have a posterior in the copy:
-    it is about the layer's use of the weight, and the embedding keeps its values. Fit, load and wrap the copy.
+    the posterior is of the layer's weight alone, and the embedding keeps its values. Fit, load and wrap the copy.
 
     Args:
         model: the model.
@@ -165,10 +165,10 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
-    """What statistics are accumulated in: float32, or float64 where the model is or where it is asked for.
+    """The number type of the statistics: float32, or float64 if the model has it or if it is asked for.
 
     Raises:
-        PosthocUQError: `dtype` is another one, or one that the model's device does not have.
+        PosthocUQError: `dtype` is neither of the two, or the model's device does not have it.
     """
     if dtype is None:
         wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())

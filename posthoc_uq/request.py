@@ -1,4 +1,4 @@
-"""What a call of `fit` asks for, checked before any work is done."""
+"""The arguments of a call of `fit`, checked before any work is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posthoc_uq.curvature.selection import Selection, check_selection
 from posthoc_uq.distributed import is_divided
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import Faithful
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import Method, method_of
@@ -30,11 +30,11 @@ class Request:
 
     Attributes:
         method: with its options.
-        likelihood: with its noise, where that is known.
-        finds_noise: whether the noise of a regression is to be found from the data.
-        prior: a prior precision, ``"evidence"``, or how the faithful one is found; of a training the last.
-        head: through which a faithful prior is found and predictions are made.
-        seed: of all that is drawn.
+        likelihood: with its noise variance, if known.
+        finds_noise: whether the noise variance of a regression comes from the data.
+        prior: a prior precision, ``"evidence"``, or how the faithful one is found; for a training always the last.
+        head: the head by which a faithful prior is found and predictions are made.
+        seed: of all random numbers.
         reader: of the batches.
     """
 
@@ -48,18 +48,18 @@ class Request:
 
     @property
     def faithful(self) -> float | None:
-        """The budget of the faithful prior in nats, if that is what is to be found."""
+        """The budget of the faithful prior in nats; None where no faithful prior is to be found."""
         prior = self.prior
         return prior.divergence if isinstance(prior, Faithful) and self.likelihood.has_divergence else None
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that two fits must have in common for one to go on where the other stopped."""
+        """Plain values that must be the same for one fit to go on where another stopped."""
         noise = "found from the data" if self.finds_noise else "given"
-        said = {"likelihood": plain(self.likelihood), "noise": noise, "head": self.head}
+        shared = {"likelihood": as_plain(self.likelihood), "noise": noise, "head": self.head}
         faithful = self.prior.divergence if isinstance(self.prior, Faithful) else None
         prior = "faithful" if isinstance(self.prior, Faithful) else self.prior
         return (
-            said
+            shared
             | {"seed": self.seed, "prior of the weights": prior, "divergence": faithful}
             | self.method.identity()
         )
@@ -77,10 +77,10 @@ def requested(
     options: Mapping[str, Any],
     **others: Any,
 ) -> Request:
-    """The arguments of `fit`, once all of them have been checked that need no model.
+    """The arguments of `fit`, after the checks that can be made before the model runs.
 
     Raises:
-        PosthocUQError: one has no valid value, or two do not fit together; the message says how to go on.
+        PosthocUQError: a value is not valid, or two do not fit together; the message says how to go on.
     """
     if torch.is_inference_mode_enabled():
         raise PosthocUQError(
@@ -89,10 +89,11 @@ def requested(
     network = unwrap(model)
     check_selection(layers)
     seed = SEED("seed", others["seed"])
-    own = dict(options)
-    faithful, noise = Faithful(own.pop("divergence", Faithful.divergence)), own.pop("noise_variance", None)
-    resolved = resolve_likelihood(likelihood, noise)
-    chosen = method_of(method, own)
+    method_options = dict(options)
+    faithful = Faithful(method_options.pop("divergence", Faithful.divergence))
+    noise_variance = method_options.pop("noise_variance", None)
+    resolved = resolve_likelihood(likelihood, noise_variance)
+    chosen = method_of(method, method_options)
     if chosen.trains:
         chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:
@@ -105,7 +106,9 @@ def requested(
         )
     if head is not None:
         head_class(head)
-    finds_noise = resolved.noise_variance is not None and isinstance(likelihood, str) and noise is None
+    finds_noise = (
+        resolved.noise_variance is not None and isinstance(likelihood, str) and noise_variance is None
+    )
     check_loader(loader)
     check_reusable(loader, chosen.passes() + finds_noise)
     if val_loader is not None:
@@ -121,7 +124,7 @@ def requested(
 
 
 def _of_training(method: Method, prior_precision: Any, faithful: Faithful) -> tuple[Method, Faithful]:
-    """A method that trains, with the prior precision that the fit was given, and how its variances are narrowed."""
+    """A training method with the prior precision of the fit, and the budget to which its variances are narrowed."""
     if prior_precision == EVIDENCE:
         raise PosthocUQError(
             "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
@@ -129,31 +132,31 @@ def _of_training(method: Method, prior_precision: Any, faithful: Faithful) -> tu
     if isinstance(prior_precision, Faithful):
         return method, prior_precision
     if prior_precision is not None and prior_precision != "faithful":
-        given: dict[str, Any] = {"prior_precision": _checked_number(prior_precision)}
+        changed: dict[str, Any] = {"prior_precision": _checked_number(prior_precision)}
         if getattr(method, "prior_precision", 0.0) is not None:  # there is no such field, or it has a value
             raise PosthocUQError(
                 f"prior_precision is given to the fit, and method={method.name!r} has one of its own or takes none; "
                 f"leave it out of the fit."
             )
-        method = replace(method, **given)
+        method = replace(method, **changed)
     return method, faithful
 
 
 def _checked_prior(prior_precision: Any, faithful: Faithful) -> float | str | Faithful:
     if isinstance(prior_precision, Faithful):
-        found = prior_precision
+        prior = prior_precision
     elif prior_precision is None or prior_precision == "faithful":
-        found = faithful
+        prior = faithful
     elif prior_precision == EVIDENCE:
-        found = EVIDENCE
+        prior = EVIDENCE
     else:
-        found = _checked_number(prior_precision)
-    if isinstance(found, Faithful) and found.divergence is None:
+        prior = _checked_number(prior_precision)
+    if isinstance(prior, Faithful) and prior.divergence is None:
         raise PosthocUQError(
             "divergence=None leaves the variances that method='function_space' found as they are, and this method "
             "has a prior precision instead: choose prior_precision='evidence' or a number."
         )
-    return found
+    return prior
 
 
 def _checked_number(prior_precision: Any) -> float:

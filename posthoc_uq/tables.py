@@ -11,13 +11,13 @@ from posthoc_uq.errors import printable
 def text_table(
     header: Sequence[str], rows: Sequence[Sequence[Any]], *, digits: int | None = None, indent: str = ""
 ) -> str:
-    """Rows under a header and a rule; columns of numbers to the right, text to the left.
+    """Rows under a header and a rule; numbers are aligned to the right, text to the left.
 
     Args:
         header: names of the columns.
         rows: cells; None and missing numbers (NaN) are left empty.
         digits: decimals of floats; None gives four significant digits.
-        indent: before every line.
+        indent: text before every line.
     """
     cells = [[cell_text(cell, digits) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
@@ -34,8 +34,8 @@ def text_table(
 
 
 def cell_text(value: Any, digits: int | None = None) -> str:
-    """One cell: floats with `digits` decimals or four significant digits, nothing for None and NaN; of a text what can
-    be printed on one line.
+    """One cell: floats with `digits` decimals or four significant digits, nothing for None and NaN, texts with control
+    characters escaped.
     """
     if value is None or (isinstance(value, float) and value != value):
         return ""

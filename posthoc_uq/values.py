@@ -1,4 +1,4 @@
-"""Settings that a user passes, in whatever type they come: numbers, names, functions, yes or no."""
+"""Checks of settings that a user passes in any type: numbers, names, functions, flags."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from posthoc_uq.errors import PosthocUQError
 
 @dataclass(frozen=True)
 class Number:
-    """A kind of finite number, of Python, NumPy or torch; True and False are none.
+    """A kind of finite number of Python, NumPy or torch; True and False do not count as numbers.
 
     Attributes:
-        text: the kind in words, which go on "must be".
-        least: the smallest that is allowed.
-        most: the largest.
-        above: what it must be larger than.
+        text: the kind in words, to follow "must be".
+        least: the smallest allowed value.
+        most: the largest allowed value.
+        above: a bound that the value must exceed.
         whole: whether it must be a whole number.
     """
 
@@ -36,10 +36,10 @@ class Number:
 
         Args:
             name: of the setting, for the error.
-            value: what was passed.
+            value: the value that was passed.
 
         Raises:
-            PosthocUQError: it is something else, or outside of the bounds.
+            PosthocUQError: it is no such number, or out of bounds.
         """
         number = as_integer(value) if self.whole else as_float(value)
         if number is None:
@@ -61,17 +61,17 @@ NATURAL = Number("a whole number, 0 or more", least=0, most=2**63 - 1, whole=Tru
 SEED = Number("a whole number from -2^63 to 2^64 - 1", least=-(2**63), most=2**64 - 1, whole=True)
 
 
-def numbers(given: Mapping[str, Any], kinds: Mapping[str, Number]) -> dict[str, Any]:
-    """The settings that `kinds` names, each checked.
+def numbers(settings: Mapping[str, Any], kinds: Mapping[str, Number]) -> dict[str, Any]:
+    """The settings named in `kinds`, each checked.
 
     Raises:
         PosthocUQError: one is no number of its kind.
     """
-    return {name: kind(name, given[name]) for name, kind in kinds.items()}
+    return {name: kind(name, settings[name]) for name, kind in kinds.items()}
 
 
 def put_numbers(options: Any, kinds: Mapping[str, Number]) -> None:
-    """Check the fields of a dataclass that `kinds` names, and put plain numbers in their places; None stays.
+    """Check the fields of a dataclass named in `kinds`, and replace them by plain numbers; None stays.
 
     Raises:
         PosthocUQError: one is no number of its kind.
@@ -83,7 +83,7 @@ def put_numbers(options: Any, kinds: Mapping[str, Number]) -> None:
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
-    """One of some words.
+    """Check that a value is one of the allowed words.
 
     Raises:
         PosthocUQError: it is something else.
@@ -105,12 +105,12 @@ def flag(name: str, value: Any) -> bool:
 
 
 def check_function(name: str, value: Any, what: str) -> None:
-    """Refuse what is neither None nor can be called.
+    """Refuse a value that is neither None nor callable.
 
     Args:
         name: of the setting.
-        value: what was passed.
-        what: it takes and gives, in words that go on "a function".
+        value: the value that was passed.
+        what: from what to what it goes, in words to follow "a function".
 
     Raises:
         PosthocUQError: it cannot be called.
@@ -127,17 +127,17 @@ def shown(value: Any) -> str:
 
 
 def _single(value: Any) -> Any:
-    """The one number in a tensor or array; None in place of what is no number."""
+    """The single number of a tensor or array, other values as they are; None for values that are no numbers."""
     if hasattr(value, "shape") and hasattr(value, "item"):
         try:
             value = value.item()
-        except (TypeError, ValueError, RuntimeError):  # of several numbers, or none
+        except (TypeError, ValueError, RuntimeError):  # several numbers, or none
             return None
     return None if isinstance(value, (bool, np.bool_, str, bytes, bytearray)) else value
 
 
 def as_float(value: Any) -> float | None:
-    """The one number that a value is, of whatever library, or None."""
+    """A number of any library as a float, or None if the value is no single number."""
     try:
         return float(_single(value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -145,7 +145,7 @@ def as_float(value: Any) -> float | None:
 
 
 def as_integer(value: Any) -> int | None:
-    """The one whole number that a value is, of whatever library, or None."""
+    """A whole number of any library as an int, or None if the value is no single whole number."""
     single = _single(value)
     if isinstance(single, Integral):
         return int(single)

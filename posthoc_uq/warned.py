@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 
-_BETWEEN = ("posthoc_uq", "contextlib", "torch")  # whose frames stand between a warning and the user's code
+# packages whose frames lie between a warning and the user's code
+_BETWEEN = ("posthoc_uq", "contextlib", "torch")
 
 
 def warn_user(message: str) -> None:

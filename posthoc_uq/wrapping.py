@@ -94,12 +94,12 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
     Args:
         model: the model the posterior was fitted on, or a copy with the same parameters on any device.
         posterior: from `fit` or `load`.
-        head: how to predict; by default the head, with its options, that the posterior's hyperparameters were found
-            for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training), or the
-            one that takes the options given, among those that the posterior can serve. Another one than that is met
-            with a warning, once.
-            ``"linearized"`` takes the model to be linear in its weights, which is what a Laplace posterior stands for:
-            no sampling noise, one backward pass for every output used, and a closed form for a posterior of the last
+        head: how to predict. By default the head, with its options, that the posterior's hyperparameters were found
+            for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training), or, if
+            that does not take the options given, another one that does and that the posterior can serve. A head that
+            the hyperparameters were not found for is warned of, once.
+            ``"linearized"`` takes the model to be linear in its weights, as a Laplace posterior does: no Monte Carlo
+            error, one backward pass for every output used, and a closed form for a posterior of the last
             layer. ``"moments"`` propagates mean and variance through the layers in one pass, and needs
             ``predictor.calibrate(loader)`` for the scale of deep networks. Their options are those of
             `LinearizedPredictor` and `MomentsPredictor`.
@@ -112,8 +112,8 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
             drawn weights and the forward pass;
             ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
-            ``novelty`` (False), whether predictions know their novelty, at one forward pass more.
-        **options: of the head; one that it does not take is an error that names those it does.
+            ``novelty`` (False), whether predictions have a novelty, for one more forward pass.
+        **options: of the head; an unknown one is an error that names those that the head takes.
 
     Returns:
         A module whose call takes what the model takes and returns a `ClassPrediction` or
@@ -121,8 +121,8 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
 
     Raises:
         PosteriorMismatchError: the model's parameters are not those the posterior was fitted on.
-        PosthocUQError: the head is unknown, or needs what the posterior's blocks cannot do; or an option or its value
-            is not one that the head takes.
+        PosthocUQError: the head is unknown, needs what the posterior's blocks cannot do, or does not take an option or
+            its value.
     """
     check_match(model, posterior)
     if head is None:
@@ -140,40 +140,40 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
 
 
 def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
-    """Name and options of the head that a posterior's hyperparameters were found for; ``"sampling"`` where nothing says
-    so, as in files of earlier versions, and another one that the posterior can serve where it cannot serve that.
+    """Name and options of the head that a posterior's hyperparameters were found for. Without a record, as in files of
+    earlier versions, it is ``"sampling"``; if the posterior cannot serve the head, it is the first one that it can.
     """
-    kept, serving = posterior.history.head, _serving(posterior)
-    name, options = (str(kept["name"]), dict(kept["options"])) if kept else ("sampling", {})
-    return (name, options) if name in serving or not serving else (serving[0], {})
+    record, possible = posterior.history.head, _possible_heads(posterior)
+    name, options = (str(record["name"]), dict(record["options"])) if record else ("sampling", {})
+    return (name, options) if name in possible or not possible else (possible[0], {})
 
 
 def _fitting_head(posterior: Posterior, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The recorded head with its options and those given; where it does not take the latter, the head that does."""
-    recorded, own = recorded_head(posterior)
-    takers = [name for name in _serving(posterior) if set(options) <= set(options_of(_CLASSES[name]))]
+    """The recorded head with its options and those given; if it does not take these, the first head that does."""
+    recorded, recorded_options = recorded_head(posterior)
+    takers = [name for name in _possible_heads(posterior) if set(options) <= set(options_of(_CLASSES[name]))]
     if recorded in takers or not takers:
-        return recorded, {**own, **options}
+        return recorded, {**recorded_options, **options}
     return takers[0], options
 
 
-def _serving(posterior: Posterior) -> list[str]:
+def _possible_heads(posterior: Posterior) -> list[str]:
     """The heads that need nothing which the posterior's blocks lack."""
     return [name for name, kind in _CLASSES.items() if kind.needs <= posterior.capabilities]
 
 
 def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
-    """Refuse a head that needs what the posterior's blocks cannot do, and name those that do without."""
-    others = " and ".join(f"head={name!r}" for name in _serving(posterior))
+    """Refuse a head that needs what the posterior's blocks cannot do, and name the possible ones."""
+    others = " and ".join(f"head={name!r}" for name in _possible_heads(posterior))
     way_out = f"{others} {'do' if ' and ' in others else 'does'} not" if others else "no head does without"
     posterior.require(kind.needs, f"head={kind.head!r}", way_out)
 
 
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:
-    """Say, once for a posterior and a head, that its hyperparameters were found for another one."""
-    kept = posterior.history.head
-    found_for = kept.get("name")
-    by_predictions = kept.get("criterion") in ("faithful", "likelihood")
+    """Warn, once for a posterior and a head, that the hyperparameters were found for another head."""
+    record = posterior.history.head
+    found_for = record.get("name")
+    by_predictions = record.get("criterion") in ("faithful", "likelihood")
     if found_for in (None, head) or not by_predictions or head in posterior.warned_heads:
         return
     posterior.warned_heads.add(head)
@@ -193,7 +193,7 @@ def head_class(head: str) -> type[Predictor]:
     """The class of a head by its name.
 
     Raises:
-        PosthocUQError: there is none of this name.
+        PosthocUQError: there is no head of this name.
     """
     return _CLASSES[one_of("head", head, HEADS)]
 
@@ -213,10 +213,10 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
     for name, mean in posterior.original.items():
         parameter = parameters.get(name)
         if parameter is None:
-            called = other_name(name, parameters)
-            if called is not None:
+            other = other_name(name, parameters)
+            if other is not None:
                 raise PosteriorMismatchError(
-                    f"The posterior covers parameter '{name}', which the model calls '{called}': a part is wrapped in "
+                    f"The posterior covers parameter '{name}', which the model calls '{other}': a part is wrapped in "
                     f"one of them, as torch.compile does it, and not in the other; pass the model as it was fitted."
                 )
             raise PosteriorMismatchError(

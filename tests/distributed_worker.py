@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.kept import KeptInputs
-from posthoc_uq.inference.labels import of_all, own_samples_of
+from posthoc_uq.inference.kept_inputs import KeptInputs
+from posthoc_uq.inference.labels import own_samples_of, samples_in_all
 from posthoc_uq.loaders import BatchReader
 
 SAMPLES, BATCH = 34, 5
@@ -116,7 +116,7 @@ def kept() -> list[int]:
 def counted(loader: Any) -> int | None:
     """Samples of all processes, before they are read."""
     reader = BatchReader(torch.device("cpu"))
-    return of_all(own_samples_of(loader, reader, reader.read(next(iter(loader)))))
+    return samples_in_all(own_samples_of(loader, reader, reader.read(next(iter(loader)))))
 
 
 def message(loader: Any, case: str, **options: Any) -> str:
@@ -156,7 +156,7 @@ def main() -> None:
         uq.save(fit(uneven(case), case, prior_precision=1.0), folder / f"{case}, uneven.h5")
     uq.save(fit(sampled("inf", shuffle=True), "inf", prior_precision=1.0), folder / "shuffled.h5")
     said["samples"] = [counted(sampled("inf")), counted(uneven("inf"))]
-    said["samples"] += [of_all(None if dist.get_rank() else 5)]
+    said["samples"] += [samples_in_all(None if dist.get_rank() else 5)]
     everything = DataLoader(data(False), batch_size=BATCH)
     said["same data"] = message(everything, "inf")
     said["broken"] = message(Broken(sampled("inf"), 1, 1), "inf")

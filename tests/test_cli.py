@@ -244,9 +244,7 @@ def test_errors_of_any_kind_are_one_line() -> None:
     assert sentence(uq.PosthocUQError("one\n  two")) == "one two"
     assert sentence(FileNotFoundError(2, "No such file", "x.txt")) == "'x.txt': No such file."
     assert sentence(ValueError("a\nb")) == "ValueError: a b (--debug shows where.)"
-    wrapped = (
-        "LayerGradients KeyError in DataLoader worker process 0.\nOriginal Traceback (...):\nKeyError: 7"
-    )
+    wrapped = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (...):\nKeyError: 7"
     assert sentence(RuntimeError(wrapped)) == "KeyError: 7"
     assert len(sentence(ValueError("x" * 5000))) < 700
     assert plain({"a": (1.0, float("nan")), "b": Path("c"), 1: None}) == {

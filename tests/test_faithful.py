@@ -10,7 +10,7 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.faithful import TOLERANCE
-from posthoc_uq.inference.kept import KeptInputs
+from posthoc_uq.inference.kept_inputs import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import sample_keys

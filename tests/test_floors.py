@@ -242,6 +242,8 @@ def test_modules_and_functions_stay_small() -> None:
         code = file.read_text(encoding="utf-8")
         assert code.count("\n") <= 400, file
         for name, node in functions_of(ast.parse(code)):
+            if any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in node.decorator_list):
+                continue  # one of the ways to call a function, for type checkers
             count = len(node.args.args) + len(node.args.kwonlyargs) - ("." in name)
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert name in LONG or (count <= 10 and lines <= 60), (file, name, count, lines)

@@ -15,7 +15,7 @@ import posthoc_uq as uq
 from posthoc_uq.contexts import Context
 from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance, relative_noise
+from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance, relative_function_noise
 from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
@@ -274,7 +274,7 @@ def test_noise_is_relative_to_the_prior() -> None:
     prior = torch.stack([torch.diag(torch.tensor([1.0, 3.0])), torch.diag(torch.tensor([10.0, 30.0]))])[
         :, None
     ]
-    assert relative_noise(prior, 0.1).flatten().tolist() == pytest.approx([0.2, 2.0])
+    assert relative_function_noise(prior, 0.1).flatten().tolist() == pytest.approx([0.2, 2.0])
 
 
 def test_gradient_of_the_divergence() -> None:

@@ -151,8 +151,8 @@ def test_a_large_map_is_correlated_and_a_small_one_unfolded(
 @pytest.mark.parametrize("price", [0, 10**12])  # by one convolution a sample, and by unfolding
 @pytest.mark.parametrize("case", CASES)
 def test_per_sample_gradients(case: str, price: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "_CALL_PRICE", price)
-    monkeypatch.setattr(patches, "_WEIGHT_PRICE", 0)
+    monkeypatch.setattr(patches, "_CALL_COST", price)
+    monkeypatch.setattr(patches, "_WEIGHT_COST", 0)
     for operand, rows, outputs in _operands(case):
         gradients = _gradients(rows, outputs)
         torch.testing.assert_close(operand.gradients(gradients, 2**12), _per_sample(rows, gradients), **TIGHT)
@@ -200,7 +200,7 @@ def test_the_plan_follows_the_cost() -> None:
     )  # a large map: form the gradients once, and rotate them
     wide = Shape(1, 512, 4608, 49, 100, 100)
     assert plan(wide, True, True)[:2] == (False, False)  # wide and few positions: rotate the rows
-    assert not plan(many, True, True, whole=False).rotate_gradients
+    assert not plan(many, True, True, fits=False).rotate_gradients
     costs = [plan(Shape(1, 64, 64, t, 30, 30), True, True).cost for t in (1, 2, 4, 9, 30, 100)]
     assert costs == sorted(costs)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.inference.labels import resolve_fisher
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.predictions.base import cat
 
 SAMPLES = 60
@@ -178,7 +178,7 @@ class TestFit:
             fit(network, "diag", Bare(), fisher="empirical").likelihood.check(x, y[1:])
 
     def test_another_exposure_is_another_fit(self):
-        assert plain(Poisson(2.0)) == plain(Poisson(2.0)) != plain(Poisson(1.0))
+        assert as_plain(Poisson(2.0)) == as_plain(Poisson(2.0)) != as_plain(Poisson(1.0))
 
 
 class TestTune:

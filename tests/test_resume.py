@@ -23,7 +23,7 @@ from posthoc_uq import contexts
 from posthoc_uq.curvature.content import Content, batch_hash
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import sample_keys
@@ -404,7 +404,7 @@ def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> No
 
 
 def _told_apart(first: Any, second: Any) -> bool:
-    return json.dumps(plain(first)) != json.dumps(plain(second))
+    return json.dumps(as_plain(first)) != json.dumps(as_plain(second))
 
 
 class _Rate:

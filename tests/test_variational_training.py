@@ -19,8 +19,8 @@ import posthoc_uq as uq
 from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint
-from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
-from posthoc_uq.inference.training import Group, Objective, Step, TrainingOptions, _State, cosine, train
+from posthoc_uq.inference.optimisers import cosine, optimiser_state, restore_optimiser
+from posthoc_uq.inference.training import Group, Objective, Step, TrainingOptions, _State, train
 from posthoc_uq.loaders import Batch, BatchReader
 from posthoc_uq.storage.snapshot import read_snapshot
 

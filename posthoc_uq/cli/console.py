@@ -144,7 +144,7 @@ def _rank() -> str:
 def sentence(error: BaseException) -> str:
     """One line that says what went wrong."""
     text = str(error)
-    if text.startswith("LayerGradients ") and "Original Traceback" in text:  # from a loader's worker process
+    if text.startswith("Caught ") and "Original Traceback" in text:  # from a loader's worker process
         return _cut(_one_line(text.strip().splitlines()[-1]))
     if isinstance(error, PosthocUQError):
         return _one_line(text)

@@ -1,7 +1,7 @@
-"""Context points: inputs at which a method in function space says what it does *not* know.
+"""Context points: inputs at which variational inference over functions is to stay uncertain.
 
-A context is a distribution over inputs. Everything that it draws comes from the generator it is given, so that a draw
-is a function of a seed and a step alone, and nothing is remembered between steps.
+A context is a distribution over inputs. All its randomness comes from the generator that it is given, so a draw depends
+on the seed and the step alone, and nothing is remembered between steps.
 """
 
 from posthoc_uq.contexts.base import Context
@@ -21,7 +21,7 @@ __all__ = [
     "UniformBox",
 ]
 
-# Users import these classes from here, and checkpoints know them by this name.
+# Users import these classes from here, and checkpoints hold their names with this module.
 for _public in (Callback, Context, Corrupted, Mixture, Monochrome, Pool, TrainingBatch, UniformBox):
     _public.__module__ = __name__
 

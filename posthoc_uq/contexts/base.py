@@ -24,38 +24,38 @@ class Context(ABC):
     points: int | None = None
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
-        """Look at one batch of the training inputs, ``(samples, ...)``; asked of those that need the data."""
+        """Look at one batch of the training inputs, ``(samples, ...)``; called if the context needs the data."""
         raise NotImplementedError
 
     def fresh(self) -> Context:
-        """A context of the same settings that has seen no data: what a fit uses, so that one context may serve many."""
+        """A context of the same settings that has seen no data. Each fit uses its own, so one may serve many fits."""
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What its draws depend on beside the data: its attributes before it has seen any."""
+        """The settings that its draws depend on: its attributes before it has seen data."""
         return dict(vars(self.fresh()))
 
     @abstractmethod
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Any:
-        """`n` inputs, on the device of the batch: a tensor ``(n, ...)``, or whatever a loader may yield as inputs.
+        """`n` inputs on the device of the batch: a tensor ``(n, ...)``, or any form of inputs that a loader may yield.
 
         Args:
-            n: how many.
+            n: number of inputs.
             batch: the present minibatch of training data.
-            generator: on the CPU; all randomness comes from it.
+            generator: on the CPU, the source of all randomness.
         """
 
 
 def single_input(batch: Batch) -> Tensor:
-    """The one floating-point tensor that is a batch's input.
+    """The input of a batch, where it is a single floating-point tensor.
 
     Raises:
         PosthocUQError: the model takes several arguments, named ones, or integers.
     """
-    only = batch.args[0] if len(batch.args) == 1 and not batch.kwargs else None
-    if not isinstance(only, Tensor) or not only.is_floating_point():
+    argument = batch.args[0] if len(batch.args) == 1 and not batch.kwargs else None
+    if not isinstance(argument, Tensor) or not argument.is_floating_point():
         raise PosthocUQError(
             "This context is for models of one floating-point input; give context=... a callable (n, generator) that "
             "returns the model's inputs."
         )
-    return only
+    return argument

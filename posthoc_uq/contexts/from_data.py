@@ -1,4 +1,4 @@
-"""Context points taken from data: of the present minibatch, colours of the training images, a pool of other inputs."""
+"""Context points from data: the present minibatch, colours of the training images, or a pool of other inputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from posthoc_uq.loaders import Batch, BatchReader, batches, check_loader
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.values import COUNT, SEED
 
-PIXELS = 100_000  # values a channel that `Monochrome` keeps
-POOL = 10_000  # inputs that `Pool` keeps ...
-POOL_BYTES = 256 * 2**20  # ... and what they may take
-_PIXELS_AT_ONCE = 1024  # values of one channel of one image that are looked at
+PIXELS = 100_000  # values of each channel that `Monochrome` keeps
+POOL = 10_000  # inputs that `Pool` keeps
+POOL_BYTES = 256 * 2**20  # bytes that these may take
+_PIXELS_AT_ONCE = 1024  # values of each channel of an image that are looked at
 
 
 class TrainingBatch(Context):
-    """Inputs of the present minibatch, without repetition as long as it has enough."""
+    """Inputs of the present minibatch, without repetition as long as there are enough."""
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         inputs = single_input(batch)
@@ -39,7 +39,7 @@ class Monochrome(Context):
     """Images of one colour: one value for every channel, drawn from all training pixels of that channel, independently
     of the other channels (Rudner et al. 2022, appendix D.8).
 
-    Values are taken as the loader gives them, after its normalisation. A reservoir of them is kept, filled in one pass.
+    Values are those of the loader, after its normalisation. One pass over the data fills a reservoir of them.
 
     Args:
         kept: values of each channel in the reservoir.
@@ -71,47 +71,47 @@ class Monochrome(Context):
         values = pixels.transpose(0, 1).flatten(1).cpu()  # (channels, samples * positions)
         if self._seen == 0:
             self.values = values.new_empty(len(values), 0)
-        # Algorithm R (Vitter 1985), many values at once: the i-th value ever seen takes the place of a kept one with
-        # probability kept / i.
+        # Algorithm R (Vitter 1985), for many values at once: the i-th value seen replaces one of those kept, with
+        # probability (number kept) / i.
         room = min(self._kept - self.values.shape[1], values.shape[1])
         self.values = torch.cat([self.values, values[:, :room]], dim=1)
-        rest = values[:, room:]
+        further = values[:, room:]
         self._seen += values.shape[1]
-        if not rest.numel():
+        if not further.numel():
             return
         ranks = torch.arange(
-            self._seen - rest.shape[1] + 1, self._seen + 1, dtype=torch.float64, device="cpu"
+            self._seen - further.shape[1] + 1, self._seen + 1, dtype=torch.float64, device="cpu"
         )
-        for channel, seen in zip(self.values, rest, strict=True):
+        for reservoir, candidates in zip(self.values, further, strict=True):
             places = (
                 torch.rand(len(ranks), generator=generator, dtype=torch.float64, device="cpu") * ranks
             ).long()
-            taken = (places < self._kept).nonzero().flatten()
-            # Of several values for one place the last one stays, which indexing alone does not promise.
+            accepted = (places < self._kept).nonzero().flatten()
+            # Of several values for one place the last one stays, which plain indexing does not guarantee.
             final = torch.full((self._kept,), -1, device="cpu")
-            final.scatter_reduce_(0, places[taken], taken, "amax")
-            filled = final >= 0
-            channel[filled] = seen[final[filled]]
+            final.scatter_reduce_(0, places[accepted], accepted, "amax")
+            replaced = final >= 0
+            reservoir[replaced] = candidates[final[replaced]]
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         like = single_input(batch)
-        channels, kept = self.values.shape
-        if kept == 0:
+        channels, size = self.values.shape
+        if size == 0:
             raise PosthocUQError("A monochrome context draws from training pixels, and has seen none yet.")
-        places = torch.randint(kept, (channels, n), generator=generator, device="cpu")
+        places = torch.randint(size, (channels, n), generator=generator, device="cpu")
         colours = sent(self.values.gather(1, places).T.to(like.dtype), like.device)
-        # The present batch's size: a convolutional network may be trained on images of several.
+        # In the present batch's image size: a convolutional network may be trained on images of several sizes.
         return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
 
 
 class Pool(Context):
-    """Inputs of a loader of unlabelled data: a uniform choice of them is read once and kept, on the CPU.
+    """Inputs of a loader of unlabelled data. It is read once, and a uniform random choice is kept on the CPU.
 
     Args:
-        loader: yields inputs, or pairs whose targets are left aside.
-        kept: inputs to keep, at most `POOL_BYTES` of them.
+        loader: yields inputs, or pairs whose targets are ignored.
+        kept: number of inputs to keep, within `POOL_BYTES`.
         batch_to_inputs: as in `fit`.
-        seed: of the choice.
+        seed: of the random choice.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Pool(Context):
                 new_keys = torch.rand(len(new), generator=generator, dtype=torch.float64, device="cpu")
                 most = max(1, min(self._kept, POOL_BYTES // max(1, new[0].numel() * new.element_size())))
                 keys, inputs = torch.cat([keys, new_keys]), [*inputs, *new.unbind()]
-                # those with the smallest keys stay: each input is as likely as any other
+                # the inputs with the smallest random keys stay, so that all are equally likely
                 if len(keys) > 2 * most:
                     keys, inputs = _smallest(keys, inputs, most)
             keys, inputs = _smallest(keys, inputs, min(len(keys), most))
@@ -157,5 +157,5 @@ class Pool(Context):
 
 
 def _smallest(keys: Tensor, inputs: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
-    kept = keys.topk(count, largest=False).indices.sort().values
-    return keys[kept], [inputs[index].clone() for index in kept.tolist()]
+    indices = keys.topk(count, largest=False).indices.sort().values
+    return keys[indices], [inputs[index].clone() for index in indices.tolist()]

@@ -1,4 +1,4 @@
-"""Context points that need not be in any data: of a box, or whatever a function gives."""
+"""Context points that are in no data: uniform in a box, or given by a function."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class UniformBox(Context):
     """Uniform in a box, one interval a dimension of the input.
 
     Args:
-        low: lower bounds, a number or a tensor that broadcasts to one input; by default the smallest training inputs,
-            moved out.
+        low: lower bounds, a number or a tensor that broadcasts to one input; by default those of the training inputs,
+            moved out by `expand`.
         high: upper bounds, likewise.
-        expand: the box of the training inputs grows about its middle by this factor; given bounds stay as they are.
+        expand: factor by which the box of the training inputs grows about its middle; bounds that are given stay.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class UniformBox(Context):
         self._bounds = low, high
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The box that is drawn from, in float64."""
+        """The lower and upper bounds of the box, in float64."""
         if self._bounds is None:
             raise PosthocUQError(
                 "A uniform context without bounds takes those of the training inputs, and saw none."
@@ -86,8 +86,8 @@ class UniformBox(Context):
 
 
 class Callback(Context):
-    """Whatever a function ``(n, generator)`` gives: a tensor ``(n, ...)``, a tuple of the model's arguments, or a
-    mapping of named ones.
+    """The inputs that a function ``(n, generator)`` gives: a tensor ``(n, ...)``, a tuple of the model's arguments, or
+    a mapping of named ones.
     """
 
     def __init__(self, function: Draw) -> None:

@@ -1,4 +1,4 @@
-"""Which context is meant by what a user gives, and mixtures of several."""
+"""Mixtures of contexts, and contexts from the forms that a user may give."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from posthoc_uq.loaders import Batch
 
 
 class Mixture(Context):
-    """Fixed shares of several contexts; the paper takes half training inputs, half monochrome images.
+    """Fixed shares of several contexts; Rudner et al. take half training inputs, half monochrome images.
 
     Args:
-        parts: pairs of a share and anything that `resolve_context` takes; shares need not add up to 1. Where all are
-            whole numbers they are counts, whose sum is the number of context points unless another is asked for.
+        parts: pairs of a share and any form of context that `resolve_context` takes; shares need not add up to 1.
+            Where all are whole numbers they are counts, whose sum is the number of context points unless another is
+            asked for.
     """
 
     def __init__(self, parts: Sequence[tuple[float, Any]]) -> None:
@@ -51,7 +52,7 @@ class Mixture(Context):
                 context.observe(inputs, generator)
 
     def counts(self, n: int) -> list[int]:
-        """How many of `n` inputs each part gives; what rounding leaves goes to the largest remainders."""
+        """How many of `n` inputs each part gives, by the method of largest remainders."""
         exact = [share * n for share in self._shares]
         counts = [int(number) for number in exact]
         order = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
@@ -77,8 +78,8 @@ class Mixture(Context):
 
 
 def default_context(batch: Batch, corrupted: bool = False) -> Context:
-    """For images what the paper takes, half training inputs and half monochrome images, or two of the batch beside
-    fourteen corrupted ones; a uniform box for vectors.
+    """The context of Rudner et al.: half training inputs and half monochrome images, or a uniform box for vectors. With
+    `corrupted` two training images beside fourteen corrupted ones.
     """
     if single_input(batch).ndim != 4:
         return UniformBox()
@@ -88,12 +89,12 @@ def default_context(batch: Batch, corrupted: bool = False) -> Context:
 
 
 def resolve_context(context: Any) -> Context:
-    """A `Context` from what a user may give: one of these, ``"monochrome"``, ``"uniform"``, ``"batch"``,
+    """A `Context` from any form that a user may give: a `Context`, ``"monochrome"``, ``"uniform"``, ``"batch"``,
     ``"corrupted"``, a list of pairs ``(share, context)`` or ``(count, context)``, a callable ``(n, generator)``, a
     tensor of inputs, or a loader.
 
     Raises:
-        PosthocUQError: it is nothing of these.
+        PosthocUQError: it is none of these.
     """
     named: dict[str, type[Context]] = {
         "monochrome": Monochrome,
@@ -138,7 +139,7 @@ def _is_share(part: Any) -> bool:
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with two arguments; where nobody can tell, it is tried."""
+    """Whether a function can be called with two arguments; True where its signature is unknown."""
     try:
         inspect.signature(function).bind(1, None)
     except TypeError:

@@ -1,8 +1,8 @@
 """The BackPACK first-order extension that hands over activations and output gradients.
 
-BackPACK (Dangel, Kunstner, Hennig 2020) runs an extension on every extended module during the backward pass.
-Only weighted leaf modules are extended, so the code between them is free to be anything. Where its mechanism
-is not sound (a module called twice, an output changed in place, autocast), `hooks` serves instead.
+BackPACK (Dangel, Kunstner, Hennig 2020) runs an extension on every extended module during the backward pass. Only
+weighted leaf modules are extended, so the code between them may be anything. Where that is not sound (a module called
+twice, an output changed in place, autocast), `hooks` is used instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from posthoc_uq.layers import WEIGHTED_MODULES
 
 Handler = Callable[[nn.Module, Tensor, Tensor], None]
 
-# BackPACK keeps its active extensions in one global; two fits in two threads take turns at the backward pass.
+# BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes.
 _CONTEXT_LOCK = threading.RLock()
 
 
 class _HandOver(FirstOrderModuleExtension):
-    """Passes a module's input and output gradient on; computes nothing and stores nothing on the parameters."""
+    """Passes a module's input and output gradient on; stores nothing on the parameters."""
 
     def __call__(
         self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class ActivationsAndGradients(FirstOrderBackpropExtension):
 
 
 def extend_modules(modules: list[nn.Module]) -> None:
-    """Let BackPACK see these leaf modules (of a replica: BackPACK leaves hooks and attributes on them)."""
+    """Let BackPACK see these leaf modules. They must be a replica's, since BackPACK leaves hooks and attributes."""
     for module in modules:
         extend(module)
 

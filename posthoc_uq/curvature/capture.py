@@ -1,8 +1,8 @@
 """Which weights are used where, and the activations and output gradients of each, batch by batch.
 
-`Capture` owns a replica of the model. `prepare` finds the weighted layers on the first batch and settles
-which engine serves each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.prepare` then proves
-that nothing was missed.
+`Capture` owns a replica of the model. `Capture.discover` finds the weighted layers on the first batch and chooses the
+engine for each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.prepare` then proves that nothing was
+missed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Sink = Callable[[LayerGradients], None]
 
 @dataclass
 class TrackedLayer:
-    """A layer as the first batch showed it.
+    """A layer as it was used on the first batch.
 
     Attributes:
         holders: names and types of the modules that hold the weight; several where it is tied.
         product: whether the weight was seen as a factor of a product of matrices.
-        turned: whether it was used both as it is and transposed.
+        both_ways: whether it was used both as it is and transposed.
     """
 
     layer: Layer
@@ -45,14 +45,14 @@ class TrackedLayer:
     geometry: Geometry = field(default_factory=Geometry)
     uses: int = 0
     batch_axis: int = 0
-    keep_input: bool = False  # the input is changed in place after the call: keep a copy of it
+    keep_input: bool = False  # copy the input, since the model changes it in place after the call
     holders: tuple[tuple[str, str], ...] = ()
     product: bool = False
-    turned: bool = False
+    both_ways: bool = False
 
     @property
     def names(self) -> list[str]:
-        """By which the layer may be asked for."""
+        """The names by which the layer may be asked for."""
         return [self.layer.name, *(name for name, _ in self.holders)]
 
 
@@ -61,11 +61,11 @@ Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds 
 
 def owners(model: nn.Module) -> dict[int, list[Owner]]:
     """For every parameter's identity, the modules that hold it."""
-    found: dict[int, list[Owner]] = {}
+    holders: dict[int, list[Owner]] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            found.setdefault(id(parameter), []).append((module_name, attribute, module))
-    return found
+            holders.setdefault(id(parameter), []).append((module_name, attribute, module))
+    return holders
 
 
 class Capture:
@@ -77,7 +77,7 @@ class Capture:
     Attributes:
         twin: the copy.
         tracked: the layers by name.
-        watched: a layer, tracked or not, whose inputs every `Recording` keeps beside.
+        watched: a layer, tracked or not, whose inputs every `Recording` also keeps.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,13 +88,13 @@ class Capture:
 
     def discover(self, batch: Batch, autocast: bool) -> list[TrackedLayer]:
         """Run one batch and return every weighted layer it uses, in the order of their last calls."""
-        names, held = parameter_names(self.twin), owners(self.twin)
+        names, holders = parameter_names(self.twin), owners(self.twin)
         seen: dict[int, tuple[TrackedLayer, list[tuple[Use, int, Tensor, int]]]] = {}
 
         def note(use: Use, output: Tensor) -> None:
             key = id(use.weight)
             if key not in seen:
-                seen[key] = (_describe(use, names, held), [])
+                seen[key] = (_describe(use, names, holders), [])
             entry = seen.pop(key)
             entry[1].append((use, use.input._version, output, output._version))
             seen[key] = entry
@@ -103,7 +103,7 @@ class Capture:
             batch.call(self.twin)
         for tracked, uses in seen.values():
             use = uses[0][0]
-            tracked.turned = len({u.kind for u, _, _, _ in uses}) > 1
+            tracked.both_ways = len({u.kind for u, _, _, _ in uses}) > 1
             tracked.uses, tracked.geometry = len(uses), use.geometry
             tracked.keep_input = any(u.input._version != version for u, version, _, _ in uses)
             untouched = all(out._version == version for _, _, out, version in uses)
@@ -113,13 +113,13 @@ class Capture:
                 and untouched
                 and not tracked.keep_input
                 and use.input.requires_grad
-                and _is_plain(tracked, len(held[id(use.weight)]))
+                and _is_plain(tracked, len(holders[id(use.weight)]))
             ):
                 tracked.engine = "backpack"
         return [tracked for tracked, _ in seen.values()]
 
     def track(self, layers: list[TrackedLayer]) -> None:
-        """Settle on these layers, and let BackPACK see those it serves."""
+        """Track these layers, and let BackPACK see those that it serves."""
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
         served = [t for t in layers if t.engine == "backpack" and t.module is not None]
         self._by_module = {t.module: t for t in served if t.module is not None}
@@ -131,8 +131,8 @@ class Capture:
 
     @property
     def uses_backpack(self) -> bool:
-        """Whether BackPACK serves any layer. Where it serves none, runs in several threads do not meet: the
-        interceptor keeps all it sees in the `Recording`.
+        """Whether BackPACK serves any layer. If not, runs in several threads do not interfere: the interceptor keeps
+        everything in the `Recording`.
         """
         return bool(self._by_module)
 
@@ -141,8 +141,8 @@ class Capture:
         return self._by_module.get(module)
 
     def weight_ids(self) -> dict[int, TrackedLayer]:
-        """Tracked layers that the interceptor serves, by the identity of their weight at present: a copy of the capture
-        has other tensors.
+        """The tracked layers that the interceptor serves, by the identity of their weights. Looked up each time, since
+        a copy of the capture has other tensors.
         """
         served = (t for t in self.tracked.values() if t.engine == "hooks")
         return {id(self.twin.get_parameter(t.layer.weight)): t for t in served}
@@ -152,9 +152,9 @@ class Capture:
         return None if self.watched is None else id(self.twin.get_parameter(self.watched.weight))
 
 
-def _describe(use: Use, names: Mapping[int, str], held: Mapping[int, list[Owner]]) -> TrackedLayer:
-    # an embedding that shares its weight with a layer is the other use of it
-    holders = sorted(held[id(use.weight)], key=lambda owner: isinstance(owner[2], nn.Embedding))
+def _describe(use: Use, names: Mapping[int, str], all_holders: Mapping[int, list[Owner]]) -> TrackedLayer:
+    # where an embedding shares its weight with a layer, the layer comes first
+    holders = sorted(all_holders[id(use.weight)], key=lambda owner: isinstance(owner[2], nn.Embedding))
     module_name, attribute, module = holders[0]
     weight_name = names[id(use.weight)]
     bias_name = names.get(id(use.bias)) if use.bias is not None else None
@@ -166,22 +166,22 @@ def _describe(use: Use, names: Mapping[int, str], held: Mapping[int, list[Owner]
 
 
 def _is_plain(tracked: TrackedLayer, holders: int) -> bool:
-    """Whether the module's class is one that BackPACK's table knows and its forward pass is that class's own."""
+    """Whether BackPACK knows the module's class and the module runs that class's own forward pass."""
     module = tracked.module
     if module is None or type(module) not in WEIGHTED_MODULES or holders != 1:
         return False
-    if type(module).forward is not getattr(module.forward, "__func__", None):  # replaced on the instance
+    if type(module).forward is not getattr(module.forward, "__func__", None):  # replaced on this module
         return False
     return getattr(module, "padding_mode", "zeros") == "zeros"
 
 
 class Recording:
-    """One forward pass of the replica whose tracked layers can be pulled back through any number of times.
+    """One forward pass of the replica, through which gradients can be pulled back any number of times.
 
     Attributes:
         outputs: the model's outputs.
         calls: uses of the layers that the interceptor serves, by name.
-        numbers: outputs of these layers in this pass: what one backward pass hands over of them.
+        numbers: how many numbers these layers gave in this pass; a backward pass hands over as many.
         watched: the calls of `Capture.watched`, each with a copy of the layer's input.
     """
 
@@ -208,7 +208,7 @@ class Recording:
         if not self.outputs.requires_grad:
             return
         self._sink = sink
-        # The user's autocast is for the forward pass; statistics are products in their own precision.
+        # The user's autocast is for the forward pass; the statistics have their own precision.
         with torch.autocast(self.outputs.device.type, enabled=False):
             gradient = gradient.to(self.outputs.dtype)
             if self._capture.uses_backpack:
@@ -232,8 +232,8 @@ class Recording:
         calls.append(call)
         self.numbers += output.numel()
         version = call.input._version
-        # The graph holds the hook and this recording holds the graph: a circle through autograd's own memory, which
-        # the garbage collector cannot see, unless one of the links is weak.
+        # The graph refers to the hook, and this recording to the graph. The garbage collector cannot see such a circle
+        # through autograd's memory, so the hook's reference to the recording must be weak.
         recording = weakref.ref(self)
 
         def receive(gradient: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Sums of the last layer's inputs by predicted class in a sweep, and their compression into what a posterior keeps.
+"""Grams of the last layer's inputs by predicted class, summed in a sweep and compressed for the posterior.
 
-While the Grams of all classes fit into memory they are summed exactly. Where they do not, every Gram is sketched,
-``Y_c = G_c Omega``, beside its trace and the exact sum of all (Tropp, Yurtsever, Udell, Cevher 2017, "Fixed-rank
-approximation of a positive-semidefinite matrix from streaming data"). All of these are sums over the samples, so that
-they depend neither on the batches nor on the order, and those of several processes add up.
+The Grams of all classes are summed exactly if they fit into memory. Otherwise every Gram is sketched,
+``Y_c = G_c Omega``, with its exact trace and the exact sum of all Grams (Tropp, Yurtsever, Udell, Cevher 2017,
+"Fixed-rank approximation of a positive-semidefinite matrix from streaming data"). All of these are sums over the
+samples: they depend neither on the batches nor on the order, and several processes can add up theirs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom, positive_part
 
-MOST_NUMBERS = 2**20  # kept of all classes together, 4 MiB in float32
-MOST_DIRECTIONS = 32  # kept of a class
-FEW = 10  # samples; classes with fewer share one Gram
-_NOTHING = 1e-9  # a variance that is rounding, where the mean one is 1
+MOST_NUMBERS = 2**20  # kept for all classes together, 4 MiB in float32
+MOST_DIRECTIONS = 32  # kept for one class
+FEW = 10  # classes with fewer samples share one Gram
+_ROUNDING = 1e-9  # variances up to this are rounding, where the mean variance is 1
 _WIDTHS = (8, 16)  # of a class's sketch, at least and at most
 
 
 class ClassGrams:
     """Watches a sweep and sums ``phi phi^T`` by the class that the network predicts.
 
-    There is one Gram a class for classification, one for each sign of the logit for a binary model, and one in all for
-    any other likelihood that tells no classes apart.
+    There is one Gram a class for classification, one for each sign of the logit for a binary model, and a single one
+    for a likelihood without classes.
 
     Args:
-        source: of the features.
+        source: where the features come from.
         likelihood: of the targets.
         device: of the model.
         budget: bytes that the sums may take.
@@ -50,7 +50,7 @@ class ClassGrams:
         zero = as_double(torch.zeros((), device=device))
         width = min(_WIDTHS[1], budget // (16 * classes * size))
         if classes * size**2 * 8 > budget and width < _WIDTHS[0]:
-            classes = 1  # too many even for sketches
+            classes = 1  # too many classes even for sketches
         self._test: Tensor | None = None
         self.sums = {"counts": zero.new_zeros(classes)}
         if classes == 1 or classes * size**2 * 8 <= budget:
@@ -82,7 +82,7 @@ class ClassGrams:
         sums["counts"] += counts
         if self._test is None:
             ordered = phi[labels.argsort(stable=True)]
-            checks.later(counts, lambda found: self._add_classes(ordered, found))
+            checks.later(counts, lambda host_counts: self._add_classes(ordered, host_counts))
             return
         products = phi.unsqueeze(2) * (phi @ self._test).unsqueeze(1)
         sums["sketches"].index_add_(0, labels, products)
@@ -90,10 +90,10 @@ class ClassGrams:
         sums["total"].addmm_(phi.T, phi)
 
     def _add_classes(self, ordered: Tensor, counts: Tensor) -> None:
-        """Add features that lie class by class, of so many samples each."""
-        for gram, own in zip(self.sums["grams"], ordered.split(counts.long().tolist()), strict=True):
-            if len(own):
-                gram.addmm_(own.T, own)
+        """Add features sorted by class; `counts` are the samples of each class."""
+        for gram, rows in zip(self.sums["grams"], ordered.split(counts.long().tolist()), strict=True):
+            if len(rows):
+                gram.addmm_(rows.T, rows)
 
     def _labels(self, outputs: Tensor) -> Tensor:
         samples = outputs.shape[0]
@@ -102,18 +102,20 @@ class ClassGrams:
         return self._likelihood.predicted_class(outputs)
 
     def result(self, dtype: torch.dtype) -> FeatureGrams:
-        """What is kept of all processes' samples, in `dtype`; every process takes part.
+        """The compressed statistics of the samples of all processes, in `dtype`; every process must call this.
 
         Raises:
-            NonFiniteError: it is not finite in this dtype.
+            NonFiniteError: a number is not finite in this dtype.
         """
         add_up(self.sums)
         sums = self.sums
         if self._test is None:
-            grams: _Grams = _Exact(_shared(sums["grams"], sums["counts"]))
+            grams: _Grams = _Exact(_with_rare_joined(sums["grams"], sums["counts"]))
             total = sums["grams"].sum(0)
         else:
-            sketches, traces = (_shared(sums[name], sums["counts"]) for name in ("sketches", "traces"))
+            sketches, traces = (
+                _with_rare_joined(sums[name], sums["counts"]) for name in ("sketches", "traces")
+            )
             total = sums["total"]
             grams = _Sketched(sketches, self._test, traces, total)
         tensors = {name: tensor.to(dtype).contiguous() for name, tensor in compressed(grams, total).items()}
@@ -130,10 +132,10 @@ class ClassGrams:
         )
 
 
-def _shared(sums: Tensor, counts: Tensor) -> Tensor:
-    """Sums ``(classes, ...)`` with those of all classes that have few samples in one, the last."""
-    rare, own = (counts < FEW) & (counts > 0), sums[counts >= FEW]
-    return torch.cat([own, sums[rare].sum(0, keepdim=True)]) if bool(rare.any()) else own
+def _with_rare_joined(sums: Tensor, counts: Tensor) -> Tensor:
+    """Sums ``(classes, ...)`` in which all classes with few samples are added up into one, the last."""
+    rare, frequent = (counts < FEW) & (counts > 0), sums[counts >= FEW]
+    return torch.cat([frequent, sums[rare].sum(0, keepdim=True)]) if bool(rare.any()) else frequent
 
 
 class _Grams:
@@ -141,12 +143,12 @@ class _Grams:
 
     traces: Tensor
 
-    def turned(self, part: slice, basis: Tensor) -> Tensor:
+    def rotated(self, part: slice, basis: Tensor) -> Tensor:
         """``U^T G_c U`` of some classes, ``(classes, width, width)``."""
         raise NotImplementedError
 
     def diagonals(self, basis: Tensor) -> Tensor:
-        """The diagonals of these, of all classes, ``(classes, width)``."""
+        """The diagonals of ``U^T G_c U`` of all classes, ``(classes, width)``."""
         raise NotImplementedError
 
 
@@ -155,7 +157,7 @@ class _Exact(_Grams):
         self._matrices = matrices
         self.traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
 
-    def turned(self, part: slice, basis: Tensor) -> Tensor:
+    def rotated(self, part: slice, basis: Tensor) -> Tensor:
         return basis.T @ self._matrices[part] @ basis
 
     def diagonals(self, basis: Tensor) -> Tensor:
@@ -163,30 +165,30 @@ class _Exact(_Grams):
 
 
 class _Sketched(_Grams):
-    """Each by its leading directions, and what is left of its trace in the shape of what is left of all together."""
+    """Each Gram by its leading directions; the rest of its trace is spread like the rest of the total Gram."""
 
     def __init__(self, sketches: Tensor, test: Tensor, traces: Tensor, total: Tensor) -> None:
         self.traces = traces
         values, vectors = nystrom(sketches, test.expand(len(sketches), -1, -1))
         self._roots = vectors * values.sqrt().unsqueeze(1)
-        self._left = (traces - values.sum(1)).clamp(min=0)
+        self._remaining_traces = (traces - values.sum(1)).clamp(min=0)
         flat = self._roots.transpose(0, 1).flatten(1)
-        rest = positive_part(total - flat @ flat.T)
-        self._shape = rest / rest.trace().clamp(min=torch.finfo(rest.dtype).tiny)
+        remainder = positive_part(total - flat @ flat.T)
+        self._remainder = remainder / remainder.trace().clamp(min=torch.finfo(remainder.dtype).tiny)
 
-    def turned(self, part: slice, basis: Tensor) -> Tensor:
+    def rotated(self, part: slice, basis: Tensor) -> Tensor:
         roots = basis.T @ self._roots[part]
-        rest = basis.T @ self._shape @ basis
-        return roots @ roots.transpose(1, 2) + self._left[part, None, None] * rest
+        remainder = basis.T @ self._remainder @ basis
+        return roots @ roots.transpose(1, 2) + self._remaining_traces[part, None, None] * remainder
 
     def diagonals(self, basis: Tensor) -> Tensor:
-        rest = ((self._shape @ basis) * basis).sum(0)
-        own = torch.stack([(basis.T @ root).square().sum(1) for root in self._roots])
-        return own + self._left.unsqueeze(1) * rest
+        remainder = ((self._remainder @ basis) * basis).sum(0)
+        of_roots = torch.stack([(basis.T @ root).square().sum(1) for root in self._roots])
+        return of_roots + self._remaining_traces.unsqueeze(1) * remainder
 
 
 def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
-    """Width of the shared basis and directions a class for which there is room in `most` numbers."""
+    """The width of the shared basis and the directions of each class that fit into `most` numbers."""
     width = max(1, min(size, (most - classes) // (size + classes)))
     left = most - classes - width * (size + classes)
     return width, max(0, min(width, MOST_DIRECTIONS, left // (classes * width)))
@@ -195,9 +197,9 @@ def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
 def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `most` numbers.
 
-    The basis is that of the sum of all Grams, whole where it can be. In it every class keeps its diagonal, and of its
-    correlations ``S^-1/2 U^T G_c U S^-1/2`` (S the diagonal) as many leading directions as there is room for, but at
-    most `MOST_DIRECTIONS`; the diagonal stays exact.
+    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
+    diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room
+    for, but at most `MOST_DIRECTIONS`.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size, most)
@@ -209,8 +211,8 @@ def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[s
     if rank:
         step = max(1, 2**22 // width**2)
         for part in (slice(start, start + step) for start in range(0, classes, step)):
-            turned = grams.turned(part, basis) / scale[part].unsqueeze(2)
-            factors[part] = _leading(turned, diagonal[part], rank)
+            rotated = grams.rotated(part, basis) / scale[part].unsqueeze(2)
+            factors[part] = _leading(rotated, diagonal[part], rank)
     left = (diagonal - factors.square().sum(2)).clamp(min=0)
     return {
         "basis": basis,
@@ -221,16 +223,16 @@ def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[s
 
 
 def _leading(matrices: Tensor, diagonal: Tensor, rank: int) -> Tensor:
-    """Factors ``(classes, width, rank)`` of the leading directions of the matrices' correlations, by what they exceed
-    the mean of all others (as in probabilistic principal components, Tipping, Bishop 1999): where nothing is
-    correlated, there are none.
+    """Factors ``(classes, width, rank)`` of the leading directions of the matrices' correlations. Each is weighted by
+    the excess of its eigenvalue over the mean of all others (as in probabilistic principal components, Tipping, Bishop
+    1999), so that without correlations all are zero.
     """
-    found = diagonal > _NOTHING
-    deviations = torch.where(found, diagonal, torch.zeros_like(diagonal)).sqrt()
-    inverse = torch.where(found, diagonal.clamp(min=_NOTHING).rsqrt(), torch.zeros_like(diagonal))
+    varies = diagonal > _ROUNDING
+    deviations = torch.where(varies, diagonal, torch.zeros_like(diagonal)).sqrt()
+    inverse = torch.where(varies, diagonal.clamp(min=_ROUNDING).rsqrt(), torch.zeros_like(diagonal))
     values, vectors = eigh_descending(inverse.unsqueeze(2) * matrices * inverse.unsqueeze(1))
-    live = found.sum(1)
-    mean = (live - values[:, :rank].sum(1)).clamp(min=0) / (live - rank).clamp(min=1)
+    dimensions = varies.sum(1)
+    mean = (dimensions - values[:, :rank].sum(1)).clamp(min=0) / (dimensions - rank).clamp(min=1)
     excess = (values[:, :rank] - mean.unsqueeze(1)).clamp(min=0)
     leading = vectors[:, :, :rank] * excess.sqrt().unsqueeze(1)
     return leading * deviations.unsqueeze(2)

@@ -1,4 +1,4 @@
-"""What a pass over the data has read, as numbers that tell it from other data."""
+"""Hashes of the data that a pass has read, to recognise the same data again."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ WORD = 1 << 64
 _SIMPLE = (bool, int, float, complex, str, type(None))
 
 
-def contents(batch: Batch, keys: Tensor) -> Tensor:
-    """A hash of each sample, its inputs together with its target, ``(samples,)`` int64.
+def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
+    """A hash of each sample, inputs and target together, ``(samples,)`` int64.
 
-    Their sum does not depend on how the samples are put into batches, or in which order.
+    The sum of the hashes does not depend on the batches or the order of the samples.
 
     Args:
         batch: the samples.
         keys: hashes of their inputs, ``(samples,)`` int64.
     """
     samples = keys.shape[0]
-    parts = [keys, *(sample_keys([v], samples, 0) for v in _inner(batch) if _counts(v, samples))]
-    if batch.targets is not None and _counts(batch.targets, samples):
+    parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if _has_sample_axis(v, samples))]
+    if batch.targets is not None and _has_sample_axis(batch.targets, samples):
         parts.append(sample_keys([batch.targets], samples, 0))
-    found = parts[0]
+    hashes = parts[0]
     for part in parts[1:]:
-        found = mix(found * 31 + part.to(found.device))
-    return found
+        hashes = mix(hashes * 31 + part.to(hashes.device))
+    return hashes
 
 
-def frame(batch: Batch, samples: int) -> Tensor:
-    """A hash of what a batch is beside its samples, an int64 scalar: shapes, number formats, what its samples share."""
+def shared_hash(batch: Batch, samples: int) -> Tensor:
+    """A hash of all else in a batch, an int64 scalar: shapes, number formats, and values that its samples share."""
     leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    said = [_said(leaf) for leaf in leaves]
-    digest = sha256(repr((str(form), samples, said)).encode()).digest()
-    found = torch.tensor(int.from_bytes(digest[:7], "little"), dtype=torch.int64, device="cpu")
+    descriptions = [_described(leaf) for leaf in leaves]
+    digest = sha256(repr((str(form), samples, descriptions)).encode()).digest()
+    shared = torch.tensor(int.from_bytes(digest[:7], "little"), dtype=torch.int64, device="cpu")
     for tensor in tensors:
-        if not _counts(tensor, samples) and tensor.numel():
-            found = mix(found.to(tensor.device) * 31 + sample_keys([tensor.reshape(1, -1)], 1, 0)[0])
-    return found
+        if not _has_sample_axis(tensor, samples) and tensor.numel():
+            shared = mix(shared.to(tensor.device) * 31 + sample_keys([tensor.reshape(1, -1)], 1, 0)[0])
+    return shared
 
 
 def batch_hash(batch: Batch) -> int:
-    """Of all that a batch holds, its samples in any order."""
+    """A hash of all that a batch holds, whatever the order of its samples."""
     samples = count_samples(batch)
-    own = contents(batch, sample_keys(batch.tensors(), samples, 0)).sum()
-    return mixed_seed(int(own) % WORD, int(frame(batch, samples)) % WORD)
+    total = sample_hashes(batch, sample_keys(batch.tensors(), samples, 0)).sum()
+    return mixed_seed(int(total) % WORD, int(shared_hash(batch, samples)) % WORD)
 
 
 class Content:
@@ -63,7 +63,7 @@ class Content:
 
     Attributes:
         total: the sum, modulo 2^64.
-        batches: that were seen.
+        batches: their number.
     """
 
     def __init__(self) -> None:
@@ -77,30 +77,30 @@ class Content:
         recording: Recording | None = None,
         checks: Checks | None = None,
     ) -> None:
-        """Look at a batch, or without `checks` do so at once; see `Observer`."""
-        own = Checks() if checks is None else checks
-        own.later(contents(batch, keys).sum(), self._add)
+        """See `Observer`; without `checks` the batch is looked at straight away."""
+        pending = Checks() if checks is None else checks
+        pending.later(sample_hashes(batch, keys).sum(), self._add)
         if checks is None:
-            own.look()
+            pending.look()
 
     def _add(self, total: Tensor) -> None:
         self.total = (self.total + int(total)) % WORD
         self.batches += 1
 
 
-def _inner(batch: Batch) -> list[Tensor]:
-    """Tensors of the inputs that are inside of another value; the others are in the keys."""
+def _nested(batch: Batch) -> list[Tensor]:
+    """Tensors inside of other values among the inputs; the keys cover all other tensors."""
     outer = {id(tensor) for tensor in batch.tensors()}
     leaves = tree_flatten((batch.args, batch.kwargs))[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in outer]
 
 
-def _counts(tensor: Tensor, samples: int) -> bool:
+def _has_sample_axis(tensor: Tensor, samples: int) -> bool:
     return tensor.ndim > 0 and tensor.shape[0] == samples
 
 
-def _said(leaf: Any) -> Any:
-    """What is known of a value without looking at a device, and equal in every process."""
+def _described(leaf: Any) -> Any:
+    """What is known of a value without a wait for the device; equal in every process."""
     if isinstance(leaf, Tensor):
         return str(leaf.dtype), tuple(leaf.shape)
     return leaf if isinstance(leaf, _SIMPLE) else type(leaf).__qualname__

@@ -1,8 +1,7 @@
-"""The dry run: find the weighted layers on a few samples, and prove that what is caught is their whole
-gradient.
+"""The dry run: find the weighted layers on a few samples, and prove that their full gradients are caught.
 
-For every layer the caught pairs must rebuild autograd's own gradient, of the batch and of one sample alone:
-``sum_t g_st a_st^T`` to rounding. A layer that fails is named, never silently missed.
+For every layer the caught pairs must rebuild autograd's gradient, of the batch and of one sample alone, up to rounding:
+``sum_t g_st a_st^T``. A layer that fails is named, never silently missed.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ PROBE_SAMPLES = 2
 
 @dataclass
 class Prepared:
-    """The layers that were asked for, a capture of their gradients that has proved itself, and what is left out.
+    """The layers that were asked for, a capture that was proved to catch their gradients, and what is left out.
 
     Attributes:
-        capture: ready to run; it catches nothing where no proof was asked for.
-        layers: those that get a posterior, by name.
+        capture: ready to run; without a proof it catches nothing.
+        layers: the layers that get a posterior, by name.
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
         warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
@@ -58,13 +57,13 @@ def prepare(
     """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
 
     Args:
-        model: the user's; copies of it are run.
-        batch: whose first samples are used.
+        model: the user's model; copies of it are run.
+        batch: its first samples are used.
         selection: of the layers.
         unsupported: ``"raise"`` an error for a layer whose gradient cannot be rebuilt, or ``"skip"`` it.
         autocast: whether the forward pass runs in mixed precision.
-        prove: whether gradients are caught at all. Without it a layer whose weight meets a product of matrices in code
-            of the user's own is left out: only its gradient would tell what it is.
+        prove: whether gradients are caught at all. Without it a weight that is only used in matrix products of the
+            user's own code is left out: without a gradient nothing shows that it is a layer.
 
     Raises:
         UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
@@ -74,28 +73,29 @@ def prepare(
         raise PosthocUQError(f"unsupported must be 'raise' or 'skip', not {unsupported!r}.")
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
-    found = Capture(model).discover(probe, autocast)
-    if not found and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
+    discovered = Capture(model).discover(probe, autocast)
+    if not discovered and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
         raise PosthocUQError(
             "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
         )
-    chosen = select(found, selection, reference)
+    chosen = select(discovered, selection, reference)
     failures: dict[str, str] = {}
-    names = {t.layer.weight for t in found}
-    for name, parameter_name in reference.missed_weights(names, selection):
+    discovered_weights = {t.layer.weight for t in discovered}
+    for name, parameter_name in reference.missed_weights(discovered_weights, selection):
         failures[name] = reference.why_not_caught(parameter_name)
     if prove:
-        capture, broken = _settle(model, probe, chosen, reference, 0.1 if autocast else None)
+        capture, broken = _proved_capture(model, probe, chosen, reference, 0.1 if autocast else None)
         layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
     else:
-        capture, broken = Capture(model), [t for t in chosen if _is_loose(t)]
-        layers = {t.layer.name: t.layer for t in chosen if not _is_loose(t)}
-    failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.turned) for t in broken}
-    # A parameter that meets a product may be anything; only its module's type, its ties or its name make it a layer.
-    loose = {t.layer.name for t in broken if _is_loose(t) and (selection == "all" or callable(selection))}
-    errors = {name: why for name, why in failures.items() if name not in loose}
+        capture, broken = Capture(model), [t for t in chosen if _may_be_no_layer(t)]
+        layers = {t.layer.name: t.layer for t in chosen if not _may_be_no_layer(t)}
+    failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
+    # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
+    unnamed = selection == "all" or callable(selection)
+    undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
+    errors = {name: reason for name, reason in failures.items() if name not in undecided}
     if errors and unsupported == "raise":
-        listed = "; ".join(f"'{name}': {why}" for name, why in errors.items())
+        listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
         raise UnsupportedLayerError(
             f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
         )
@@ -107,7 +107,8 @@ def prepare(
     return Prepared(capture, layers, deterministic, reference.pull[0].numel(), warning)
 
 
-def _is_loose(tracked: TrackedLayer) -> bool:
+def _may_be_no_layer(tracked: TrackedLayer) -> bool:
+    """Whether the weight is only a factor of matrix products, in a module that is no layer by its type or ties."""
     return tracked.product and len(tracked.holders) < 2 and not isinstance(tracked.module, HOLD_WEIGHTS)
 
 
@@ -132,28 +133,28 @@ def count_samples(batch: Batch) -> int:
     )
 
 
-def select(found: list[TrackedLayer], selection: Selection, reference: Reference) -> list[TrackedLayer]:
+def select(discovered: list[TrackedLayer], selection: Selection, reference: Reference) -> list[TrackedLayer]:
     """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
     if callable(selection):
-        chosen = [t for t in found if t.module is not None and selection(t.layer.name, t.module)]
+        chosen = [t for t in discovered if t.module is not None and selection(t.layer.name, t.module)]
     elif selection == "all":
-        chosen = found
+        chosen = discovered
     elif selection == "last":
-        chosen = found[-1:]
+        chosen = discovered[-1:]
     else:
-        wanted = wanted_names(selection) or []
-        for want in wanted:
-            known = any(asked_by_name([want], t.names) for t in found)
-            if not known and not reference.holds_missed(want):
-                raise no_such_layer(want, [t.layer.name for t in found])
-        chosen = [t for t in found if asked_by_name(wanted, t.names)]
+        names = wanted_names(selection) or []
+        for name in names:
+            known = any(asked_by_name([name], t.names) for t in discovered)
+            if not known and not reference.holds_missed(name):
+                raise no_such_layer(name, [t.layer.name for t in discovered])
+        chosen = [t for t in discovered if asked_by_name(names, t.names)]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
 
 
 def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Reference]:
-    """The samples to prove the layers on, and what autograd says of them.
+    """The samples to prove the layers on, and autograd's results for them.
 
-    Two at least: one alone would not show which dimension of a layer's input counts the samples.
+    At least two samples: one alone would not show which dimension of a layer's input counts the samples.
     """
     if samples == 1:
         two = batch.doubled()
@@ -167,43 +168,43 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
     return probe, Reference(model, probe, min(samples, PROBE_SAMPLES))
 
 
-def _settle(
+def _proved_capture(
     model: nn.Module, probe: Batch, chosen: list[TrackedLayer], reference: Reference, tolerance: float | None
 ) -> tuple[Capture, list[TrackedLayer]]:
-    """A capture of the chosen layers that is proved, and the layers that no engine could serve."""
+    """A proved capture of the chosen layers, and the layers that no engine could serve."""
 
     def attempt(layers: list[TrackedLayer]) -> tuple[Capture, set[str]]:
         capture = Capture(model)
         modules = dict(capture.twin.named_modules())
         owned = owners(capture.twin)
         by_weight = {name: owned[key][0] for key, name in parameter_names(capture.twin).items()}
-        fresh = [replace(t, module=modules[by_weight[t.layer.weight][0]]) for t in layers]
-        capture.track(fresh)
+        of_twin = [replace(t, module=modules[by_weight[t.layer.weight][0]]) for t in layers]
+        capture.track(of_twin)
         return capture, _failing(capture, probe, reference, tolerance)
 
     layers = chosen
     try:
-        capture, bad = attempt(layers)
+        capture, failing = attempt(layers)
     except UnsupportedLayerError:
         raise
     except (RuntimeError, AssertionError, NotImplementedError, AttributeError):
-        # BackPACK could not be run on some module after all: serve every layer by the interceptor.
+        # BackPACK cannot run some module after all: the interceptor serves every layer.
         layers = [replace(t, engine="hooks") for t in layers]
-        capture, bad = attempt(layers)
-    if bad:
-        layers = [replace(t, engine="hooks") if t.layer.name in bad else t for t in layers]
-        capture, bad = attempt(layers)
+        capture, failing = attempt(layers)
+    if failing:
+        layers = [replace(t, engine="hooks") if t.layer.name in failing else t for t in layers]
+        capture, failing = attempt(layers)
     for axis in BATCH_AXES[1:]:
-        if not bad:
+        if not failing:
             break
         layers = [
-            replace(t, batch_axis=axis) if t.layer.name in bad and not t.layer.convolutional else t
+            replace(t, batch_axis=axis) if t.layer.name in failing and not t.layer.convolutional else t
             for t in layers
         ]
-        capture, bad = attempt(layers)
-    broken = sorted((t for t in layers if t.layer.name in bad), key=lambda t: t.layer.name)
+        capture, failing = attempt(layers)
+    broken = sorted((t for t in layers if t.layer.name in failing), key=lambda t: t.layer.name)
     if broken:
-        capture, _ = attempt([t for t in layers if t.layer.name not in bad])
+        capture, _ = attempt([t for t in layers if t.layer.name not in failing])
     return capture, broken
 
 
@@ -220,16 +221,16 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
         except UnsupportedLayerError:
             return
         per_sample = activations.gradients(gradients, CPU_TEMPORARY)
-        whole, single = per_sample.sum(0), per_sample[-1]
-        # Terms may cancel in the sum; rounding is relative to what was summed.
-        summed = float(torch.linalg.vector_norm(gradients)) * caught.norm_bound()
-        if _agrees(layer, whole, reference.total, summed, tolerance) and _agrees(
-            layer, single, reference.last, summed, tolerance
+        of_batch, of_last = per_sample.sum(0), per_sample[-1]
+        # Terms may cancel in the sum, but rounding is relative to the terms.
+        terms_bound = float(torch.linalg.vector_norm(gradients)) * caught.norm_bound()
+        if _agrees(layer, of_batch, reference.total, terms_bound, tolerance) and _agrees(
+            layer, of_last, reference.last, terms_bound, tolerance
         ):
             failing.discard(layer.name)
 
     recording.pull_back(reference.pull, compare, last=True)
-    for name in list(failing):  # a layer that nothing pulled back to has no gradient to miss
+    for name in list(failing):  # a layer that the backward pass does not reach has no gradient to miss
         layer = capture.tracked[name].layer
         if all(reference.total[p] is None for p in layer.parameter_names):
             failing.discard(name)
@@ -237,7 +238,11 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
 
 
 def _agrees(
-    layer: Layer, rebuilt: Tensor, truth: dict[str, Tensor | None], summed: float, tolerance: float | None
+    layer: Layer,
+    rebuilt: Tensor,
+    truth: dict[str, Tensor | None],
+    terms_bound: float,
+    tolerance: float | None,
 ) -> bool:
     if rebuilt.dtype == torch.float64:
         relative, absolute = 1e-6, 1e-12
@@ -245,7 +250,7 @@ def _agrees(
         relative, absolute = 1e-2, 2e-4
     else:
         relative, absolute = 2e-3, 1e-6
-    relative, absolute = tolerance or relative, absolute * summed
+    relative, absolute = tolerance or relative, absolute * terms_bound
     weight = truth[layer.weight]
     bias = truth[layer.bias] if layer.bias is not None else None
     if weight is None or (layer.bias is not None and bias is None):

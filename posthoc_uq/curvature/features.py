@@ -1,4 +1,4 @@
-"""The inputs of a model's last layer: which layer that is, and its inputs as one row a sample."""
+"""Features, the inputs of a model's last layer: which layer that is, and its inputs as one row a sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Call, Layer
 from posthoc_uq.loaders import Batch
 
-MOST_FEATURES = 8192  # numbers a sample, so that a Gram of them is a small statistic
+MOST_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class FeatureSource:
     """Where the features of a sample come from.
 
     Attributes:
-        layer: the one whose inputs they are.
+        layer: the layer whose inputs are the features.
         source: ``"outputs"`` where the layer's outputs are the model's, ``"pooled"`` elsewhere.
-        outputs: of the model, for one sample.
+        outputs: numbers that the model gives for one sample.
     """
 
     layer: Layer
@@ -37,7 +37,7 @@ class FeatureSource:
 
     @property
     def size(self) -> int:
-        """Numbers a sample, the bias's 1 included."""
+        """Features of a sample, the bias's 1 included."""
         return self.layer.groups * self.layer.inputs
 
 
@@ -45,12 +45,12 @@ def feature_rows(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
     """A layer's input as one row a sample, ``(samples, features)``, in float32 at least: the mean over its positions.
 
     Args:
-        calls: the layer's, in one pass.
+        calls: of the layer, in one pass.
         layer: the layer.
-        samples: in the batch.
+        samples: number of samples in the batch.
 
     Raises:
-        PosthocUQError: the layer did not run once.
+        PosthocUQError: the layer did not run exactly once.
         UnsupportedLayerError: the samples cannot be told apart in its input.
     """
     if len(calls) != 1:
@@ -90,32 +90,32 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
 
 
 def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> FeatureSource | None:
-    """The last weighted layer that runs, if its input is one row a sample or pools to one; None elsewhere.
+    """The last weighted layer that runs, if its input is one row a sample or can be pooled to one; else None.
 
-    That is settled by numbers: the rows of two samples must be those of each of them alone.
+    The numbers decide: two samples in one batch must give the same rows as each of them alone.
 
     Args:
-        model: run on a copy.
+        model: a copy of it is run.
         batch: its first two samples are used.
         autocast: as in `Capture.discover`.
     """
     count = count_samples(batch)
-    two = batch.narrow(0, 2, count) if count > 1 else batch.doubled()
+    pair = batch.narrow(0, 2, count) if count > 1 else batch.doubled()
     try:
         capture = Capture(model)
-        found = capture.discover(two, autocast)
-        if not found or found[-1].uses != 1 or _features(found[-1].layer) > MOST_FEATURES:
+        layers = capture.discover(pair, autocast)
+        if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MOST_FEATURES:
             return None
-        layer = found[-1].layer
-        rows, outputs = _probe(capture.twin, layer, two, 2)
-        alone = [_probe(capture.twin, layer, two.narrow(i, 1, 2), 1)[0] for i in range(2)]
-    except Exception:  # the whole batch has run before, but some models refuse two of its samples, or one
+        layer = layers[-1].layer
+        rows, outputs = _probe(capture.twin, layer, pair, 2)
+        alone = [_probe(capture.twin, layer, pair.narrow(i, 1, 2), 1)[0] for i in range(2)]
+    except Exception:  # the batch has run before, but some models refuse two of its samples, or one
         return None
     if not _agree(torch.cat(alone), rows):
         return None
-    own, wide = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(2, -1)
-    same = own.shape == wide.shape and _agree(own, wide)
-    return FeatureSource(layer, "outputs" if same else "pooled", wide.shape[1])
+    of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(2, -1)
+    same = of_layer.shape == of_model.shape and _agree(of_layer, of_model)
+    return FeatureSource(layer, "outputs" if same else "pooled", of_model.shape[1])
 
 
 def _features(layer: Layer) -> int:
@@ -131,7 +131,7 @@ def _probe(twin: nn.Module, layer: Layer, batch: Batch, samples: int) -> tuple[T
 
 
 def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:
-    """The layer's own outputs for these rows."""
+    """The layer's outputs for these rows."""
     parameters = dict(twin.named_parameters())
     bias = None if layer.bias is None else parameters[layer.bias]
     matrix = layer.to_matrix(parameters[layer.weight], bias).detach().to(rows)
@@ -139,5 +139,5 @@ def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding, that of half precision included."""
+    """Whether two tensors agree up to the rounding of half precision."""
     return bool((a - b).abs().amax() <= 2e-2 * b.abs().amax())

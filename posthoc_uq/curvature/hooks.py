@@ -1,8 +1,7 @@
 """Catching uses of a weight wherever they happen: ``linear``, ``conv`` and products with tracked parameters.
 
-This is the collector beside BackPACK. It follows the parameter, not the module, so it also sees shared
-modules, tied weights, autocast, weights used through `torch.nn.functional`, and layers whose output is
-changed in place afterwards.
+This is the other engine beside BackPACK. It follows the parameter, not the module, so it also sees shared modules, tied
+weights, autocast, weights used through `torch.nn.functional`, and layers whose output is changed in place afterwards.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class CallInterceptor(TorchFunctionMode):
     Args:
         tracked: identities of the parameters to look for.
         handler: called with the use and its output while the forward pass runs.
-        anchored: whether outputs are to be pulled back: only calls with gradients enabled count then, and their
-            outputs are made part of the graph.
+        anchored: whether a backward pass will follow: then only calls with gradients enabled count, and their outputs
+            are made part of the graph.
     """
 
     def __init__(self, tracked: set[int], handler: UseHandler, *, anchored: bool = True) -> None:
@@ -76,7 +75,7 @@ class CallInterceptor(TorchFunctionMode):
 
 
 class _Anchor(torch.autograd.Function):
-    """Makes a tensor part of the graph without making it a leaf, which could not be changed in place."""
+    """Makes a tensor part of the graph, but no leaf, since the model could not change a leaf in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, needs_gradient: Tensor) -> Tensor:
@@ -93,15 +92,15 @@ def _anchor(tensor: Tensor) -> Tensor:
 
 
 def _use(call: AffineCall) -> Use:
-    given, geometry = call.rest, Geometry()
+    options, geometry = call.options, Geometry()
     if call.kind.startswith("conv"):
-        dims, padding = call.parameter.ndim - 2, given.get("padding", 0)
+        dims, padding = call.parameter.ndim - 2, options.get("padding", 0)
         geometry = Geometry(
-            stride=_tuple(given.get("stride", 1), dims),
+            stride=_tuple(options.get("stride", 1), dims),
             padding=padding if isinstance(padding, str) else _tuple(padding, dims),
-            dilation=_tuple(given.get("dilation", 1), dims),
+            dilation=_tuple(options.get("dilation", 1), dims),
         )
-    groups = int(given.get("groups", 1))
+    groups = int(options.get("groups", 1))
     return Use(call.kind, call.input, call.parameter, call.bias, geometry, groups, call.product)
 
 

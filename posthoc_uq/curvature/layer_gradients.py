@@ -1,4 +1,4 @@
-"""What one backward pass caught of a layer, as operands of the statistics."""
+"""A layer's activations and output gradients in one backward pass, as operands of the statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerGradients:
     def operands(self, dtype: torch.dtype) -> tuple[Operand, Tensor]:
         """Activations, and output gradients ``(samples, groups, positions, outputs)``, in `dtype`.
 
-        Several calls of one layer are further positions: their weight gradients add up within a sample.
+        Further calls of a layer count as further positions: their weight gradients add up within a sample.
 
         Raises:
             UnsupportedLayerError: the samples cannot be told apart in the layer's input.
@@ -51,7 +51,7 @@ class LayerGradients:
         return [self._activations(call, dtype) for call in self.calls]
 
     def norm_bound(self) -> float:
-        """At least the norm of all activations: every input stands in no more patches than a kernel has places."""
+        """An upper bound of the norm of all activations: an input is in at most ``prod(kernel)`` patches."""
         kernel = prod(self.layer.weight_shape[2:])
         squares = [
             kernel * float(torch.linalg.vector_norm(call.input.detach().float())) ** 2 for call in self.calls

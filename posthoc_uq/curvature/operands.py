@@ -1,8 +1,8 @@
-"""A layer's activations as the statistics need them: products with them, without forming them where that is dear.
+"""Products with a layer's activations, without forming the activations where that is expensive.
 
-The rows are the layer's inputs, one a position: ``(samples, groups, positions, inputs)``. A linear layer's input
-is those rows already; a convolution's would be its unfolded patches, ``prod(kernel)`` times as large as its
-input. Products with patches are themselves convolutions, and the per-sample weight gradient is one too.
+The activations are rows, the layer's inputs at each position: ``(samples, groups, positions, inputs)``. A linear
+layer's input has this form already. A convolution's rows are its unfolded patches, ``prod(kernel)`` times as large as
+its input; but products with patches are themselves convolutions, and so is the per-sample weight gradient.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# A fresh block of memory larger than this is mapped anew by the C library at every use, page by page, which on
-# a CPU costs more than the arithmetic that fills it.
+# The C library maps a new block of memory larger than this page by page at every use; on a CPU that costs more than
+# the arithmetic that fills it.
 CPU_TEMPORARY = 16 * 2**20
 
-COPIED = 4 * 2**20  # bytes that are copied without a second thought
+COPIED = 4 * 2**20  # bytes up to which a copy stays in the cache
 
 
 class Operand(Protocol):
@@ -34,7 +34,7 @@ class Operand(Protocol):
         ...
 
     def part(self, samples: slice | Tensor) -> Operand:
-        """Some of the samples, as a slice or by their indices."""
+        """Some of the samples, by a slice or by their indices."""
         ...
 
     def rows(self) -> Tensor:
@@ -55,20 +55,20 @@ class Operand(Protocol):
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
         """Per-sample weight gradients ``sum_t g a^T``, ``(samples, groups, outputs, inputs)``, from output gradients
-        ``(samples, groups, positions, outputs)``; `limit` bytes bound what is needed beside them.
+        ``(samples, groups, positions, outputs)``; temporaries beside them take at most `limit` bytes.
         """
         ...
 
 
 def chunks(samples: int, numbers: int, element_size: int, limit: int) -> Iterator[slice]:
-    """Slices of the samples, each with at most `limit` bytes at `numbers` numbers a sample, or one sample."""
+    """Slices of the samples, each of at most `limit` bytes at `numbers` numbers a sample, or of one sample."""
     step = max(1, min(samples, limit // max(1, numbers * element_size)))
     for start in range(0, samples, step):
         yield slice(start, min(samples, start + step))
 
 
 def temporary_limit(budget: int, device: torch.device) -> int:
-    """Bytes that one temporary should take: `budget`, or less where less is faster."""
+    """Bytes that one temporary should take: `budget`, or on a CPU less, which is faster."""
     return min(budget, CPU_TEMPORARY) if device.type == "cpu" else budget
 
 
@@ -79,7 +79,7 @@ def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += torch.matmul(left.transpose(2, 3), right).sum(0)
     elif left.stride(3) == 1 and right.stride(3) == 1:
         total[0].addmm_(left.reshape(-1, p).T, right.reshape(-1, q))
-    elif _joins(left, p, q):
+    elif _copying_pays(left, p, q):
         total[0].addmm_(
             left[:, 0].permute(2, 0, 1).reshape(p, -1), right[:, 0].permute(2, 0, 1).reshape(q, -1).T
         )
@@ -87,10 +87,10 @@ def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
         total[0].addbmm_(left[:, 0].transpose(1, 2), right[:, 0])
 
 
-def _joins(rows: Tensor, p: int, q: int) -> bool:
+def _copying_pays(rows: Tensor, p: int, q: int) -> bool:
     """Whether to copy rows whose positions are the last dimension in memory, for one product over all samples.
 
-    Worth it where the copy stays in the cache, or where a product a sample would touch a large total too often.
+    That pays if the copy stays in the cache, or if one product a sample would touch a large total too often.
     """
     samples, _, positions, _ = rows.shape
     copied = positions * (p + q)
@@ -98,7 +98,7 @@ def _joins(rows: Tensor, p: int, q: int) -> bool:
 
 
 class Rows:
-    """Activations that are rows already: of a linear layer, a pointwise convolution, or output gradients."""
+    """Activations that have the form of rows already (linear layer, pointwise convolution), or output gradients."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._rows = tensor
@@ -134,11 +134,11 @@ class Rows:
         width = test_matrix.shape[-1] * self.positions * test_matrix.shape[0]
         numbers = max(width, self._numbers(total))
         for part in chunks(self.samples, numbers, self._rows.element_size(), limit):
-            own = self.part(part)
-            add_products(total, own.rows(), own.project(test_matrix))
+            chunk = self.part(part)
+            add_products(total, chunk.rows(), chunk.project(test_matrix))
 
     def _numbers(self, total: Tensor) -> int:
-        """Most numbers a sample that `add_products` makes."""
+        """The most numbers a sample that `add_products` allocates."""
         return total.numel() if total.shape[0] > 1 else self._rows[0].numel()
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
@@ -146,7 +146,7 @@ class Rows:
 
 
 class Several:
-    """Activations of a layer used more than once: further positions, whose gradients add up within a sample."""
+    """Activations of a layer used several times; each use adds positions, whose gradients add up within a sample."""
 
     def __init__(self, operands: list[Operand]) -> None:
         self._operands = operands
@@ -178,7 +178,7 @@ class Several:
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
         parts = output_gradients.split([operand.positions for operand in self._operands], dim=2)
-        found = self._operands[0].gradients(parts[0], limit)
+        total = self._operands[0].gradients(parts[0], limit)
         for operand, part in zip(self._operands[1:], parts[1:], strict=True):
-            found += operand.gradients(part, limit)
-        return found
+            total += operand.gradients(part, limit)
+        return total

@@ -1,4 +1,4 @@
-"""A convolution's activations, which are patches of its input: products with them are convolutions themselves."""
+"""A convolution's activations, the patches of its input; products with them are convolutions themselves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from posthoc_uq.curvature.correlation import add_patch_gram, correlation_cost
 from posthoc_uq.curvature.operands import add_products, chunks
 from posthoc_uq.layers import Geometry, Layer, pad_input
 
-# A convolution's weight gradient for one sample has a fixed price, in numbers unfolded at the same cost, and one
-# for each number of the weight; measured on two x86 cores.
-_CALL_PRICE, _WEIGHT_PRICE = 800_000, 5
+# The cost of a convolution's weight gradient for one sample, fixed and for each number of the weight, in numbers that
+# could be unfolded in the same time; measured on two x86 cores.
+_CALL_COST, _WEIGHT_COST = 800_000, 5
 
 _CONVOLUTIONS: dict[int, tuple[Any, Any]] = {
     1: (F.conv1d, convolution_gradients.conv1d_weight),
@@ -93,16 +93,16 @@ class Patches:
     def add_sketch(self, total: Tensor, test_matrix: Tensor, limit: int) -> None:
         groups, _, width = test_matrix.shape
         for part in chunks(self.samples, self.positions * groups * width, self._x.element_size(), limit):
-            own = self.part(part)
-            own.add_correlation(total, own.project(test_matrix))
+            patches = self.part(part)
+            patches.add_correlation(total, patches.project(test_matrix))
 
     def add_correlation(self, total: Tensor, rows: Tensor) -> None:
         """``total += sum_{s,t} a z^T`` for rows ``z`` ``(samples, groups, positions, width)``."""
         groups, width = rows.shape[1], rows.shape[3]
         image = rows.transpose(2, 3).reshape(rows.shape[0], groups * width, *self._grid)
         shape = (groups * width, self._layer.weight_shape[1], *self._kernel)
-        found = self._weight_gradient(self._x, shape, image, *self._arguments())
-        total[:, : self._fan_in] += found.reshape(groups, width, -1).transpose(1, 2)
+        correlation = self._weight_gradient(self._x, shape, image, *self._arguments())
+        total[:, : self._fan_in] += correlation.reshape(groups, width, -1).transpose(1, 2)
         if self._layer.bias is not None:
             total[:, self._fan_in] += rows.sum((0, 2))
 
@@ -130,7 +130,7 @@ class Patches:
     def _add_unfolded(self, total: Tensor, limit: int) -> None:
         numbers = self._fan_in * self._layer.groups * self.positions
         item = self._x.element_size()
-        if item * numbers > limit and self._grid[0] > 1:  # one sample alone would take too much
+        if item * numbers > limit and self._grid[0] > 1:  # one sample alone takes too much memory
             for band in self._bands(-(-item * numbers // limit)):
                 band._add_unfolded(total, limit)
             return
@@ -147,38 +147,38 @@ class Patches:
 
     def _bands(self, count: int) -> Iterator[Patches]:
         """The same patches in bands along the first spatial dimension."""
-        x, none = pad_input(self._x, self._layer, self._geometry()), (0,) * len(self._kernel)
+        x, no_padding = pad_input(self._x, self._layer, self._geometry()), (0,) * len(self._kernel)
         step = max(1, self._grid[0] // count)
         reach = self._dilation[0] * (self._kernel[0] - 1) + 1
         for start in range(0, self._grid[0], step):
             stop = min(self._grid[0], start + step)
             first, last = start * self._stride[0], (stop - 1) * self._stride[0] + reach
-            yield self._with(x[:, :, first:last], none)
+            yield self._with(x[:, :, first:last], no_padding)
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
         samples, groups, _, outputs = output_gradients.shape
         columns = output_gradients.transpose(2, 3)
         if self._layer.weight_shape[1] == 1 and groups > 1:
-            found = self._depthwise(columns)
+            gradients = self._depthwise(columns)
         elif self._by_convolution(outputs, limit):
-            found = self._one_by_one(columns)
+            gradients = self._one_by_one(columns)
         else:
-            found = columns.new_empty(samples, groups, outputs, self._fan_in)
+            gradients = columns.new_empty(samples, groups, outputs, self._fan_in)
             numbers = groups * self._fan_in * self.positions
-            for part in chunks(samples, numbers, found.element_size(), limit):
-                torch.matmul(columns[part], self.part(part)._columns().transpose(2, 3), out=found[part])
-        found = found.reshape(samples, groups, outputs, self._fan_in)
+            for part in chunks(samples, numbers, gradients.element_size(), limit):
+                torch.matmul(columns[part], self.part(part)._columns().transpose(2, 3), out=gradients[part])
+        gradients = gradients.reshape(samples, groups, outputs, self._fan_in)
         if self._layer.bias is None:
-            return found
-        return torch.cat([found, columns.sum(3, keepdim=True)], dim=3)
+            return gradients
+        return torch.cat([gradients, columns.sum(3, keepdim=True)], dim=3)
 
     def _by_convolution(self, outputs: int, limit: int) -> bool:
-        """Whether a convolution call per sample costs less than unfolding: it does for large maps."""
+        """Whether a convolution call per sample costs less than unfolding, as it does for large maps."""
         unfolded = self._layer.groups * self._fan_in * self.positions
         if unfolded * self._x.element_size() > limit:
             return True
-        dear = _CALL_PRICE + _WEIGHT_PRICE * self._layer.groups * self._fan_in * outputs
-        return self._x.device.type == "cpu" and unfolded > dear
+        cost = _CALL_COST + _WEIGHT_COST * self._layer.groups * self._fan_in * outputs
+        return self._x.device.type == "cpu" and unfolded > cost
 
     def _one_by_one(self, columns: Tensor) -> Tensor:
         image = columns.reshape(self.samples, -1, *self._grid)
@@ -191,7 +191,7 @@ class Patches:
         )
 
     def _depthwise(self, columns: Tensor) -> Tensor:
-        """One call for all samples, whose channels are each a group of their own."""
+        """One call for all samples, with every channel of every sample as a group."""
         samples, groups, outputs, _ = columns.shape
         x = self._x.reshape(1, -1, *self._x.shape[2:])
         image = columns.reshape(1, -1, *self._grid)

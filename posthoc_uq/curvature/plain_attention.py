@@ -1,4 +1,4 @@
-"""Attention by plain operations, for transforms that torch's fused kernels have no rule for."""
+"""Attention by plain operations, for transforms that torch's fused kernels do not support."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _attend(
 
 
 class PlainAttention(CallInterceptor):
-    """Replaces fused attention, which `vmap` and forward differentiation have no rule for; the interceptor opens
-    multi-head attention.
+    """Replaces fused attention, which does not support `vmap` and forward differentiation, by plain operations; the
+    base class opens multi-head attention.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What autograd says of a few samples, without any capture: the truth that a dry run is measured by."""
+"""Autograd's own gradients of a few samples, without any capture: the truth for the dry run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posthoc_uq.layers import WEIGHTED_MODULES
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import parameter_names, replicate
 
-# Types of modules that are layers of weights, also those whose uses cannot be followed.
+# Types of modules that are weighted layers, those whose uses cannot be followed included.
 HOLD_WEIGHTS = (
     *WEIGHTED_MODULES,
     nn.RNNBase,
@@ -29,7 +29,7 @@ HOLD_WEIGHTS = (
 
 
 class Reference:
-    """What autograd says: outputs and gradients of a probe batch, computed without any capture."""
+    """Outputs and gradients of a probe batch by autograd alone, without any capture."""
 
     def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
         self.samples = samples
@@ -44,7 +44,7 @@ class Reference:
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            # The model changes the input of a frozen layer: fine for its user, who never asks for that
+            # The model changes the input of a frozen layer in place: fine for its user, who never asks for that
             # layer's gradient.
             with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
                 self._differentiate(twin, probe)
@@ -69,7 +69,7 @@ class Reference:
 
     @staticmethod
     def cotangent(outputs: Tensor) -> Tensor:
-        """Fixed numbers without structure, shaped like the outputs; the same for every sample."""
+        """Fixed irregular numbers in the shape of the outputs; the same for every sample."""
         size = outputs[0].numel()
         row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(outputs.dtype)
         return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
@@ -77,8 +77,8 @@ class Reference:
     def _gradients(
         self, outputs: Tensor, parameters: Sequence[Tensor], pull: Tensor, retain: bool
     ) -> dict[str, Tensor | None]:
-        found = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
-        return {self.names[id(p)]: g for p, g in zip(parameters, found, strict=True)}
+        gradients = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
+        return {self.names[id(p)]: g for p, g in zip(parameters, gradients, strict=True)}
 
     def _owner(self, parameter: str) -> Owner:
         return self._owners[id(self.parameters[parameter])][0]
@@ -114,36 +114,36 @@ class Reference:
         return missed
 
     def missed_weights(self, caught: set[str], selection: Selection) -> list[tuple[str, str]]:
-        """Modules that hold weights which have a gradient but were not seen in use, among those asked for."""
+        """The weights asked for that have a gradient but were not seen in use, each after its module's name."""
         missed = self._missed(caught)
         if selection == "all":
             return missed
-        if selection == "last":  # one that comes after all that was caught would be it
-            end = max((self.order[name] for name in caught), default=-1)
+        if selection == "last":  # a missed layer after all caught ones would be the last
+            last_caught = max((self.order[name] for name in caught), default=-1)
             return [
                 (module, name)
                 for module, name in missed
-                if self.order[name] > end and isinstance(self._home(name)[1], WEIGHTED_MODULES)
+                if self.order[name] > last_caught and isinstance(self._home(name)[1], WEIGHTED_MODULES)
             ]
         if callable(selection):
             return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]
-        wanted = wanted_names(selection) or []
-        return [(module, name) for module, name in missed if asked_by_name(wanted, [module])]
+        names = wanted_names(selection) or []
+        return [(module, name) for module, name in missed if asked_by_name(names, [module])]
 
     def holds_missed(self, want: str) -> bool:
-        """Whether a module of that name, prefix or pattern holds weights that no use was seen of."""
+        """Whether a module of that name, prefix or pattern holds weights that were not seen in use."""
         return any(asked_by_name([want], [module]) for module, _ in self._missed(set()))
 
     def asked_for(self, selection: Selection) -> dict[str, str]:
-        """Parameters that took part and that all layers, or the names given, cover; with their module's type."""
+        """The used parameters that the selection covers (for ``"all"`` and names), with the types of their modules."""
         wanted = wanted_names(selection)
-        found: dict[str, str] = {}
+        kinds: dict[str, str] = {}
         for name, gradient in self.total.items():
             module_name, module = self._home(name)
-            asked = selection == "all" if wanted is None else asked_by_name(wanted, [module_name, name])
-            if asked and gradient is not None:
-                found[name] = type(module).__name__
-        return found
+            selected = selection == "all" if wanted is None else asked_by_name(wanted, [module_name, name])
+            if selected and gradient is not None:
+                kinds[name] = type(module).__name__
+        return kinds
 
     def deterministic(self, covered: set[str], failures: dict[str, str]) -> dict[str, str]:
         """Every parameter without a posterior, with the reason."""

@@ -1,4 +1,4 @@
-"""The residuals of the training data, whose variance is a regression's noise."""
+"""The residuals of the training data; their mean square is the noise variance of a regression."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from posthoc_uq.randomness import sample_keys
 def squared_residuals(
     capture: Capture, loader: Iterable[Any], settings: SweepSettings, content: Content | None = None
 ) -> tuple[Tensor, int] | None:
-    """Sums of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the number of samples, from
-    a forward pass over the data; None without labels.
+    """The sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the number of samples, by
+    a forward pass over the data; None without targets.
 
     Args:
-        content: is shown every batch, where one is given.
+        content: hashes every batch, if given.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs.
     """
     total: Tensor | None = None
-    seen = 0
+    count = 0
     unit = Gaussian(1.0)
     with torch.no_grad(), Bar(loader, "noise", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
@@ -48,10 +48,10 @@ def squared_residuals(
                 .reshape(outputs.shape[0], -1)
                 .sum(0)
             )
-            found, *wrong = on_host(squares, *([] if fault is None else [fault]))
-            if any(wrong):
+            sums, *faults = on_host(squares, *([] if fault is None else [fault]))
+            if any(faults):
                 unit.check(outputs, batch.targets)
-            total = found if total is None else total + found
-            seen += samples
+            total = sums if total is None else total + sums
+            count += samples
             bar.advance(samples)
-    return None if total is None else (total, seen)
+    return None if total is None else (total, count)

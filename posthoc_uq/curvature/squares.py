@@ -2,14 +2,14 @@
 
 ``d_ij = sum_s (G_s)_ij^2`` is the diagonal of the Fisher, and ``Lambda = sum_s (U_g^T G_s U_a)^2`` (elementwise)
 its diagonal in a Kronecker-factored basis (George et al. 2018). With ``G_s = sum_t g_st a_st^T`` there are three
-ways to them:
+routes:
 
 * **pairs**: ``(sum_t g a^T)^2 = sum_{t,t'} (g_t o g_t') (a_t o a_t')^T``, a matrix product over the samples and the
-  pairs ``t <= t'``, for few positions; with one position it needs no pair;
+  pairs ``t <= t'``, for few positions; with one position there are no pairs;
 * **gradients**: form ``G_s``, a few samples at a time, and square it; for ``Lambda`` rotate it first;
-* **rotated rows**: ``U_g^T G_s U_a = sum_t (U_g^T g) (U_a^T a)^T``, and either of the ways above with these rows.
+* **rotated rows**: ``U_g^T G_s U_a = sum_t (U_g^T g) (U_a^T a)^T``, and either of the routes above with these rows.
 
-Their cost is known beforehand in multiply-adds and numbers touched, and the least is taken.
+The costs, in multiply-adds and numbers touched, are known beforehand, and the cheapest route is taken.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, einsum, matmul, triu_indices, where
 
 from posthoc_uq.curvature.operands import Operand, Rows, chunks, temporary_limit
 
-# Writing, squaring and summing one number takes as long as about this many multiply-adds of a matrix product.
+# Writing, squaring and summing one number takes about as long as this many multiply-adds of a matrix product.
 TOUCH_COST = 40
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the cost depends on: a layer's groups, outputs, inputs, positions, and the widths of its bases."""
+    """The sizes that the cost depends on: a layer's groups, outputs, inputs, positions, and the widths of its bases."""
 
     groups: int
     outputs: int
@@ -43,7 +43,7 @@ class Shape:
 
 
 class Plan(NamedTuple):
-    """What to do with one batch.
+    """The route for one batch.
 
     Attributes:
         diagonal_by_pairs: the diagonal from pairs of positions; otherwise from the gradients.
@@ -56,14 +56,14 @@ class Plan(NamedTuple):
     cost: float
 
 
-def plan(shape: Shape, diagonal: bool, rotated: bool, whole: bool = True) -> Plan:
-    """The cheapest way to the diagonal, Lambda, or both.
+def plan(shape: Shape, diagonal: bool, rotated: bool, fits: bool = True) -> Plan:
+    """The cheapest route to the diagonal, Lambda, or both.
 
     Args:
-        shape: the layer's.
+        shape: of the layer.
         diagonal: whether the diagonal is wanted.
         rotated: whether Lambda is wanted.
-        whole: whether one sample's gradient fits into memory at once, which rotating it needs.
+        fits: whether one sample's gradient fits into memory at once, as rotating it needs.
     """
     m, n, t, g, a = shape.outputs, shape.inputs, shape.positions, shape.width_g, shape.width_a
     form = m * n * (t + TOUCH_COST)
@@ -72,7 +72,7 @@ def plan(shape: Shape, diagonal: bool, rotated: bool, whole: bool = True) -> Pla
     rotate = min(g * m * n + g * n * a, m * n * a + g * m * a) + TOUCH_COST * (min(g * n, m * a) + g * a)
     best: Plan | None = None
     for by_pairs in (True, False) if diagonal else (True,):
-        for gradients in (True, False) if rotated and whole else (False,):
+        for gradients in (True, False) if rotated and fits else (False,):
             needs_gradients = gradients or (diagonal and not by_pairs)
             cost = form * needs_gradients + pairs * (diagonal and by_pairs)
             cost += (rotate if gradients else rows) * rotated
@@ -90,7 +90,7 @@ def add_squares(
     rotated: Tensor | None = None,
     bases: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Add one batch to ``d`` and ``Lambda``, whichever is given.
+    """Add one batch to ``d`` and to ``Lambda``, to each that is not None.
 
     Args:
         activations: of the batch.
@@ -106,23 +106,23 @@ def add_squares(
     inputs = total.shape[2] if bases is None else bases[0].shape[1]
     widths = (0, 0) if bases is None else (bases[1].shape[2], bases[0].shape[2])
     shape = Shape(groups, outputs, inputs, gradients.shape[2], *widths)
-    item, limit = gradients.element_size(), temporary_limit(budget, gradients.device)
-    whole = groups * outputs * inputs * item <= budget
-    chosen = plan(shape, diagonal is not None, rotated is not None, whole)
-    by_gradients = diagonal is not None and not chosen.diagonal_by_pairs
-    if diagonal is not None and chosen.diagonal_by_pairs:
+    item_size, limit = gradients.element_size(), temporary_limit(budget, gradients.device)
+    fits = groups * outputs * inputs * item_size <= budget
+    route = plan(shape, diagonal is not None, rotated is not None, fits)
+    by_gradients = diagonal is not None and not route.diagonal_by_pairs
+    if diagonal is not None and route.diagonal_by_pairs:
         numbers = groups * (shape.pairs + shape.positions) * (inputs + outputs)
-        for part in chunks(activations.samples, numbers, item, limit):
+        for part in chunks(activations.samples, numbers, item_size, limit):
             _add_pairs(diagonal, activations.part(part).rows(), gradients[part])
-    if rotated is not None and bases is not None and not chosen.rotate_gradients:
+    if rotated is not None and bases is not None and not route.rotate_gradients:
         numbers = groups * (shape.positions + min(shape.pairs, TOUCH_COST)) * sum(widths)
-        for part in chunks(activations.samples, numbers, item, limit):
+        for part in chunks(activations.samples, numbers, item_size, limit):
             rows = activations.part(part).project(bases[0]), Rows(gradients[part]).project(bases[1])
             _add_rows(rotated, *rows, limit)
-    if by_gradients or chosen.rotate_gradients:
-        turned = (rotated, bases) if chosen.rotate_gradients else (None, None)
-        own = diagonal if by_gradients else None
-        _add_gradients(activations, gradients, limit, inputs, whole, own, *turned)
+    if by_gradients or route.rotate_gradients:
+        to_rotate = (rotated, bases) if route.rotate_gradients else (None, None)
+        to_square = diagonal if by_gradients else None
+        _add_gradients(activations, gradients, limit, inputs, fits, to_square, *to_rotate)
 
 
 def _add_rows(total: Tensor, activations: Tensor, gradients: Tensor, limit: int) -> None:
@@ -141,24 +141,24 @@ def _add_gradients(
     gradients: Tensor,
     limit: int,
     inputs: int,
-    whole: bool,
+    fits: bool,
     diagonal: Tensor | None,
     rotated: Tensor | None,
     bases: tuple[Tensor, Tensor] | None,
 ) -> None:
     groups, outputs = gradients.shape[1], gradients.shape[3]
-    item = gradients.element_size()
-    # Where one sample's gradient is over the budget, some of its rows at a time are not.
-    rows = outputs if whole else max(1, limit // (groups * inputs * item))
-    for part in chunks(activations.samples, groups * rows * inputs, item, limit):
-        own = activations.part(part)
+    item_size = gradients.element_size()
+    # Where one sample's gradient does not fit into the budget, some of its rows at a time do.
+    rows = outputs if fits else max(1, limit // (groups * inputs * item_size))
+    for part in chunks(activations.samples, groups * rows * inputs, item_size, limit):
+        operand = activations.part(part)
         for start in range(0, outputs, rows):
-            here = slice(start, start + rows)
-            per_sample = own.gradients(gradients[part][..., here], limit)
+            block = slice(start, start + rows)
+            per_sample = operand.gradients(gradients[part][..., block], limit)
             if rotated is not None and bases is not None:
                 _add_squared(rotated, _rotate(per_sample, *bases))
             if diagonal is not None:
-                _add_squared(diagonal[:, here], per_sample)
+                _add_squared(diagonal[:, block], per_sample)
 
 
 def _rotate(per_sample: Tensor, input_basis: Tensor, output_basis: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Accumulators of the Fisher's statistics (Lee et al. 2020, section 2; George et al. 2018).
 
-Each takes the activations and the output gradients ``(samples, groups, positions, outputs)`` of one layer, batch
-by batch, and keeps sums; `mean` divides by what was counted. Squares are those of exact per-sample gradients
+Each sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``;
+`mean` divides the sums by the number of samples or positions. Squares are those of exact per-sample gradients
 ``G_s = sum_t g_st a_st^T``.
 """
 
@@ -17,16 +17,16 @@ from posthoc_uq.curvature.squares import add_squares
 
 
 class Accumulator(Protocol):
-    """What a sweep feeds."""
+    """Takes the backward passes of a sweep."""
 
     def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
-        """Take one backward pass; several passes over one batch share their activations, and only one is the
-        first.
+        """Take one backward pass. Passes over the same batch have the same activations; `first_pass` marks the first of
+        them.
         """
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """The sums themselves, by name: those over two parts of the data add up to those over both."""
+        """The sums themselves, by name. Those over two parts of the data can be added."""
         ...
 
 
@@ -85,8 +85,7 @@ class GradientGram(_Sums):
 class RangeSketch(_Sums):
     """``Y = sum a (a^T Omega)``, ``(groups, size, width)``: the range of a Gram that is never formed.
 
-    `side` tells whether ``"inputs"`` or ``"outputs"`` (output gradients) are sketched. See Halko, Martinsson, Tropp
-    2011.
+    `side` is what is sketched: ``"inputs"``, or ``"outputs"`` for output gradients. See Halko, Martinsson, Tropp 2011.
     """
 
     def __init__(self, side: str, test_matrix: Tensor, budget: int) -> None:
@@ -143,11 +142,11 @@ class SquaredGradients(_Sums):
         add_squares(activations, gradients, self._budget, *sums, self._bases)
 
     def diagonal(self, samples: int) -> Tensor:
-        """The mean over `samples`; hands its memory over, so it can be asked for once."""
+        """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum."""
         return _mean_squares(self._sums.pop("diagonal"), samples)
 
     def eigenvalues(self, samples: int) -> Tensor:
-        """The mean over `samples`; hands its memory over, so it can be asked for once."""
+        """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum."""
         return _mean_squares(self._sums.pop("eigenvalues"), samples)
 
 

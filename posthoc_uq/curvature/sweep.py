@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.capture import Capture, Recording
-from posthoc_uq.curvature.content import WORD, contents, frame
+from posthoc_uq.curvature.content import WORD, sample_hashes, shared_hash
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
@@ -23,12 +23,12 @@ from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.randomness import mixed_seed, sample_keys, share_of
 
-KEYS_KEPT = 65536  # inputs whose hashes are remembered, to tell a data set of copies
+KEYS_KEPT = 65536  # inputs whose hashes are remembered, to recognise data that are mostly copies
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What every sweep of a fit has in common."""
+    """The settings that all sweeps of a fit share."""
 
     reader: BatchReader
     likelihood: Likelihood
@@ -41,17 +41,17 @@ class SweepSettings:
 
 @dataclass
 class Summary:
-    """What a sweep saw besides the statistics, and where in the loader it stands.
+    """What a sweep counted beside the statistics, and how far into the loader it is.
 
     Attributes:
         batches: batches read.
         seen: samples read.
         samples: samples swept over, fewer than seen where the sweep takes a share of them.
-        log_likelihood: sum of ``log p(y | x)`` at the trained weights, or None where labels were missing.
+        log_likelihood: sum of ``log p(y | x)`` at the trained weights, in nats; None where labels were missing.
         outputs: outputs of one sample.
         keys: hashes of the first inputs.
         digest: hash of all batches in their order.
-        content: hash of all samples, with their targets, in any order.
+        content: hash of all samples with their targets, whatever their order.
     """
 
     batches: int = 0
@@ -65,39 +65,39 @@ class Summary:
 
     @property
     def repetitive(self) -> bool:
-        """Whether most of the first inputs are copies of others, as far as they were looked at."""
+        """Whether most of the inputs whose hashes were remembered are copies of others."""
         looked_at = min(self.seen, KEYS_KEPT)
         return looked_at >= 100 and 2 * len(self.keys) < looked_at
 
     def note(self, keys: Tensor, content: Tensor, shared: Tensor) -> None:
-        """Count a batch by the hashes of its inputs, the sum of those of its samples, and that of what they share; all
-        are on the CPU.
+        """Count a batch. All arguments are hashes on the CPU: of its inputs, of its samples (summed), and of what its
+        samples share.
         """
-        found: list[int] = keys.tolist()
+        hashes: list[int] = keys.tolist()
         if self.seen < KEYS_KEPT:
-            self.keys.update(found[: KEYS_KEPT - self.seen])
-        self.digest = mixed_seed(self.digest, int(content) % WORD, len(found), int(shared) % WORD)
+            self.keys.update(hashes[: KEYS_KEPT - self.seen])
+        self.digest = mixed_seed(self.digest, int(content) % WORD, len(hashes), int(shared) % WORD)
         self.content = (self.content + int(content)) % WORD
         self.batches += 1
-        self.seen += len(found)
+        self.seen += len(hashes)
 
     def add_log_likelihood(self, log_probs: Tensor) -> None:
-        """Add that of some samples."""
+        """Add the log-probabilities of some samples."""
         if self.log_likelihood is not None:
             self.log_likelihood += float(log_probs.double().sum())
 
 
 class Observer(Protocol):
-    """Something beside the curvature that a sweep shows the data to."""
+    """Sees the data of a sweep beside the accumulators."""
 
     def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: Checks) -> None:
         """Look at a batch.
 
         Args:
-            batch: this process's own samples, without another's padding.
+            batch: samples of this process, without padding.
             keys: hashes of the samples' inputs, ``(samples,)`` int64.
-            recording: its forward pass; not pulled back yet.
-            checks: takes what is wanted on the host.
+            recording: its forward pass, before any backward pass.
+            checks: takes the values that the host must see.
         """
         ...
 
@@ -115,34 +115,34 @@ def sweep(
     after_batch: Callable[[Summary], None] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Summary:
-    """Feed every accumulator of every layer with the whole loader, or a share of its samples.
+    """Feed every accumulator of every layer with all samples of the loader, or a share of them.
 
     Args:
         accumulators: by layer name.
         joint: takes the per-sample gradients of all layers together.
         share: of the samples that are swept over, picked by a hash of their inputs.
-        done: where an interrupted sweep stood, whose sums the accumulators hold; its batches are read, but not
+        done: the summary of an interrupted sweep whose sums the accumulators hold; its batches are read, but not
             swept over again.
-        after_batch: called after every batch that was not done already.
-        observers: are shown every batch that is swept over, those that were done already included.
+        after_batch: called after every batch that is swept over.
+        observers: see every batch that is swept over, and those of `done`.
 
     Raises:
         NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
-        PosthocUQError: labels do not fit the likelihood, the loader is empty or does not begin with the batches
-            that were done.
+        PosthocUQError: labels do not fit the likelihood, the loader is empty, or it does not begin with the batches of
+            `done`.
     """
     summary, skipped = Summary(), 0 if done is None else done.batches
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
-            checks = _noting(summary, batch, keys)
+            checks = _checks_that_count(summary, batch, keys)
             bar.advance(samples)
             if done is not None and index < skipped:
                 if observers:
                     _show(observers, batch, keys, _run(capture, batch, samples, index), checks)
                 checks.look()
                 if index == skipped - 1:
-                    summary = _taken_up(summary, done)
+                    summary = _resumed(summary, done)
                 continue
             if share < 1:
                 picked = share_of(keys, share).nonzero().flatten()
@@ -162,7 +162,7 @@ def sweep(
 def show(
     capture: Capture, loader: Iterable[Any], settings: SweepSettings, observers: Sequence[Observer]
 ) -> None:
-    """One pass of forward passes alone, for observers that no sweep over all the data was shown to."""
+    """Show all data to observers by forward passes alone, where no sweep goes over all of them."""
     with Bar(loader, "looking at the data", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
@@ -173,7 +173,7 @@ def show(
 
 
 def _run(capture: Capture, batch: Batch, samples: int, index: int) -> Recording:
-    """The recorded forward pass of a batch; an error of the model's own says what it was called with."""
+    """The recorded forward pass of a batch; an error inside the model says what the model was called with."""
     with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
         return capture.run(batch, samples)
 
@@ -185,31 +185,32 @@ def _show(
         observer.see(batch, keys, recording, checks)
 
 
-def _noting(summary: Summary, batch: Batch, keys: Tensor) -> Checks:
-    """Checks of a batch that count it first."""
-    checks, known = Checks(), list[Tensor]()
-    checks.later(keys, known.append)
-    checks.later(contents(batch, keys).sum(), known.append)
-    checks.later(frame(batch, keys.shape[0]), lambda shared: summary.note(known[0], known[1], shared))
+def _checks_that_count(summary: Summary, batch: Batch, keys: Tensor) -> Checks:
+    """Checks of a batch whose first entries count the batch in the summary."""
+    checks, hashes = Checks(), list[Tensor]()
+    checks.later(keys, hashes.append)
+    checks.later(sample_hashes(batch, keys).sum(), hashes.append)
+    checks.later(shared_hash(batch, keys.shape[0]), lambda shared: summary.note(hashes[0], hashes[1], shared))
     return checks
 
 
 def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Batch, int]]:
-    """Batches and their numbers of samples, without the padding of a `DistributedSampler`, which belongs to others."""
-    own, seen = own_samples(loader), 0
+    """Batches and their numbers of samples, without the padding that a `DistributedSampler` adds at the end."""
+    own_count, so_far = own_samples(loader), 0
     for batch in batches(loader, reader):
         samples = count_samples(batch)
-        check_items(loader, own, samples)
-        if own is not None and seen + samples > own:
-            batch, samples = batch.narrow(0, own - seen, samples), own - seen
+        check_items(loader, own_count, samples)
+        if own_count is not None and so_far + samples > own_count:
+            batch, samples = batch.narrow(0, own_count - so_far, samples), own_count - so_far
         if samples:
-            seen += samples
+            so_far += samples
             yield batch, samples
 
 
-def _taken_up(found: Summary, done: Summary) -> Summary:
+def _resumed(repeated: Summary, done: Summary) -> Summary:
+    """The summary to go on from, once the batches that were read again are those of `done`."""
     for name in ("digest", "content", "batches", "seen", "keys"):
-        if getattr(found, name) != getattr(done, name):
+        if getattr(repeated, name) != getattr(done, name):
             raise _other_data()
     return done
 
@@ -248,9 +249,8 @@ def _sweep_batch(
     sums: dict[str, Tensor] = {}
     first, gradient = True, next(gradients, None)
     while gradient is not None:
-        following = next(
-            gradients, None
-        )  # one ahead, to know the last, and no more: there may be one a class
+        # one ahead, to know the last; no more, since there may be one for every class
+        following = next(gradients, None)
         rows: dict[str, Tensor] = {}
         sink = _feed(accumulators, settings.dtype, sums, first, rows if joint is not None else None)
         recording.pull_back(gradient, sink, last=following is None)
@@ -260,7 +260,7 @@ def _sweep_batch(
         first, gradient = False, following
     if sums:
         names = list(sums)
-        checks.later(torch.stack(list(sums.values())), lambda found: _require_finite(names, found, index))
+        checks.later(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, index))
     summary.samples += samples
     summary.outputs = outputs[0].numel()
     if batch.targets is None or summary.log_likelihood is None:
@@ -272,7 +272,7 @@ def _sweep_batch(
 def _check_targets(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, index: int, checks: Checks
 ) -> None:
-    """Refuse what does not fit: shapes and types now, the range when the checks are looked at."""
+    """Refuse targets that do not fit: wrong shapes and types now, wrong values when the checks are looked at."""
 
     def named(check: Callable[[Tensor, Tensor | None], Any]) -> Any:
         try:
@@ -282,7 +282,7 @@ def _check_targets(
 
     fault = named(likelihood.fault)
     if fault is not None:
-        checks.later(fault, lambda found: named(likelihood.check) if bool(found) else None)
+        checks.later(fault, lambda faulty: named(likelihood.check) if bool(faulty) else None)
 
 
 def _feed(
@@ -313,7 +313,7 @@ def _require_outputs(finite: Tensor, index: int) -> None:
 
 
 def _require_finite(names: Sequence[str], sums: Tensor, index: int) -> None:
-    # A backward pass goes from the last layer to the first, so the first one found is where it began.
+    # A backward pass goes from the last layer to the first, so the first layer that is not finite is the cause.
     for name, finite in zip(names, torch.isfinite(sums).tolist(), strict=True):
         if not finite:
             raise _not_finite(f"Batch {index}: layer '{name}' has non-finite activations or gradients.")

@@ -1,4 +1,4 @@
-"""Weights that get no posterior, in words: what ties them, what computes them, and which share of all they are."""
+"""Messages about weights without a posterior: what ties or computes them, and their share of all weights."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torch import Tensor, nn
 
 from posthoc_uq.curvature.capture import Owner
 
-_NAMED = 5
-# Ends of the names that torch's hooks give what a weight is computed from, and what undoes them.
+_NAMED = 5  # parameters that a message names
+# Suffixes that torch's hooks give the parameters a weight is computed from, and the functions that undo the hooks.
 _HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
 
 
 def home_of(owner: Owner, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module]:
-    """The module a parameter belongs to: under a parametrization, the one whose weight is computed from it."""
+    """The module that a parameter belongs to; with a parametrization, the module whose weight is computed from it."""
     name, _, module = owner
-    before, found, _ = f".{name}".rpartition(".parametrizations.")
-    return (before[1:], modules[before[1:]]) if found else (name, module)
+    parent, parametrized, _ = f".{name}".rpartition(".parametrizations.")
+    return (parent[1:], modules[parent[1:]]) if parametrized else (name, module)
 
 
 def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module]) -> str:
     """Why no use of a layer's weight was seen, and what to do about it."""
     name, attribute, _ = owner
     layer = f"model.get_submodule('{home_of(owner, modules)[0]}')"
-    _, found, tensor = f".{name}".rpartition(".parametrizations.")
-    hook = next((_HOOKS[end] for end in _HOOKS if attribute == f"weight{end}"), None)
-    if found:
+    _, parametrized, tensor = f".{name}".rpartition(".parametrizations.")
+    hook = next((_HOOKS[suffix] for suffix in _HOOKS if attribute == f"weight{suffix}"), None)
+    if parametrized:
         remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
     elif hook is not None:
         remedy = f"torch.nn.utils.{hook}({layer})"
@@ -38,15 +38,15 @@ def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module
     )
 
 
-def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], turned: bool) -> str:
-    """Why what was caught of a layer is not its whole gradient, and what to do about it.
+def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], both_ways: bool) -> str:
+    """Why the caught parts do not add up to a layer's gradient, and what to do about it.
 
     Args:
-        parameter: its weight.
-        holders: names and types of the modules that hold the weight, that of the layer first.
-        turned: whether the weight is used both as it is and transposed.
+        parameter: the layer's weight.
+        holders: names and types of the modules that hold the weight, the layer's own first.
+        both_ways: whether the weight is used both as it is and transposed.
     """
-    if len(holders) < 2 and turned:
+    if len(holders) < 2 and both_ways:
         return (
             f"its weight '{parameter}' is used both as it is and transposed, as in x @ W and h @ W.T, and a posterior "
             f"follows one of these alone; give one of the uses a parameter of its own, "
@@ -54,32 +54,34 @@ def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], turned: 
         )
     if len(holders) < 2:
         return "what was caught does not rebuild its gradient"
-    own, shared = holders[0][0], " and ".join(f"'{name}' ({kind})" for name, kind in holders)
+    layer, shared = holders[0][0], " and ".join(f"'{name}' ({kind})" for name, kind in holders)
     return (
         f"its weight '{parameter}' is tied: {shared} share it, and not all of these uses can be followed; for a "
-        f"posterior of the uses in '{own}' alone, fit and wrap posthoc_uq.untied(model, '{own}')"
+        f"posterior of the uses in '{layer}' alone, fit and wrap posthoc_uq.untied(model, '{layer}')"
     )
 
 
 def without_posterior(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, str], covered: Collection[str]
 ) -> str | None:
-    """One sentence on the matrices among the used parameters that have no posterior, with their share of all weights;
-    None where there is none.
+    """A message on the used weight matrices without a posterior, with their share of all weights; None if there are
+    none.
 
     Args:
-        parameters: all of the model, by name.
-        kinds: parameters that took part in the forward pass and were asked for, with the type of their module.
-        covered: those with a posterior.
+        parameters: all parameters of the model, by name.
+        kinds: parameters that were used in the forward pass and asked for, with the type of their module.
+        covered: parameters with a posterior.
     """
-    left = [name for name in kinds if name not in covered and _is_matrix(parameters[name])]
-    if not left:
+    missing = [name for name in kinds if name not in covered and _is_matrix(parameters[name])]
+    if not missing:
         return None
     total = sum(p.numel() for p in parameters.values() if p.is_floating_point())
-    left.sort(key=lambda name: -parameters[name].numel())
-    shown = [f"'{name}' ({kinds[name]}, {_share(parameters[name].numel(), total)})" for name in left[:_NAMED]]
-    more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-    summed = _share(sum(parameters[name].numel() for name in left), total)
+    missing.sort(key=lambda name: -parameters[name].numel())
+    shown = [
+        f"'{name}' ({kinds[name]}, {_share(parameters[name].numel(), total)})" for name in missing[:_NAMED]
+    ]
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    summed = _share(sum(parameters[name].numel() for name in missing), total)
     return (
         f"Weights without a posterior, {summed} of all weights: {', '.join(shown)}{more}. Predictions take them for "
         f"certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight gets a "

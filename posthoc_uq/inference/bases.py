@@ -1,8 +1,8 @@
 """The bases of INF: eigenvectors of the Grams, or of what a sketch shows of them.
 
-A side of a layer (its inputs, its outputs) of size ``n`` is known by its Gram, ``n x n``, or by a sketch of width
-``l`` = directions wanted + oversampling, ``n x l``. Accumulating costs ``n^2`` and ``2 n l`` multiply-adds a position,
-and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods.md has the measured crossover.
+A side of a layer (its inputs, its outputs) of size ``n`` is described by its Gram, ``n x n``, or by a sketch,
+``n x l``, with ``l`` = directions wanted + oversampling. Accumulating costs ``n^2`` and ``2 n l`` multiply-adds a
+position, and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods.md has the measured crossover.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many time
 
 @dataclass
 class Side:
-    """One side of a layer: how its basis is found."""
+    """One side of a layer, and the statistics that its basis is computed from."""
 
     accumulator: InputGram | GradientGram | RangeSketch
 
@@ -41,13 +41,13 @@ class Side:
 
 
 def sides(index: int, layer: Layer, task: Task, rank: int | float, basis: str) -> tuple[Side, Side]:
-    """The input side and the output side of a layer; each exact or sketched by its own size.
+    """The input side and the output side of a layer; whether each is exact or sketched depends on its size.
 
     Args:
-        index: of the layer, from which the random numbers of its sketches come.
-        layer: whose bases are wanted.
+        index: number of the layer, which seeds its sketches.
+        layer: the layer.
         task: the fit.
-        rank: eigenvalues that are to be kept, or their share.
+        rank: how many eigenvalues to keep, or which share.
         basis: one of `BASES`.
     """
     groups, outputs, inputs = layer.matrix_shape
@@ -71,7 +71,7 @@ def sides(index: int, layer: Layer, task: Task, rank: int | float, basis: str) -
 
 
 def sketched(size: int, width: int, basis: str) -> bool:
-    """Whether a side of this size is sketched at this width; never where the whole Gram is no wider."""
+    """Whether a side of this size is sketched at this width; never where the sketch is as wide as the Gram."""
     if basis == "auto":
         return size >= SKETCH_FACTOR * width
     return basis == "sketch" and width < size

@@ -1,9 +1,9 @@
-"""Resuming a fit: its sums so far, and the results of the parts that are done, in one file.
+"""Resuming a fit: its sums so far and the results of its finished parts, in one file.
 
-A fit is a sequence of *stages* (the noise, a sweep and what is computed from it). The file holds the tensors of
-every finished stage and the accumulators of the sweep under way, exactly; the batches that it covers are read again
-and compared by their hashes, but not swept over. A method that trains keeps where it stands in the same file, in place
-of the stages that it began from.
+A fit is a sequence of *stages* (the noise variance; a sweep and what is computed from it). The file holds the exact
+tensors of every finished stage, and the sums of the unfinished sweep. The batches in those sums are read again and
+compared by their hashes, but not swept over. A method that trains keeps its state in the same file, in place of the
+stages that it began from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.distributed import rank, world
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.inference.resumable import NOISE, check_stage, check_summary
+from posthoc_uq.inference.resumable import NOISE_STAGE, check_stage, check_summary
 from posthoc_uq.inference.stages import Stages
 from posthoc_uq.layers import Layer
 from posthoc_uq.storage import atomic
@@ -46,23 +46,23 @@ class Checkpoint:
     """The file of one fit, or of one process's part of it.
 
     Args:
-        path: the file; in a process group each rank has one of its own beside it (``fit.rank0of2.h5``).
+        path: the file; in a process group each rank has its own beside it (``fit.rank0of2.h5``).
         every: batches between two writes.
         identity: plain values that a fit must have in common with the one that wrote the file.
         budget: the memory budget of a fit that begins here.
-        model: that is fitted.
-        declared: what the method says of its stages.
-        layers: that get a posterior.
+        model: the fitted model.
+        declared: the stages that the method declares.
+        layers: the layers that get a posterior.
         dtype: of the statistics.
 
     Attributes:
         stages: finished stages by name.
-        training: where a training stands: a plain description, and tensors by group and name; or None.
+        training: the state of a training: a plain description, and tensors by group and name; or None.
         every: batches between two writes.
-        budget: the memory budget of the fit that wrote the file: it decides the order of sums, and so their rounding.
+        budget: the memory budget of the fit that wrote the file; it decides the order of sums, and so their rounding.
 
     Raises:
-        PosthocUQError: the file is that of another fit.
+        PosthocUQError: the file belongs to another fit.
         CorruptPosteriorError: it is damaged, no checkpoint, or not of these layers.
     """
 
@@ -97,7 +97,7 @@ class Checkpoint:
 
     @contextmanager
     def read_as_corrupt(self) -> Generator[None, None, None]:
-        """Say of what is found wrong in the file's contents which file it is."""
+        """Name the file in errors about its contents."""
         try:
             yield
         except CorruptPosteriorError as error:
@@ -106,12 +106,12 @@ class Checkpoint:
             ) from None
 
     def _check_identity(self, description: Mapping[str, Any]) -> None:
-        found: dict[str, Any] = description["identity"]
-        for name in {**self._identity, **found}:
+        saved: dict[str, Any] = description["identity"]
+        for name in {**self._identity, **saved}:
             value = self._identity.get(name)
-            if found.get(name) != value:
+            if saved.get(name) != value:
                 raise PosthocUQError(
-                    f"'{self._target}' is the checkpoint of another fit: its {name} was {found.get(name)!r:.200}, and "
+                    f"'{self._target}' is the checkpoint of another fit: its {name} was {saved.get(name)!r:.200}, and "
                     f"is {value!r:.200} now. Delete it to begin anew, or give another path."
                 )
 
@@ -143,25 +143,25 @@ class Checkpoint:
             raise CorruptPosteriorError(f"it has tensors of '{stray[0]}', which it does not describe")
 
     def interrupted(self, sweep: str) -> tuple[Summary, Tensors] | None:
-        """Where a sweep was left, if it was."""
+        """What an interrupted sweep saw, and its sums; None if this sweep was not interrupted."""
         if self._partial is None or self._partial[0] != sweep:
             return None
-        found = self._partial[1:]
-        self._partial = None  # handed over: nothing is to hold the sums twice
-        return found
+        summary_and_sums = self._partial[1:]
+        self._partial = None  # handed over, so that the sums are not in memory twice
+        return summary_and_sums
 
     def after_batch(self, sweep: str, summary: Summary, sums: Tensors) -> None:
-        """Write the sums so far, where it is time to."""
+        """Write the sums so far, every so many batches."""
         if summary.batches % self.every == 0:
             self._write(sweep, summary, sums)
 
     def finish(self, name: str, stage: Stage) -> None:
-        """Note a stage's result.
+        """Keep a stage's result.
 
         Raises:
-            PosthocUQError: the method does not declare it, so that no later fit could go on from it.
+            PosthocUQError: the method does not declare the stage, so no later fit could go on from it.
         """
-        if name not in (*self._declared, NOISE):
+        if name not in (*self._declared, NOISE_STAGE):
             raise PosthocUQError(
                 f"The stage {name!r} of this fit cannot be kept: the class of the method must declare it in 'stages'."
             )
@@ -170,8 +170,8 @@ class Checkpoint:
         self._write(None, None, {})
 
     def keep_training(self, description: dict[str, Any], tensors: Tensors) -> None:
-        """Write where a training stands; what was needed to begin it is dropped, but for the noise."""
-        self.stages = {name: stage for name, stage in self.stages.items() if name == NOISE}
+        """Write the state of a training; drop the stages that it began from, all but the noise variance."""
+        self.stages = {name: stage for name, stage in self.stages.items() if name == NOISE_STAGE}
         self._write(None, None, {}, (description, tensors))
 
     def remove(self) -> None:
@@ -210,7 +210,7 @@ def other_data() -> PosthocUQError:
 
 
 def _group(groups: Tensors, prefix: str) -> Tensors:
-    return {name.removeprefix(prefix): own for name, own in groups.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensors for name, tensors in groups.items() if name.startswith(prefix)}
 
 
 def _plain(summary: Summary) -> dict[str, Any]:

@@ -27,15 +27,15 @@ def show_to_context(
     progress: bool,
     content: Content | None = None,
 ) -> int:
-    """One pass over the training data without the model: shows a context the inputs, if there is one, and
-    counts them.
+    """One pass over the training data without the model: counts the inputs, and shows them to a context if there is
+    one.
 
     Args:
-        content: is shown every batch, where one is given.
+        content: hashes every batch, if given.
 
     Raises:
         NonFiniteError: inputs that the context is shown are not finite.
-        PosthocUQError: the inputs are not of the kind that the context is for.
+        PosthocUQError: the context does not work for this kind of inputs.
     """
     generator = torch.Generator().manual_seed(mixed_seed(seed, 1))
     samples = 0

@@ -1,4 +1,4 @@
-"""Hyperparameters by the log marginal likelihood: the prior precision, and on request the noise.
+"""Hyperparameters by the log marginal likelihood: the prior precision, and on request the noise variance.
 
 ``log p(D) = log p(D | theta) - (log det P - n log tau + tau |theta|^2) / 2`` (MacKay 1992). The first term
 does not depend on the prior precision, so its search needs no labels.
@@ -20,19 +20,19 @@ from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
 from posthoc_uq.warned import warn_user
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
-LIMITS = (-10.0, 12.0)  # and how far the search goes before it gives up
+LIMITS = (-10.0, 12.0)  # decades beyond which the search gives up
 TOLERANCE = 0.02  # decades: 5 %
 
 
 @dataclass(repr=False)
 class Trials:
-    """What a search tried; prints itself, the trial that was chosen first.
+    """All trials of a search; prints itself, the chosen trial first.
 
     Attributes:
         trials: one dictionary per evaluation: values and objective.
-        chosen: the trial whose values the posterior has now: of held-out data the widest that costs little, which need
-            not be the best. None where the trials belong to several searches.
-        at_edge: what was found at the edge of its search interval.
+        chosen: the trial whose values the posterior has now. With held-out data that is the widest posterior that costs
+            little, not always the best one. None where the trials belong to several searches.
+        at_edge: the values at the edge of their search intervals.
         model_alone: validation NLL of the model without a posterior, where held-out data were given.
         given_up: validation NLL above the best that was tried, for a wider posterior.
     """
@@ -47,8 +47,8 @@ class Trials:
     def best(self) -> dict[str, Any] | None:
         """The trial with the least validation NLL, or with the largest marginal likelihood.
 
-        None where there are none, where the goal is the widest posterior within a divergence, or where the trials
-        belong to several searches (one a layer, say), which have a best one each.
+        None without trials, where the goal is the widest posterior within a divergence, or where the trials belong to
+        several searches (one a layer, say), each with its own best one.
         """
         if not self.trials or any(list(trial) != list(self.trials[0]) for trial in self.trials):
             return None
@@ -93,21 +93,21 @@ def search_decades(
     tolerance: float = TOLERANCE,
     max_evaluations: int = 30,
 ) -> tuple[float, bool]:
-    """Minimise a function of a positive number over decades: bounded Brent, widened while the optimum sits at
-    an edge.
+    """Minimise a function of a positive number over decades, by bounded Brent; the interval is widened while the
+    optimum is at its edge.
 
     Returns:
         The minimiser, and whether it is at the edge of `limits`.
     """
     low, high = interval
     while True:
-        found: Any = minimize_scalar(
+        result: Any = minimize_scalar(
             lambda x: objective(10.0**x),
             bounds=(low, high),
             method="bounded",
             options={"xatol": tolerance, "maxiter": max_evaluations},
         )
-        best = float(found.x)
+        best = float(result.x)
         near = 4 * tolerance + 0.02 * (high - low)
         if best - low < near and low > limits[0]:
             low, high = max(limits[0], low - 4), min(high, low + 1)
@@ -119,13 +119,13 @@ def search_decades(
 
 def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: bool = False) -> Trials:
     """Set the prior precision (one, or one per layer) where the log marginal likelihood is largest, and with
-    `noise` the noise too.
+    `noise` the noise variance too.
 
-    The noise found so at fixed weights is known to come out too large; by default it stays at the training
-    residuals' variance.
+    At fixed weights this noise variance is known to come out too large; by default it stays the variance of the
+    training residuals.
 
     Raises:
-        PosthocUQError: the noise is asked for, but the likelihood has none or the fit saw no labels.
+        PosthocUQError: `noise` is set, but the likelihood has no noise variance or the fit saw no labels.
     """
     if not posterior.takes_prior or LOG_DETERMINANT not in posterior.capabilities:
         posterior.log_marginal_likelihood()  # says why there is none
@@ -134,21 +134,21 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
             f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}."
         )
     trials = Trials()
-    of_prior, of_noise = _set_prior(posterior, per_layer, trials), list[str]()
+    prior_edges, noise_edges = _set_prior(posterior, per_layer, trials), list[str]()
     if noise:
-        for _ in range(2):  # noise and prior in turn
-            of_noise = _set_noise(posterior, trials)
-            of_prior = _set_prior(posterior, per_layer, trials)
+        for _ in range(2):  # noise variance and prior precision in turn
+            noise_edges = _set_noise_scale(posterior, trials)
+            prior_edges = _set_prior(posterior, per_layer, trials)
         posterior.history.tuning["noise variance"] = "by the log marginal likelihood"
     posterior.history.tuning["prior precision"] = "by the log marginal likelihood"
-    trials.at_edge = of_noise + of_prior
+    trials.at_edge = noise_edges + prior_edges
     trials.chosen = trials.best
     warn_edges(trials)
     return trials
 
 
 def warn_edges(trials: Trials) -> None:
-    """Say aloud what was found at an edge."""
+    """Warn of values at the edge of their search intervals."""
     if trials.at_edge:
         warn_user(
             f"The search ended at the edge of its interval for {', '.join(trials.at_edge)}; the value is a "
@@ -158,7 +158,7 @@ def warn_edges(trials: Trials) -> None:
 
 
 def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials) -> list[str]:
-    """Set it, and say what ended at an edge."""
+    """Set the prior precision, and return the values at an edge."""
     edges: list[str] = []
     if not per_layer:
         posterior.prior_precision = _search_prior(posterior, list(posterior.blocks), "", trials, edges)
@@ -180,9 +180,9 @@ def _search_prior(
     def objective(tau: float) -> float:
         nonlocal failure
         try:
-            prior = _everywhere(posterior, tau)
+            prior = _in_every_layer(posterior, tau)
             value = 0.5 * sum(float(posterior.occam_factor(name, prior)) for name in blocks)
-        except NonFiniteError as error:  # a probe far from any optimum that has no Cholesky factor
+        except NonFiniteError as error:  # no Cholesky factor: a value far from any optimum
             failure, value = error, float("inf")
         trials.trials.append(
             {"prior precision" + label: tau, "log marginal likelihood less log likelihood": -value}
@@ -200,12 +200,12 @@ def _search_prior(
     return tau
 
 
-def _everywhere(posterior: Posterior, tau: float) -> dict[str, float]:
+def _in_every_layer(posterior: Posterior, tau: float) -> dict[str, float]:
     return dict.fromkeys(posterior.layers, tau)
 
 
 def _search_jointly(posterior: Posterior, trials: Trials, edges: list[str]) -> None:
-    """One prior precision per layer inside one dense block: gradient ascent from the best common one."""
+    """One prior precision per layer inside one dense block, by gradient ascent from the best common one."""
     common = _search_prior(posterior, list(posterior.blocks), "", trials, edges)
     names = list(posterior.layers)
 
@@ -223,19 +223,19 @@ def _search_jointly(posterior: Posterior, trials: Trials, edges: list[str]) -> N
         return float(value), gradient.numpy()
 
     start = np.full(len(names), np.log10(common))
-    found: Any = minimize(
+    result: Any = minimize(
         objective, start, jac=True, method="L-BFGS-B", bounds=[LIMITS] * len(names), options={"maxiter": 100}
     )
-    for name, decade in zip(names, found.x, strict=True):
+    for name, decade in zip(names, result.x, strict=True):
         if min(decade - LIMITS[0], LIMITS[1] - decade) < TOLERANCE:
             edges.append(f"prior precision of '{name}' = {10.0**decade:.3g}")
     posterior.prior_precision = {
-        name: float(10.0**decade) for name, decade in zip(names, found.x, strict=True)
+        name: float(10.0**decade) for name, decade in zip(names, result.x, strict=True)
     }
 
 
-def _set_noise(posterior: Posterior, trials: Trials) -> list[str]:
-    """Set it, and say what ended at an edge."""
+def _set_noise_scale(posterior: Posterior, trials: Trials) -> list[str]:
+    """Set the scale of the noise variance, and return its value if at an edge."""
 
     def objective(factor: float) -> float:
         value = -float(posterior.log_marginal_likelihood(noise_scale=factor))

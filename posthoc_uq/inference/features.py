@@ -1,4 +1,4 @@
-"""A fit's statistics of the last layer's inputs: taken in its first sweep, or in a pass at its end."""
+"""The statistics of the last layer's inputs (features) of a fit: from its first sweep, or from a pass at its end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NONE = "by the posterior itself, top class: no layer with one row a sample come
 
 
 def watch_features(task: Task, source: FeatureSource | None) -> ClassGrams | None:
-    """Let the sweeps of a fit show the data to the statistics; None where there is no layer to take them of."""
-    found = gather(source)
-    if source is None or any(other != source for other in found):
+    """Let the sweeps of a fit show the data to new feature statistics; None without a layer that has features."""
+    sources = gather(source)
+    if source is None or any(other != source for other in sources):
         return None
     task.prepared.capture.watched = source.layer
     grams = ClassGrams(source, task.settings.likelihood, task.device, task.memory_budget)
@@ -28,7 +28,7 @@ def watch_features(task: Task, source: FeatureSource | None) -> ClassGrams | Non
 
 
 def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) -> None:
-    """Give a Laplace posterior the statistics of all the data, in a pass of its own where no sweep showed them."""
+    """Give a Laplace posterior the feature statistics of all data, by an extra pass where no sweep showed the data."""
     if grams is None:
         posterior.history.fit["novelty"], posterior.history.novelty = _NONE, "posterior"
         return
@@ -39,13 +39,13 @@ def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) ->
 def trained_features(
     task: Task, source: FeatureSource | None, posterior: Posterior, network: nn.Module
 ) -> None:
-    """Give a trained posterior the statistics of the network that it predicts with, in one pass.
+    """Give a trained posterior the feature statistics of the network it predicts with, by one pass over the data.
 
     Args:
         task: the fit.
-        source: of the features.
-        posterior: the result.
-        network: at the posterior's mean.
+        source: where the features come from.
+        posterior: takes the statistics.
+        network: the model at the posterior's mean.
     """
     if source is None:
         posterior.history.fit["novelty"], posterior.history.novelty = _NONE, "posterior"

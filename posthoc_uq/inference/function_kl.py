@@ -1,6 +1,7 @@
 """The divergence between Gaussians over function values, and their covariance by a network's last layer.
 
-All in float64: a covariance of K function values has rank H + 1 at most, and its smallest eigenvalues decide.
+All in float64: a covariance of K function values has rank H + 1 at most, and the result depends on its smallest
+eigenvalues.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError
 
-_TRIES = 5  # of the Cholesky factors; the noise grows tenfold with each
+_TRIES = 5  # of the Cholesky factors; the function noise grows tenfold with each
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class FunctionKL:
         mean_part: ``(m_q - m_p)^T C_p^-1 (m_q - m_p) / 2``, a scalar or one number a set.
         covariance_part: ``(tr C_p^-1 C_q - K + log det C_p - log det C_q) / 2``, likewise.
         function_noise: the variance that was added to every function value, likewise.
-        raised: how many times as much as was asked for that is.
+        raised: that variance as a multiple of the one that was asked for.
     """
 
     mean_part: Tensor
@@ -68,15 +69,15 @@ def last_layer_covariance(
     inputs = wide.shape[-2]
     if len(weights) <= inputs:
         wide = wide.unsqueeze(-3)
-        found = (wide * weights.unsqueeze(-2)) @ wide.transpose(-1, -2)
-    else:  # many outputs: (pairs of inputs, H) is smaller than (outputs, inputs, H), and one product serves them all
+        covariance = (wide * weights.unsqueeze(-2)) @ wide.transpose(-1, -2)
+    else:  # many outputs: (pairs of inputs, H) is smaller than (outputs, inputs, H), and one product does all outputs
         first, second = torch.tril_indices(inputs, inputs, device=wide.device)
         products = wide.index_select(-2, first) * wide.index_select(-2, second)
         place = torch.empty(inputs, inputs, dtype=torch.long, device=wide.device)
         place[first, second] = place[second, first] = torch.arange(len(first), device=wide.device)
         pairs = weights @ products.transpose(-1, -2)
-        found = pairs.index_select(-1, place.flatten()).unflatten(-1, (inputs, inputs))
-    return found if bias_variances is None else found + as_double(bias_variances)[:, None, None]
+        covariance = pairs.index_select(-1, place.flatten()).unflatten(-1, (inputs, inputs))
+    return covariance if bias_variances is None else covariance + as_double(bias_variances)[:, None, None]
 
 
 def last_layer_variances(
@@ -108,7 +109,7 @@ def marginal_kl(mean: Tensor, variances: Tensor, prior_mean: Tensor, prior_varia
     return FunctionKL(mean_part, covariance_part, torch.zeros_like(mean_part.detach()))
 
 
-def relative_noise(prior_covariance: Tensor, share: float) -> Tensor:
+def relative_function_noise(prior_covariance: Tensor, share: float) -> Tensor:
     """A share of the mean prior variance of the function values, one number a set: ``(*sets, 1, 1, 1)``."""
     diagonal = prior_covariance.detach().diagonal(dim1=-2, dim2=-1)
     return share * diagonal.mean(dim=(-2, -1))[..., None, None, None]
@@ -119,9 +120,9 @@ def gaussian_kl(
 ) -> FunctionKL:
     """``KL(N(m_q, C_q + e I) || N(m_p, C_p + e I))``, summed over independent outputs.
 
-    Where a matrix has no Cholesky factor at the noise ``e``, ten times as much is tried, four times at most. The noise
-    acts as one of the function values: a difference of means that no function of the prior can have costs ``1 / (2 e)``
-    times its square.
+    Where a matrix has no Cholesky factor at the function noise ``e``, ten times as much is tried, four times at most.
+    ``e`` is a variance of the function values: a difference of means that no function of the prior can have costs its
+    square times ``1 / (2 e)``.
 
     Args:
         mean: ``(*sets, outputs, inputs)``.
@@ -164,8 +165,8 @@ def gaussian_kl(
     shifted = torch.linalg.solve_triangular(
         prior_root.expand(*difference.shape[:-2], inputs, inputs), difference, upper=False
     )
-    logarithms = _log_diagonal(prior_root).expand(covariance.shape[:-2]) - _log_diagonal(root)
-    covariance_part = 0.5 * (whitened.square().sum(dim=(-2, -1)) - inputs) + logarithms
+    log_determinants = _log_diagonal(prior_root).expand(covariance.shape[:-2]) - _log_diagonal(root)
+    covariance_part = 0.5 * (whitened.square().sum(dim=(-2, -1)) - inputs) + log_determinants
     mean_part = 0.5 * shifted.square().sum(dim=(-2, -1))
     sets = covariance_part.shape[:-1]
     return FunctionKL(

@@ -27,13 +27,13 @@ _NUMBERS = {
     "initial_body_log_variance": _LOG_VARIANCE,
     "prior_variance": POSITIVE,
     "prior_body_variance": NOT_NEGATIVE,
-    "function_noise": POSITIVE,  # context points that coincide have no density without it
+    "function_noise": POSITIVE,  # without it, equal context points have no density
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSpaceOptions(TrainingOptions):
-    """What a training over functions can be told; `posthoc_uq.FunctionSpace` is the method.
+    """The options of a training over functions; `posthoc_uq.FunctionSpace` is the method.
 
     Attributes:
         context: where the network is to be uncertain: ``"monochrome"`` images, a ``"uniform"`` box, the training
@@ -43,12 +43,12 @@ class FunctionSpaceOptions(TrainingOptions):
             monochrome for images (with an independent prior the counts above), the box for vectors.
         n_context: context points a step; by default as many as a list of counts has; or 32, or the last layer's
             dimensions where these are fewer; or 16 with an independent prior.
-        n_sets: sets of context points a step; the one that differs most counts.
+        n_sets: sets of context points a step; the one with the largest divergence counts.
         n_draws: draws of the weights a step.
         train_mean: False moves the variances only, and predictions at the mean stay what they were to the bit.
         initial: starting variances: ``"constant"``, those of ``"diag"``, ``"kfac"``, ``"efb"`` or ``"inf"`` at the
-            prior precision of the evidence, or those of a fitted posterior. By default constant, and ``"inf"`` without
-            epochs.
+            prior precision of the evidence, or those of a fitted posterior. By default ``"constant"``, and ``"inf"``
+            with ``epochs=0``.
         learn_noise: train the noise variance of a regression, from its value at the start.
         initial_log_variance: where the variances of the last layer begin.
         initial_body_log_variance: where all others begin.
@@ -60,7 +60,8 @@ class FunctionSpaceOptions(TrainingOptions):
             1 with a prior by features, and ``"minibatch"`` with an independent one.
         prior_mean: of the functions: ``"zero"``, ``"pretrained"`` or ``"random_init"``.
         prior_body_variance: prior variance of all weights but the last layer's.
-        function_noise: a variance of function values, as a share of the prior's (of features); 1e-6 by default.
+        function_noise: a variance added to all function values, as a share of their mean variance in the prior by
+            features; 1e-6 by default.
         body: how a draw of all layers but the last enters the divergence: ``"linearized"``, or ``"sample"`` to run the
             network with it; or ``"certain"``: these layers are trained and have no variances.
     """

@@ -22,7 +22,7 @@ from posthoc_uq.inference.function_kl import (
     last_layer_covariance,
     last_layer_variances,
     marginal_kl,
-    relative_noise,
+    relative_function_noise,
 )
 from posthoc_uq.inference.mean_field import FeatureNetwork
 from posthoc_uq.loaders import Batch
@@ -36,10 +36,10 @@ class FunctionPrior:
 
     Args:
         network: runs with any parameters.
-        parameters: where the features are taken.
-        mean: ``"zero"``, or anything else for the outputs at these parameters.
+        parameters: at which it is linearised.
+        mean: ``"zero"``; anything else takes the outputs at these parameters.
         precision: of the last layer's weights.
-        body_variance: of all others; 0 leaves them certain.
+        body_variance: of all other weights; 0 leaves them certain.
         function_noise: a variance that is added to every function value of either side, as a share of the prior's.
     """
 
@@ -66,8 +66,8 @@ class FunctionPrior:
         """Means ``(inputs, outputs)`` and features ``(inputs, H)``.
 
         Args:
-            normals: of the body, for a prior whose body is not certain.
-            at_hand: outputs and features at these parameters, where they are known already.
+            normals: standard normals for the body's parameters, where the body has a variance.
+            at_hand: outputs and features at the prior's parameters, where they are known already.
         """
         if self._body_variance and normals:
             scaled = {name: value * self._body_variance**0.5 for name, value in normals.items()}
@@ -109,7 +109,7 @@ class FunctionPrior:
             last_layer_covariance(features, *variances),
             _by_set(prior_mean, mean).transpose(1, 2),
             prior_covariance,
-            relative_noise(prior_covariance, self._function_noise),
+            relative_function_noise(prior_covariance, self._function_noise),
         )
 
 
@@ -120,8 +120,8 @@ class IndependentPrior(FunctionPrior):
 
     Args:
         network: runs with any parameters.
-        parameters: where the outputs are taken, for a mean that is not zero.
-        mean: ``"zero"``, or anything else for the outputs at these parameters.
+        parameters: at which the outputs are taken, for a mean that is not zero.
+        mean: ``"zero"``; anything else takes the outputs at these parameters.
         variance: of a function value.
     """
 
@@ -157,17 +157,17 @@ def linearised_draw(
     deviations: Mapping[str, Tensor],
     batch: Batch,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and features at some parameters, and the outputs' derivative along deviations of some of these, by one
-    forward-mode pass; differentiable in all of them.
+    """Outputs and features at these parameters, and the derivative of the outputs along the deviations, by one
+    forward-mode pass; differentiable in parameters and deviations.
 
     Raises:
         PosthocUQError: some operation of the model has no forward derivative.
     """
     moved = {name: parameters[name] for name in deviations}
-    rest = {name: value for name, value in parameters.items() if name not in deviations}
+    fixed = {name: value for name, value in parameters.items() if name not in deviations}
 
     def run(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return network({**rest, **weights}, batch)
+        return network({**fixed, **weights}, batch)
 
     try:
         with PlainAttention():

@@ -24,8 +24,9 @@ from posthoc_uq.inference.function_objective import FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.function_prior import FunctionPrior, IndependentPrior
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.training import cosine, train
+from posthoc_uq.inference.training import train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.history import Evidence, History
@@ -35,12 +36,12 @@ from posthoc_uq.replica import model_device, replicate
 from posthoc_uq.warned import warn_user
 
 FUNCTION_SPACE = "function_space"  # the method's name
-PRIOR_PRECISION = 1.0  # where none is given
+PRIOR_PRECISION = 1.0  # the default
 N_CONTEXT = 32
 N_INDEPENDENT = 16  # context points of an independent prior
 _ALONE = 10  # weights this much apart are those of the other prior
 _FIRM = 1e-2  # a function noise from which on a prior by features holds up a large weight
-_INITIALISATION = 201  # stream of the seed
+_INITIALISATION = 201  # stream of random numbers from the seed
 _SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
 
@@ -50,13 +51,13 @@ def train_over_functions(
     prior_precision: float | None,
     start: Callable[[], Posterior | None],
 ) -> Posterior:
-    """Train the variances, and the means unless they are frozen; the noise of a regression is settled already.
+    """Train the variances, and the means unless they are frozen. A regression has its noise variance already.
 
     Args:
         task: the fit.
         options: of the training.
         prior_precision: of the last layer's weights in the prior over functions; None for 1.
-        start: makes the posterior whose variances it begins with, or None for constant ones.
+        start: makes the posterior whose variances the training begins with, or None for constant ones.
 
     Raises:
         PosthocUQError: options, data or model do not fit; the message says how to go on.
@@ -92,8 +93,8 @@ def train_over_functions(
     task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
-    posterior = _posterior(task, field, objective.likelihood(), samples, tau, options.train_mean)
-    posterior.history.fit.update(_record(options, context, history, task, samples, network.last.name))
+    notes = _fit_notes(options, context, history, task, samples, network.last.name)
+    posterior = _posterior(task, field, objective.likelihood(), notes, samples, tau)
     posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.learn_noise:
         posterior.history.tuning["noise variance"] = "learned with the posterior"
@@ -104,25 +105,25 @@ def _posterior(
     task: Task,
     field: MeanField,
     likelihood: Likelihood,
+    notes: dict[str, Any],
     samples: int,
     prior_precision: float,
-    train_mean: bool,
 ) -> Posterior:
-    """What was trained as a posterior, without a record of how."""
-    found = Posterior(
+    """The trained means and variances as a posterior of the task's model."""
+    posterior = Posterior(
         FUNCTION_SPACE,
         task.layers,
         field.blocks(task.layers, samples),
         {name: [name] for name in task.layers},
         {name: parameter.detach() for name, parameter in task.model.named_parameters()},
         likelihood,
-        Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
-        History({}, dict(task.prepared.deterministic)),
-        centre={name: mean.detach() for name, mean in field.means.items()} if train_mean else None,
+        Evidence(samples, noise_power=0),  # the variances do not follow a later change of the noise variance
+        History(notes, dict(task.prepared.deterministic)),
+        centre={name: mean.detach() for name, mean in field.means.items()} if field.train_mean else None,
         settings=Hyperparameters(float(samples), prior_precision),
     )
-    found.model = task.model
-    return found
+    posterior.model = task.model
+    return posterior
 
 
 def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> None:
@@ -137,7 +138,7 @@ def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> No
 
 
 def _look_at_data(task: Task, context: Context) -> tuple[int, Content | None]:
-    """The number of samples, once the context saw them; with a checkpoint, what tells these data from others too."""
+    """Show the data to the context; the number of samples and, with a checkpoint, the hash of the data."""
     samples, content = task.summary.seen, None if task.checkpoint is None else Content()
     if context.needs_data or not samples or content is not None:
         settings = task.settings
@@ -201,7 +202,7 @@ def _with_weight(options: FunctionSpaceOptions, samples: int, batch: int) -> Fun
 
 
 def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
-    """Adam moves a number by its rate a step, so that few steps leave the variances where they began."""
+    """Warn of too few steps: Adam moves a number by its rate a step, so few steps hardly move the variances."""
     schedule = options.schedule or cosine
     share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
     reach = share * steps * options.log_variance_lr
@@ -218,7 +219,7 @@ def _field(
     task: Task,
     start: Callable[[], Posterior | None],
 ) -> MeanField:
-    """Where the training begins."""
+    """The means and variances that the training begins with."""
     parameters = dict(network.twin.named_parameters())
     names = [name for layer in task.layers.values() for name in layer.parameter_names]
     narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
@@ -233,7 +234,7 @@ def _field(
     last = network.last.parameter_names
     uncertain = list(last) if options.body == "certain" else names
     resumed = task.checkpoint is not None and task.checkpoint.training is not None
-    initial = None if resumed else start()  # what a checkpoint holds is put in place later
+    initial = None if resumed else start()  # else the checkpoint's tensors are put in place later
     if initial is None:
         first = {
             n: options.initial_log_variance if n in last else options.initial_body_log_variance for n in names
@@ -255,13 +256,13 @@ def _field(
 
 def _check_initial(initial: Posterior, means: Mapping[str, Tensor]) -> None:
     for name, mean in means.items():
-        own = initial.original.get(name)
-        if own is None:
+        trained = initial.original.get(name)
+        if trained is None:
             raise PosteriorMismatchError(
                 f"initial= is a posterior without parameter '{name}', which is to have a variance; fit it with the "
                 f"same layers."
             )
-        if own.shape != mean.shape or not torch.equal(own.to(mean), mean):
+        if trained.shape != mean.shape or not torch.equal(trained.to(mean), mean):
             raise PosteriorMismatchError(
                 f"initial= was fitted on another model: '{name}' is not the same there."
             )
@@ -274,7 +275,7 @@ def _prior(
     field: MeanField,
     precision: float,
 ) -> tuple[FunctionPrior, bool]:
-    """The prior, and whether its moments are those of the field's own means."""
+    """The prior, and whether its outputs and features are those at the field's own means."""
     pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
     if options.prior_mean == "random_init":
         with isolated_random_state(mixed_seed(task.settings.seed, _INITIALISATION)):
@@ -295,29 +296,31 @@ def _prior(
 
 
 def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers of a new initialisation; a batch normalisation has none of the data's statistics then."""
+    """Parameters and buffers of a new initialisation; batch normalisations lose the data's statistics."""
     device = model_device(model)
-    own = replicate(model, {name: p.clone() for name, p in trained.items()})
-    own = own.to("cpu")  # whose random numbers are the same for every device
-    kept: list[str] = []
-    for prefix, module in own.named_modules():
+    twin = replicate(model, {name: p.clone() for name, p in trained.items()})
+    twin = twin.to("cpu")  # its random numbers do not depend on the device
+    not_reset: list[str] = []
+    for prefix, module in twin.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.clone())
         reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
             reset()
         else:
-            kept += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-    if kept:
+            not_reset += [
+                f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)
+            ]
+    if not_reset:
         warn_user(
-            f"prior_mean='random_init' keeps {len(kept)} trained parameters whose modules have no reset_parameters(), "
-            f"{kept[0]!r} among them."
+            f"prior_mean='random_init' keeps {len(not_reset)} trained parameters whose modules have no "
+            f"reset_parameters(), {not_reset[0]!r} among them."
         )
-    tensors = {name: p.detach().to(device) for name, p in own.named_parameters()}
-    return tensors | {name: buffer.detach().to(device) for name, buffer in own.named_buffers()}
+    tensors = {name: p.detach().to(device) for name, p in twin.named_parameters()}
+    return tensors | {name: buffer.detach().to(device) for name, buffer in twin.named_buffers()}
 
 
-def _record(
+def _fit_notes(
     options: FunctionSpaceOptions,
     context: Context,
     history: list[dict[str, float]],
@@ -325,10 +328,10 @@ def _record(
     samples: int,
     last: str,
 ) -> dict[str, Any]:
-    named = options.context if isinstance(options.context, str) else type(context).__name__
+    context_name = options.context if isinstance(options.context, str) else type(context).__name__
     if options.context is None:
         foreign = "corrupted" if options.prior == "independent" else "monochrome"
-        named = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
+        context_name = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
     losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
     return {
         "samples": samples,
@@ -336,11 +339,11 @@ def _record(
         "epochs": len(history),
         "epoch taken": _least(losses) + 1 if losses else len(history),
         "mean": "trained" if options.train_mean else "frozen",
-        "context": named,
+        "context": context_name,
         "n_context": options.n_context,
         "n_sets": options.n_sets,
         "n_draws": options.n_draws,
-        **_prior_record(options),
+        **_prior_notes(options),
         "last layer": last,
         "initial": "a posterior" if isinstance(options.initial, Posterior) else options.initial or "constant",
         **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
@@ -348,7 +351,7 @@ def _record(
     }
 
 
-def _prior_record(options: FunctionSpaceOptions) -> dict[str, Any]:
+def _prior_notes(options: FunctionSpaceOptions) -> dict[str, Any]:
     """Of the prior over functions, and the weight of the divergence from it."""
     shared = {
         "prior": options.prior,
@@ -364,5 +367,5 @@ def _prior_record(options: FunctionSpaceOptions) -> dict[str, Any]:
 
 
 def _least(losses: list[float]) -> int:
-    """Where the least number stands; what is not finite is never the least, as in the training."""
+    """Index of the least number; one that is not finite is never the least, as in the training."""
     return min(range(len(losses)), key=lambda i: losses[i] if isfinite(losses[i]) else inf)

@@ -13,23 +13,23 @@ from torch import nn
 
 from posthoc_uq.curvature.content import WORD, batch_hash
 from posthoc_uq.distributed import world
-from posthoc_uq.inference.plain import code_digest, plain
+from posthoc_uq.inference.plain_values import as_plain, code_digest
 from posthoc_uq.inference.task import Task
 from posthoc_uq.loaders import BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.version import __version__
 
-# Arguments of a fit whose values are no part of its identity: the result is the same with others ...
+# Arguments of a fit whose values are no part of its identity: those that do not change the result,
 _WITHOUT_EFFECT = ("progress", "checkpoint")
-# ... or what they give is compared: the model's numbers, and every batch as it is read.
+# those whose contents are compared instead (the model's numbers, every batch that is read),
 _BY_CONTENT = ("model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options")
-# ... or the request says more of them.
-_SAID = ("method", "likelihood", "prior_precision", "head", "seed")
+# and those that the request describes more fully.
+_IN_REQUEST = ("method", "likelihood", "prior_precision", "head", "seed")
 
 
 def data_hash(loader: Iterable[Any], reader: BatchReader, seed: int) -> int:
-    """Of all inputs and targets of a loader, in any order."""
+    """A hash of all inputs and targets of a loader, whatever their order."""
     with isolated_random_state(seed):
         return sum(batch_hash(batch) for batch in batches(loader, reader)) % WORD
 
@@ -37,26 +37,25 @@ def data_hash(loader: Iterable[Any], reader: BatchReader, seed: int) -> int:
 def fit_identity(
     arguments: Mapping[str, Any], request: Mapping[str, Any], task: Task, chooses_epoch: bool
 ) -> dict[str, Any]:
-    """Plain values by name: everything that a fit was asked for, but for what cannot change its result, and digests of
-    the model's numbers.
+    """Plain values by name: every argument of a fit that can change its result, and digests of the model's numbers.
 
     Args:
-        arguments: of the fit, all of them, by name.
-        request: what its method, prior and head say of themselves.
+        arguments: all arguments of the fit, by name.
+        request: how its method, prior and head describe themselves.
         task: the fit.
         chooses_epoch: whether held-out data choose the epoch of a training.
     """
     settings, kind, model = task.settings, task.device.type, task.model
-    asked = {name: value for name, value in arguments.items() if name not in (*_BY_CONTENT, *_SAID)}
-    found = {name: plain(value) for name, value in asked.items() if name not in _WITHOUT_EFFECT} | dict(
-        request
-    )
-    found["held-out data"] = (
+    compared = {name: value for name, value in arguments.items() if name not in (*_BY_CONTENT, *_IN_REQUEST)}
+    identity = {
+        name: as_plain(value) for name, value in compared.items() if name not in _WITHOUT_EFFECT
+    } | dict(request)
+    identity["held-out data"] = (
         data_hash(task.val_loader, settings.reader, settings.seed)
         if chooses_epoch and task.val_loader is not None
         else task.val_loader is not None
     )
-    return found | {
+    return identity | {
         "library version": __version__,
         "layers": {name: list(layer.matrix_shape) for name, layer in task.layers.items()},
         "model": fingerprint({name: p for name, p in chain(model.named_parameters(), model.named_buffers())}),
@@ -67,20 +66,22 @@ def fit_identity(
 
 
 def _architecture(model: nn.Module) -> str:
-    """A digest of what a model does with its numbers, as far as that is the same in every process: the classes of its
-    modules, the settings of those of torch, and the code of the others' forward passes.
+    """A digest of what a model does with its numbers: the classes of its modules, the settings of torch's own modules,
+    and the code of the forward passes of all others.
     """
-    found: list[Any] = []
+    modules: list[Any] = []
     for name, module in model.named_modules():
         kind = type(module)
         if kind.__module__.startswith("torch.nn.modules."):
-            held = vars(module).items()
-            own: Any = {key: plain(value) for key, value in held if key[0] != "_" and _is_setting(key, value)}
+            attributes = vars(module).items()
+            behaviour: Any = {
+                key: as_plain(value) for key, value in attributes if key[0] != "_" and _is_setting(key, value)
+            }
         else:
             code = getattr(kind.forward, "__code__", None)
-            own = None if code is None else code_digest(code)
-        found.append([name, kind.__qualname__, own])
-    return sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+            behaviour = None if code is None else code_digest(code)
+        modules.append([name, kind.__qualname__, behaviour])
+    return sha256(json.dumps(modules, sort_keys=True).encode()).hexdigest()
 
 
 def _is_setting(name: str, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which labels the Fisher's expectation takes where a fit is asked to choose: ``fisher="auto"``."""
+"""Which labels the expectation of the Fisher takes with ``fisher="auto"``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FisherChoice = Literal["auto", "mc", "exact", "empirical"]
 
 # The measurements behind these numbers are in docs/methods.md, "What the labels cost and buy".
 EXACT_OUTPUTS = 10
-"""Outputs up to which the expectation is exact: as many drawn labels cost as much and are worse."""
+"""Up to so many outputs the expectation is exact: as many drawn labels cost the same and are worse."""
 
 LABELS_IN_ALL = 50_000
-"""Drawn labels of a whole data set from which on more of them buy less than 0.01 nats."""
+"""Drawn labels of a whole data set; more of them gain less than 0.01 nats."""
 
 MOST_LABELS = 3
-"""Drawn labels a sample at most: for half as long a fit again they buy nearly half of what the exact ones do."""
+"""Drawn labels a sample at most: they make a fit half as long again and gain nearly half of what exact ones gain."""
 
 
 def resolve_fisher(
@@ -36,46 +36,46 @@ def resolve_fisher(
     samples: int | None,
     likelihood: Likelihood | None = None,
 ) -> tuple[Fisher, int]:
-    """What to take the expectation over: the kind of labels, and how many are drawn of each sample.
+    """The kind of labels that the expectation is over, and how many are drawn for each sample.
 
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
-    over the data, from 1 to `MOST_LABELS`. With more than one asked for, it draws these. Where a likelihood gives one
-    of the two alone, it takes that one.
+    over the data, from 1 to `MOST_LABELS`. With ``n_samples`` above one it draws so many. Where a likelihood defines
+    only one of the two kinds, it takes that one.
 
     Args:
-        fisher: as asked for.
-        n_samples: as asked for.
+        fisher: the kind of labels, or ``"auto"``.
+        n_samples: labels drawn per sample.
         outputs: of the model for one sample.
         samples: in all processes, or None where the loader does not say; they then count as few.
-        likelihood: of the targets; None for one that gives both.
+        likelihood: of the targets; None for one that defines both kinds.
 
     Raises:
-        PosthocUQError: the likelihood does not give the labels that are asked for.
+        PosthocUQError: the likelihood does not define the labels that are asked for.
     """
-    gives = {
+    defined = {
         kind: likelihood is None or likelihood.defines(method)
         for kind, method in (("exact", "exact_factors"), ("mc", "draw"))
     }
-    asked = any(gives.values()) if fisher == "auto" else gives.get(fisher, True)
-    if likelihood is not None and not asked:
-        raise _not_given(fisher, likelihood)
+    possible = any(defined.values()) if fisher == "auto" else defined.get(fisher, True)
+    if likelihood is not None and not possible:
+        raise _undefined_labels(fisher, likelihood)
     if fisher != "auto":
         return fisher, n_samples
-    if not gives["mc"]:
+    if not defined["mc"]:
         return "exact", 1
     if n_samples > 1:
         return "mc", n_samples
     few = samples is None or samples < LABELS_IN_ALL
-    if gives["exact"] and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
+    if defined["exact"] and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
         return "exact", 1
     return "mc", MOST_LABELS if samples is None else min(
         MOST_LABELS, max(1, ceil(LABELS_IN_ALL / max(1, samples)))
     )
 
 
-def _not_given(fisher: str, likelihood: Likelihood) -> PosthocUQError:
-    """The error for labels that a likelihood does not give."""
+def _undefined_labels(fisher: str, likelihood: Likelihood) -> PosthocUQError:
+    """The error for labels that a likelihood does not define."""
     missing = {
         "exact": "has no exact expectation over labels; take fisher='mc', or give it a method exact_factors(outputs)",
         "mc": "draws no labels; take fisher='exact', or give it a method draw(outputs, keys, draw)",
@@ -83,28 +83,28 @@ def _not_given(fisher: str, likelihood: Likelihood) -> PosthocUQError:
     return PosthocUQError(f"Likelihood {likelihood.name!r} {missing}.")
 
 
-def of_all(samples: int | None) -> int | None:
-    """The sum of a number of samples over the processes; None where one of them does not know its own."""
-    found = cast("list[int | None]", gather(samples))
-    known = [count for count in found if count is not None]
-    return sum(known) if len(known) == len(found) else None
+def samples_in_all(samples: int | None) -> int | None:
+    """The sum of a number of samples over the processes; None where one process does not know its number."""
+    counts = cast("list[int | None]", gather(samples))
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> int | None:
-    """How many samples a process's loader holds, before it is read; None where it does not say.
+    """How many samples the loader of this process holds, before it is read; None where it does not say.
 
-    A sampler says it, a list of batches is counted, and other loaders with a length are taken to have batches as large
+    A sampler says so, the batches of a list are counted, and every batch of other loaders with a length counts as large
     as the first.
     """
-    own = own_samples(loader)
-    if own is not None:
-        return own
+    from_sampler = own_samples(loader)
+    if from_sampler is not None:
+        return from_sampler
     if isinstance(loader, (list, tuple)):
         shapes = replace(reader, device=torch.device("meta"))  # nothing is copied
         read = map(shapes.read, cast("list[Any]", loader))
         return sum(count_samples(batch) for batch in read if not batch.empty)
-    in_batches = isinstance(loader, DataLoader) and loader.batch_sampler is None
-    items = 0 if in_batches else known_length(sampler_of(loader))
+    already_batched = isinstance(loader, DataLoader) and loader.batch_sampler is None
+    items = 0 if already_batched else known_length(sampler_of(loader))
     if items:
         return items
     batches = known_length(loader)

@@ -27,7 +27,7 @@ from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import replicate
 
 LATENT_BINARY = "latent_binary"  # the method's name
-_SHOWN = ("loss", "log likelihood", "KL", "density", "validation NLL")
+_SHOWN = ("loss", "log likelihood", "KL", "mean inclusion", "validation NLL")
 _MOMENTS = 302  # stream of the seed
 
 

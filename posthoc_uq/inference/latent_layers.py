@@ -34,11 +34,13 @@ class LayerDraw:
         mean: of the weights, in their shape.
         variance: likewise.
         divergence: of weights and biases, for this step's ``z``; with a flow an upper bound, by one draw.
+        included: the sum of the weights' inclusion probabilities.
     """
 
     mean: Tensor
     variance: Tensor
     divergence: Tensor
+    included: Tensor
 
 
 class LatentLayer:
@@ -87,7 +89,7 @@ class LatentLayer:
     def draw(self, generator: torch.Generator) -> LayerDraw:
         """One step's ``z``, and the moments and the divergence of the weights for it."""
         tensors, (z, log_q) = self.tensors, self.draw_z(generator)
-        mean, variance, divergence = SpikeMoments.apply(
+        mean, variance, divergence, included = SpikeMoments.apply(
             tensors["mean"],
             tensors["log variance"],
             tensors["logit"],
@@ -99,7 +101,7 @@ class LatentLayer:
             divergence = divergence + gaussian_divergence(*biases, self.bias_deviation)
         if z is not None and log_q is not None:
             divergence = divergence + log_q - self.log_reverse(z, mean, variance, generator)
-        return LayerDraw(mean, variance, divergence)
+        return LayerDraw(mean, variance, divergence, included)
 
     def along_weights(self, z: Tensor) -> Tensor:
         """``z`` in a shape that broadcasts to the weight's."""
@@ -125,10 +127,9 @@ class LatentLayer:
             generator: of the weights.
         """
         assert self.flow is not None
-        tensors, sides = self.tensors, ([self._axis], [0])
-        along = tensors["along"]
-        drawn = torch.tensordot(mean, along, sides).flatten()
-        spread = torch.tensordot(variance, along.square(), sides).flatten()
+        along, axis = self.tensors["along"], self._axis
+        drawn = (mean.movedim(axis, -1) @ along).flatten()
+        spread = (variance.movedim(axis, -1) @ along.square()).flatten()
         drawn = drawn + spread.clamp(min=LEAST_VARIANCE).sqrt() * _normal(drawn, generator)
         return self.log_reverse_of(z, drawn)
 
@@ -183,7 +184,7 @@ class LatentLayer:
 def _apply(call: AffineCall, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The call with another input, weight and bias."""
     if call.kind in _CONVOLUTIONS:
-        return _CONVOLUTIONS[call.kind](input, weight, bias, **call.rest)
+        return _CONVOLUTIONS[call.kind](input, weight, bias, **call.options)
     return F.linear(input, weight.t() if call.kind == "matmul" else weight, bias)
 
 

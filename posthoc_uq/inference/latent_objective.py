@@ -145,15 +145,14 @@ class LatentObjective(Objective):
         fit = self._noisy().log_prob(outputs, targets).mean()
         divergence = torch.stack([draw.divergence for draw in draws.values()]).sum() / self._samples
         (self.weight_of(step) * divergence.to(fit) - fit).backward()
-        with torch.no_grad():
-            kept = torch.stack([(one.tensors["logit"] > 0).sum() for one in self._layers.values()]).sum()
-            density = kept / sum(one.tensors["logit"].numel() for one in self._layers.values())
+        weights = sum(layer.tensors["logit"].numel() for layer in self._layers.values())
+        included = torch.stack([draw.included for draw in draws.values()]).sum() / weights
         divergence, fit = divergence.detach(), fit.detach()
         return {
             "loss": divergence - fit.to(divergence),
             "log likelihood": fit,
             "KL": divergence,
-            "density": density,
+            "mean inclusion": included,
         }
 
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:

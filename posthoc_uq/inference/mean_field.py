@@ -16,18 +16,18 @@ from posthoc_uq.loaders import Batch, output_tensor
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 
-LOG_VARIANCE = "log variance "  # before the name of a parameter
+LOG_VARIANCE = "log variance "  # followed by the name of a parameter
 
-_AGREE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_AGREE = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative difference by rounding
 
 
 class MeanField:
     """``N(mean, diag exp(log_variance))`` over parameters by name.
 
     Args:
-        means: leaf tensors, which are trained where `train_mean` is set, and are then changed in place.
+        means: leaf tensors, trained in place if `train_mean` is set.
         log_variances: likewise, always trained; a parameter without one is certain.
-        train_mean: whether the means take part.
+        train_mean: whether the means are trained.
     """
 
     def __init__(self, means: dict[str, Tensor], log_variances: dict[str, Tensor], train_mean: bool) -> None:
@@ -53,14 +53,14 @@ class MeanField:
 
     @torch.no_grad()
     def deviations(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """One draw of ``sigma e`` for all parameters, with a standard normal ``e`` of its own for every tensor; without
-        gradients, see `add_gradients`.
+        """One draw of ``sigma e`` for all parameters, with a standard normal ``e`` for every number; without gradients,
+        see `add_gradients`.
         """
-        found: dict[str, Tensor] = {}
+        drawn: dict[str, Tensor] = {}
         for name, value in self.log_variances.items():
             normal = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=value.device)
-            found[name] = normal.mul_((0.5 * value).exp_())
-        return found
+            drawn[name] = normal.mul_((0.5 * value).exp_())
+        return drawn
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
         """One draw of all parameters."""
@@ -73,8 +73,8 @@ class MeanField:
         """Carry a gradient by ``mean + sigma e`` over to the mean (if asked) and the log variance: reparameterisation
         (Kingma, Welling 2014), with ``d (sigma e) / d log sigma^2 = sigma e / 2``.
 
-        By hand, since autograd would keep sigma, e and their product alive for it. Without a deviation the parameter
-        is certain, and the mean alone has a gradient.
+        By hand, since autograd would keep sigma, e and their product in memory. Without a deviation the parameter is
+        certain, and the mean alone has a gradient.
         """
         if deviation is None:
             _add(self.means[name], gradient)
@@ -89,12 +89,12 @@ class MeanField:
     def on_backward(
         self, leaves: dict[str, Tensor], deviations: Mapping[str, Tensor] | None = None, *, mean: bool
     ) -> None:
-        """Let a backward pass carry every leaf's gradient over as soon as it is complete, and drop the leaf out of
-        `leaves`: all of them at the end would be another copy of the model.
+        """Let a backward pass carry every leaf's gradient over as soon as it is complete, and drop the leaf from
+        `leaves`: to keep them all to the end would take another copy of the model.
 
         Args:
-            leaves: by name of a parameter; weights, or the deviations themselves.
-            deviations: of weights.
+            leaves: weights, or deviations, by name of their parameter.
+            deviations: by which the weights differ from their means; None where the leaves are deviations.
             mean: see `add_gradients`.
         """
 
@@ -104,14 +104,14 @@ class MeanField:
             if gradient is not None:
                 deviation = leaf.detach() if deviations is None else deviations.get(name)
                 self.add_gradients(name, gradient, deviation, mean=mean)
-            leaf.data = leaf.new_empty(0)  # the graph, which needs it no more, still holds the leaf
+            leaf.data = leaf.new_empty(0)  # the graph still refers to the leaf, but needs it no more
 
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(carry, name=name))
 
     def blocks(self, layers: Mapping[str, Layer], samples: int) -> dict[str, Block]:
         """The variances as blocks of a posterior."""
-        found: dict[str, Block] = {}
+        blocks: dict[str, Block] = {}
         for name, layer in layers.items():
             variances = [
                 self.log_variances[p].detach().exp()
@@ -120,42 +120,42 @@ class MeanField:
                 for p in layer.parameter_names
             ]
             matrix = layer.to_matrix(variances[0], variances[1] if len(variances) > 1 else None)
-            found[name] = MeanFieldBlock(matrix.contiguous(), samples)
-        return found
+            blocks[name] = MeanFieldBlock(matrix.contiguous(), samples)
+        return blocks
 
 
 class FeatureNetwork:
     """A replica of a model that runs with given weights, and also gives the inputs of its last layer.
 
     Args:
-        twin: a replica of its own, in eval mode.
-        layers: those that may be its last.
-        batch: a few samples to find the last one with.
+        twin: a replica for this network alone, in eval mode.
+        layers: the candidates for its last layer.
+        batch: a few samples by which the last layer is found.
 
     Attributes:
         last: the layer ``W phi + b`` whose outputs are the model's.
 
     Raises:
-        PosthocUQError: there is none.
+        PosthocUQError: no layer's outputs are the model's.
     """
 
     def __init__(self, twin: nn.Module, layers: Mapping[str, Layer], batch: Batch) -> None:
         self.twin = twin
         self._features: Tensor | None = None
-        self.last = self._find(layers, batch)
+        self.last = self._last_layer(layers, batch)
         dict(twin.named_modules())[_owner(self.last)].register_forward_pre_hook(self._catch)
 
     def _catch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._features = args[0]
 
-    def _find(self, layers: Mapping[str, Layer], batch: Batch) -> Layer:
+    def _last_layer(self, layers: Mapping[str, Layer], batch: Batch) -> Layer:
         modules = dict(self.twin.named_modules())
-        seen: dict[str, list[Tensor]] = {name: [] for name in layers}
+        inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
         handles: list[Any] = []
         for name, layer in layers.items():
 
             def catch(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                seen[name].append(args[0].detach().clone())
+                inputs[name].append(args[0].detach().clone())
 
             if _owner(layer) in modules:
                 handles.append(modules[_owner(layer)].register_forward_pre_hook(catch))
@@ -163,21 +163,22 @@ class FeatureNetwork:
             outputs = batch.copied().call(self.twin)
         for handle in handles:
             handle.remove()
-        flat, parameters = (
+        expected, parameters = (
             outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(1),
             dict(self.twin.named_parameters()),
         )
         for name, layer in reversed(list(layers.items())):
-            if len(seen[name]) != 1 or layer.groups != 1 or layer.outputs != flat.shape[1]:
+            if len(inputs[name]) != 1 or layer.groups != 1 or layer.outputs != expected.shape[1]:
                 continue
-            rows = seen[name][0].flatten(1)
+            rows = inputs[name][0].flatten(1)
             weight = parameters[layer.weight].detach().flatten(1)
-            if rows.shape != (len(flat), weight.shape[1]):
+            if rows.shape != (len(expected), weight.shape[1]):
                 continue
-            own = rows @ weight.T
-            own = own if layer.bias is None else own + parameters[layer.bias].detach()
+            affine = rows @ weight.T
+            affine = affine if layer.bias is None else affine + parameters[layer.bias].detach()
             if bool(
-                (own - flat).abs().max() <= _AGREE.get(own.dtype, 1e-2) * own.abs().max().clamp(min=1e-6)
+                (affine - expected).abs().max()
+                <= _AGREE.get(affine.dtype, 1e-2) * affine.abs().max().clamp(min=1e-6)
             ):
                 return layer
         raise PosthocUQError(
@@ -187,16 +188,16 @@ class FeatureNetwork:
         )
 
     def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """The model's outputs with these weights, as it gives them."""
-        own = batch.copied()
-        found = output_tensor(functional_call(self.twin, dict(weights), own.args, own.kwargs))
+        """The model's outputs with these weights, in their own shape."""
+        copy = batch.copied()
+        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
         self._features = None
-        return found
+        return outputs
 
     def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """Outputs ``(samples, outputs)`` and features ``(samples, H)``."""
-        own = batch.copied()
-        outputs = output_tensor(functional_call(self.twin, dict(weights), own.args, own.kwargs))
+        copy = batch.copied()
+        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
         features, self._features = self._features, None
         assert features is not None
         return outputs.reshape(len(features), -1), features.flatten(1)

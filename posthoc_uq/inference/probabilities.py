@@ -20,14 +20,14 @@ _TOLERANCE = 1e-4  # of a probability
 
 
 def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) -> bool:
-    """Whether the outputs for some samples of a batch are probabilities, and the likelihood takes logits.
+    """Whether the outputs for some samples of a batch are probabilities, although the likelihood takes logits.
 
-    Of several classes that is so where every row is non-negative and sums to 1, unless it is one and the same row:
-    then, and for a single logit, the outputs must come out of a softmax or a sigmoid.
+    For several classes, every row must be non-negative and sum to 1. If all rows are the same, or for a single logit,
+    the outputs must also come from a softmax or a sigmoid.
 
     Args:
-        model: run on a copy.
-        batch: on which the model runs.
+        model: a copy of it is run.
+        batch: the inputs.
         likelihood: of the fit.
     """
     if not likelihood.logits:
@@ -37,7 +37,7 @@ def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) 
     try:
         with torch.enable_grad():
             outputs = some.call(replicate(model).requires_grad_(True))
-    except Exception:  # a model that takes no other number of samples than the whole batch
+    except Exception:  # a model that only takes the full batch
         return False
     values = outputs.detach().float()
     if bool(((values < 0) | (values > 1 + _TOLERANCE)).any()):

@@ -31,8 +31,8 @@ def checked_rank(rank: int | float) -> int | float:
 
 
 def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
-    """How many eigenvalues of a layer ``(groups, outputs, inputs)`` a rank keeps; a share in (0, 1) is a
-    share of its weights.
+    """How many eigenvalues of a layer ``(groups, outputs, inputs)`` a rank keeps; a number in (0, 1) is a share of the
+    layer's weights.
 
     Raises:
         PosthocUQError: the rank is neither a positive whole number nor a share.
@@ -49,13 +49,12 @@ def sparsify(
     rank: int | float,
     correction: Correction = "rescale",
 ) -> InformationBlock:
-    """The information form that keeps the top eigenvalues of a Kronecker-factored eigenbasis and an exact
-    diagonal.
+    """The information form of the largest eigenvalues of a Kronecker-factored eigenbasis and an exact diagonal.
 
-    The top ``K`` eigenvalues name input directions and output directions; the whole grid of those is kept, so
-    that the eigenvectors stay a Kronecker product. A grouped convolution shares ``K`` between its groups, and
-    groups that keep fewer directions are padded with zeros. Eigenvalues that are zero to rounding are not
-    counted: their directions say nothing.
+    Each of the ``K`` largest eigenvalues belongs to one input and one output direction. The full grid of these
+    directions is kept, so that the eigenvectors stay a Kronecker product. A grouped convolution shares ``K`` between
+    its groups, and groups that keep fewer directions are padded with zeros. Eigenvalues that are zero up to rounding
+    do not count: their directions are arbitrary.
 
     Args:
         input_basis: ``(G, n, p)``, orthonormal columns.
@@ -63,16 +62,16 @@ def sparsify(
         eigenvalues: ``Lambda`` in these bases, ``(G, q, p)``.
         diagonal: exact diagonal of the Fisher, ``(G, m, n)``.
         rank: ``K``, or a share in (0, 1) of the layer's weights.
-        correction: what happens where the low-rank part overshoots the diagonal; see `InformationBlock`.
+        correction: what to do where the low-rank part exceeds the diagonal; see `InformationBlock`.
     """
     shape = (diagonal.shape[0], diagonal.shape[1], diagonal.shape[2])
     count = min(kept_entries(rank, shape), eigenvalues.numel())
     values, order = eigenvalues.flatten().topk(count)
     floor = torch.finfo(eigenvalues.dtype).eps * values[:1]
-    kept = torch.zeros(eigenvalues.numel(), dtype=torch.bool, device=eigenvalues.device)
-    kept[order[values > floor]] = True
-    kept = kept.reshape(eigenvalues.shape)
-    inputs, outputs = kept.any(dim=1), kept.any(dim=2)
+    selected = torch.zeros(eigenvalues.numel(), dtype=torch.bool, device=eigenvalues.device)
+    selected[order[values > floor]] = True
+    selected = selected.reshape(eigenvalues.shape)
+    inputs, outputs = selected.any(dim=1), selected.any(dim=2)
     index_a, mask_a = _front(inputs)
     index_g, mask_g = _front(outputs)
     grid = eigenvalues.gather(1, index_g.unsqueeze(2).expand(-1, -1, eigenvalues.shape[2]))
@@ -87,8 +86,8 @@ def sparsify(
 
 
 def _front(selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the selected columns of every group, moved to the front in their order, and which of them
-    are real.
+    """Indices of each group's selected columns, moved to the front in their order; and a mask that is False for
+    padding.
     """
     width = int(selected.sum(dim=1).max())
     index = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :width]

@@ -1,7 +1,7 @@
 """What the stages of a fit compute, as its method declares it.
 
-A checkpoint keeps the result of every stage that is done. What it may hold follows from these declarations, so a new
-method needs no change in the code that reads one.
+A checkpoint keeps the result of every finished stage. These declarations say what it may hold, so the code that reads
+checkpoints need not change for a new method.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class StageTensor:
 
     Attributes:
         sides: a letter for each side. ``G``, ``m`` and ``n`` are a layer's groups, outputs and inputs, ``N`` is the
-            number of all weights together, ``*`` any size. Another letter is a size that the tensors of an owner have
-            in common wherever it stands, in this stage and in those before it.
+            number of all weights together, ``*`` any size. Any other letter is one size, the same for all tensors of
+            an owner in this stage and in those before it.
         non_negative: as in `TensorSpec`.
         orthonormal: as in `TensorSpec`.
         symmetric: as in `TensorSpec`.
@@ -32,7 +32,7 @@ class StageTensor:
     symmetric: bool = False
 
     def spec(self, sizes: Mapping[str, int]) -> TensorSpec:
-        """What it must be where the letters have these sizes; a letter that has none stands for any."""
+        """What the tensor must be where the letters have these sizes; a letter without one stands for any size."""
         kinds: dict[str, Any] = {
             "non_negative": self.non_negative,
             "orthonormal": self.orthonormal,
@@ -47,7 +47,7 @@ class StageSpec:
 
     Attributes:
         tensors: by name; every layer has all of them.
-        owner: where there is one set of them instead of one for every layer: the name under which they are kept.
+        owner: None where every layer has these tensors; else the name under which the one set of them is kept.
         after: the stage that must be done before, if there is one.
     """
 

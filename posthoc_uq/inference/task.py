@@ -1,4 +1,4 @@
-"""One fit under way: its sweeps and the stages that follow from them, over several processes and interruptions."""
+"""One running fit: its sweeps and stages, shared by several processes and resumed after interruptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posthoc_uq.devices import placed
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Stage, Tensors, other_data
-from posthoc_uq.inference.labels import FisherChoice, of_all, own_samples_of, resolve_fisher
+from posthoc_uq.inference.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
 from posthoc_uq.inference.resumable import check_same
 from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import Batch
@@ -29,25 +29,25 @@ from posthoc_uq.warned import warn_user
 
 @dataclass
 class Task:
-    """What a method is given: the model and its data, how to sweep over them, and what the sweeps gave besides the
+    """What a method works with: the model, its data, how to sweep over them, and what a sweep reports besides the
     statistics.
 
     Attributes:
-        model: the user's; it is read, never changed.
+        model: the user's model; it is read, never changed.
         prepared: the layers that get a posterior, and the capture of their gradients where the method asked for it.
         loader: the training data of this process.
-        batch: the first of it.
+        batch: the first batch of `loader`.
         settings: of every sweep: how batches are read, the likelihood, the labels of the Fisher, the seed.
         device: of the model and of all statistics.
         memory_budget: bytes that one temporary may take.
         val_loader: held-out batches, if there are any.
-        checkpoint: where a stage's result is kept, if that was asked for.
+        checkpoint: the file that keeps the result of every stage, if there is one.
         summary: what the last sweep saw.
-        seconds: that each part took, by its description.
-        observers: are shown all the data once, by the first sweep that goes over all of them.
-        observed: whether they were.
-        known: the hash of all samples, with their targets, as the stages saw them that were not computed here but taken
-            from a checkpoint; None without these.
+        seconds: how long each part took, by its description.
+        observers: see all the data once, in the first sweep that goes over all of them.
+        observed: whether they have.
+        resumed_content: the hash of all samples and targets that the stages taken from a checkpoint saw; None without
+            such stages.
     """
 
     model: nn.Module
@@ -63,7 +63,7 @@ class Task:
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
-    known: int | None = None
+    resumed_content: int | None = None
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -74,13 +74,13 @@ class Task:
         """Settle which labels the Fisher of the sweeps is an expectation over.
 
         Args:
-            fisher: as a method was asked for; ``"auto"`` goes by the numbers of outputs and samples.
+            fisher: as the user asked; ``"auto"`` depends on the numbers of outputs and samples.
             n_samples: labels drawn per sample, where they are drawn.
         """
         samples = None
         if fisher == "auto":
             reader, batch = self.settings.reader, self.batch
-            samples = of_all(
+            samples = samples_in_all(
                 together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
             )
         kind, labels = resolve_fisher(
@@ -89,28 +89,25 @@ class Task:
         self.settings = replace(self.settings, fisher=kind, n_samples=labels)
 
     def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:
-        """Do a part of the fit, or take its result from where it was done already: the checkpoint, or that of another
-        rank which came further.
-        """
-        own = self.checkpoint.stages.get(name) if self.checkpoint is not None else None
-        done = gather(None if own is None else own.summary)
-        ahead = [number for number, summary in enumerate(done) if summary is not None]
-        if ahead:
-            tensors = hand_out(None if own is None else own.tensors, ahead[0], torch.device("cpu"))
+        """Do a part of the fit, or take its result from the checkpoint of this rank or of one that came further."""
+        saved = self.checkpoint.stages.get(name) if self.checkpoint is not None else None
+        summaries = gather(None if saved is None else saved.summary)
+        ranks = [number for number, summary in enumerate(summaries) if summary is not None]
+        if ranks:
+            tensors = hand_out(None if saved is None else saved.tensors, ranks[0], torch.device("cpu"))
             tensors = {
                 a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
             }
-            self.summary = done[ahead[0]]
-            self.known = self.summary.content or self.known
+            self.summary = summaries[ranks[0]]
+            self.resumed_content = self.summary.content or self.resumed_content
         else:
-            # The order in memory decides how products are rounded, so it must be as it comes out of a file.
-            found = together(lambda: _finite(work(), name), name)
-            tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in found.items()}
-        if (
-            self.checkpoint is not None and None in done
-        ):  # every rank takes part, whether it has something to write
+            # The order in memory decides how products are rounded, so it must be that of tensors from a file.
+            computed = together(lambda: _finite(work(), name), name)
+            tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in computed.items()}
+        if self.checkpoint is not None and None in summaries:
+            # every rank takes part, with or without something to write
             checkpoint, stage = self.checkpoint, Stage(tensors, self.summary)
-            write = (lambda: checkpoint.finish(name, stage)) if own is None else (lambda: None)
+            write = (lambda: checkpoint.finish(name, stage)) if saved is None else (lambda: None)
             together(write, f"writing the checkpoint after {name}")
         return tensors
 
@@ -125,18 +122,18 @@ class Task:
         """Sweep once; returns the number of samples swept over, in all processes.
 
         Raises:
-            PosthocUQError: the loader gave another number of samples than in the sweep before, other samples than
-                those that the checkpoint was made from, or none of the share.
+            PosthocUQError: the loader gave another number of samples than in the last sweep, other samples than those
+                that the checkpoint was made from, or none of the share.
         """
         start = time.perf_counter()
         sums = {
             f"{name}/{index}": accumulator.state()
-            for name, own in accumulators.items()
-            for index, accumulator in enumerate(own)
+            for name, of_layer in accumulators.items()
+            for index, accumulator in enumerate(of_layer)
         }
         if joint is not None:
             sums["joint/0"] = joint.state()
-        return_freed_memory()  # of the dry run, of the sweep before
+        return_freed_memory()  # of the dry run or the last sweep
         summary = together(
             lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
         )
@@ -172,14 +169,14 @@ class Task:
         sums: Tensors,
     ) -> Summary:
         checkpoint, done = self.checkpoint, None
-        left = checkpoint.interrupted(description) if checkpoint is not None else None
-        if checkpoint is not None and left is not None:
-            done = left[0]
+        interrupted = checkpoint.interrupted(description) if checkpoint is not None else None
+        if checkpoint is not None and interrupted is not None:
+            done, saved_sums = interrupted
             with checkpoint.read_as_corrupt():
-                check_same("its sums", left[1], sums)
+                check_same("its sums", saved_sums, sums)
             for name, group in sums.items():
                 for inner, tensor in group.items():
-                    tensor.copy_(left[1][name][inner])
+                    tensor.copy_(saved_sums[name][inner])
 
         def after_batch(summary: Summary) -> None:
             if checkpoint is not None:
@@ -200,20 +197,20 @@ class Task:
             )
 
     def check_content(self, content: int) -> None:
-        """Refuse data that are not those of the stages which were taken from a checkpoint.
+        """Refuse other data than those of the stages that were taken from a checkpoint.
 
         Args:
-            content: the hash of all samples, of all processes, with their targets.
+            content: the hash of all samples and targets of all processes.
 
         Raises:
-            PosthocUQError: they are not.
+            PosthocUQError: the data are others.
         """
-        if self.known not in (None, content):
+        if self.resumed_content not in (None, content):
             raise other_data()
 
     def observe(self) -> None:
-        """Show the data to the observers in a pass of its own, where no sweep of this process went over all of them: a
-        resumed fit begins after its sweeps, and a training has none.
+        """Show the data to the observers in an extra pass, unless a sweep did so: a resumed fit may begin after its
+        sweeps, and a training has none.
         """
         if self.observed or not self.observers:
             return
@@ -239,24 +236,24 @@ class Task:
         """Results by name, each computed by one of the processes and handed to the others."""
 
         def compute() -> Tensors:
-            mine = [name for index, name in enumerate(work) if index % world() == rank()]
-            found = together(lambda: {name: work[name]() for name in mine}, description)
+            own_names = [name for index, name in enumerate(work) if index % world() == rank()]
+            results = together(lambda: {name: work[name]() for name in own_names}, description)
             for index, name in enumerate(work):
                 source = index % world()
-                own = {name: found[name]} if name in found else None
-                found[name] = hand_out(own, source, self.device)[name]
-            return {name: found[name] for name in work}
+                own_result = {name: results[name]} if name in results else None
+                results[name] = hand_out(own_result, source, self.device)[name]
+            return {name: results[name] for name in work}
 
         return self.timed(description, compute)
 
 
-def _finite(found: Tensors, stage: str) -> Tensors:
-    """What a stage computed.
+def _finite(results: Tensors, stage: str) -> Tensors:
+    """The results of a stage, once they are checked.
 
     Raises:
-        NonFiniteError: some of it is not finite; names the layer.
+        NonFiniteError: a number is not finite; names the layer.
     """
-    for layer, tensors in found.items():
+    for layer, tensors in results.items():
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(
@@ -264,18 +261,18 @@ def _finite(found: Tensors, stage: str) -> Tensors:
                     f"large for {str(tensor.dtype).removeprefix('torch.')}. Bring the inputs to about unit size, or "
                     f"fit with dtype=torch.float64."
                 )
-    return found
+    return results
 
 
 def check_common(identity: Mapping[str, Any]) -> None:
-    """Make sure that all processes do the same fit.
+    """Check that all processes do the same fit.
 
     Raises:
         PosthocUQError: they do not; names what differs.
     """
-    found = gather(dict(identity))
-    for number, other in enumerate(found):
-        for name, value in found[0].items():
+    identities = gather(dict(identity))
+    for number, other in enumerate(identities):
+        for name, value in identities[0].items():
             if other[name] != value:
                 raise PosthocUQError(
                     f"Rank {number} has another {name} than rank 0 ({other[name]!r:.200}, and {value!r:.200}); all "
@@ -284,24 +281,24 @@ def check_common(identity: Mapping[str, Any]) -> None:
 
 
 def _merged(summary: Summary) -> Summary:
-    """What the sweeps of all processes saw.
+    """The summary of the sweeps of all processes.
 
     Raises:
         PosthocUQError: two of them saw the same data.
     """
-    found: list[Summary] = gather(summary)
-    contents = [(one.content, one.seen) for one in found if one.seen]
+    summaries: list[Summary] = gather(summary)
+    contents = [(part.content, part.seen) for part in summaries if part.seen]
     if len(set(contents)) < len(contents):
         raise PosthocUQError(
             "Several processes were given the same data, which would count them several times; give each a part of "
             "its own, for instance with torch.utils.data.DistributedSampler."
         )
-    likelihoods = [one.log_likelihood for one in found]
+    likelihoods = [part.log_likelihood for part in summaries]
     return Summary(
-        batches=sum(one.batches for one in found),
-        seen=sum(one.seen for one in found),
-        samples=sum(one.samples for one in found),
+        batches=sum(part.batches for part in summaries),
+        seen=sum(part.seen for part in summaries),
+        samples=sum(part.samples for part in summaries),
         log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
-        outputs=max(one.outputs for one in found),
-        content=sum(one.content for one in found) % WORD,
+        outputs=max(part.outputs for part in summaries),
+        content=sum(part.content for part in summaries) % WORD,
     )

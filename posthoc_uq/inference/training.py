@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from math import cos, inf, isfinite, pi
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Checkpoint, Tensors, other_data
-from posthoc_uq.inference.optimisers import optimiser_state, restore_optimiser
+from posthoc_uq.inference.optimisers import adam, cosine, optimiser_state, restore_optimiser
 from posthoc_uq.inference.resumable import check_training
 from posthoc_uq.loaders import Batch, BatchReader, batches
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
@@ -43,12 +43,12 @@ _NUMBERS = {
 Group = dict[str, Any]
 OptimizerFactory = Callable[[list[Group]], Optimizer]
 
-_DATA, _STEP = 101, 102  # streams of the seed
+_DATA, _STEP = 101, 102  # streams of random numbers from the seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What all methods that train have in common.
+    """The options that all training methods have in common.
 
     Attributes:
         epochs: passes over the data.
@@ -78,13 +78,13 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """Where in a training a step stands.
+    """The seed of a training step, and its place in the training.
 
     Attributes:
-        seed: of all that the step draws.
-        epoch: from 0.
-        batch: of the epoch, from 0.
-        batches: of an epoch; 0 while nobody knows.
+        seed: of all random numbers of the step.
+        epoch: number of the epoch, from 0.
+        batch: number of the batch in the epoch, from 0.
+        batches: batches of an epoch; 0 while unknown.
         progress: the share of the training that is over, in [0, 1).
     """
 
@@ -96,12 +96,12 @@ class Step:
 
 
 class Objective(ABC):
-    """What is trained: named tensors, and a loss whose gradients by them can be drawn for a batch."""
+    """What is trained: named tensors, and a loss whose stochastic gradients can be computed for a batch."""
 
     @property
     @abstractmethod
     def network(self) -> nn.Module:
-        """The model, run as it is where a step fails, to tell whether it takes the batch at all."""
+        """The model; run alone after a step failed, to tell whether it accepts the batch at all."""
 
     @abstractmethod
     def groups(self) -> list[Group]:
@@ -113,31 +113,31 @@ class Objective(ABC):
 
     @abstractmethod
     def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
-        """Add the gradients of one step's loss to the tensors' ``grad``; give the loss (``"loss"``) and its parts,
-        scalars, for the record. What the host must know of the batch goes to `checks`, which are looked at after it.
+        """Add the gradients of one step's loss to the tensors' ``grad``; return the loss (``"loss"``) and its parts,
+        scalars, for the record. Values that the host must see go to `checks`, which are looked at afterwards.
         """
 
     @abstractmethod
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
-        """``log p(y | x)`` of held-out samples, ``(samples,)`` in nats, by so many draws that are always the same."""
+        """``log p(y | x)`` of held-out samples, ``(samples,)`` in nats, by as many draws, always the same."""
 
 
 @dataclass
 class _State:
-    """Where a training stands."""
+    """How far a training has come."""
 
     epoch: int = 0
     batch: int = 0
     step: int = 0
     digest: int = 0
-    length: int = 0  # batches of an epoch, 0 while nobody knows
+    length: int = 0  # batches of an epoch; 0 while unknown
     sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     samples: int = 0
-    content: int = 0  # of the data in a pass before the training, in any order
-    batches: int = 0  # of that pass
+    content: int = 0  # hash of the data, whatever their order, from a pass before the training
+    batches: int = 0  # in that pass
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=lambda: list[dict[str, float]]())
-    best: int = -1  # the epoch whose tensors are kept, by number
+    best: int = -1  # number of the epoch whose tensors are kept
     done: bool = False
 
 
@@ -148,19 +148,6 @@ def best_epoch(history: list[dict[str, float]]) -> int:
     losses = [entry.get("validation NLL", inf) for entry in history]
     finite = [loss if isfinite(loss) else inf for loss in losses]
     return finite.index(min(finite)) + 1 if "validation NLL" in history[0] else len(history)
-
-
-def cosine(progress: float, floor: float = 0.05) -> float:
-    """From 1 down to `floor` as `progress` goes from 0 to 1: the default schedule of learning rates."""
-    return floor + (1 - floor) * 0.5 * (1 + cos(pi * min(1.0, progress)))
-
-
-def adam(groups: list[Group]) -> Optimizer:
-    """The default optimiser: Adam with betas (0.9, 0.99), fused where the device has that."""
-    device = groups[0]["params"][0].device.type
-    return torch.optim.Adam(
-        groups, betas=(0.9, 0.99), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
-    )
 
 
 def train(
@@ -177,28 +164,28 @@ def train(
 ) -> list[dict[str, float]]:
     """Train `objective` in place.
 
-    With `val_loader` its tensors end as those of the epoch with the least validation NLL, and after `patience` epochs
-    without a better one the training stops.
+    With `val_loader` the tensors end as they were after the epoch with the least validation NLL, and the training stops
+    after `patience` epochs without a better one.
 
     Args:
         objective: what is trained.
-        loader: of the data.
-        reader: of its batches.
+        loader: the training data.
+        reader: reads its batches.
         options: of the training.
-        seed: of all that is drawn.
+        seed: of all random numbers.
         val_loader: held-out data.
-        checkpoint: takes where the training stands, or says where it stood.
-        content: of a pass over the data which began from the same random state in every attempt, as an epoch does not;
-            needed with `checkpoint`.
+        checkpoint: keeps the state of the training, or holds the one to go on from.
+        content: hash of the data in a pass that begins from the same random state in every attempt, as an epoch does
+            not; needed with `checkpoint`.
         progress: whether to show a bar.
 
     Returns:
-        One dictionary an epoch: the means of the loss and its parts over the epoch's samples, ``validation NLL`` where
-        there were held-out data, ``seconds``.
+        One dictionary an epoch: the means of the loss and its parts over the epoch's samples, ``validation NLL`` with
+        held-out data, ``seconds``.
 
     Raises:
-        NonFiniteError: a loss or a gradient is not finite, and names the step; or what was trained is not.
-        PosthocUQError: the loader yields no targets, or not the data that the checkpoint was made from.
+        NonFiniteError: a loss or a gradient is not finite (names the step), or a trained tensor is not.
+        PosthocUQError: the loader yields no targets, or other data than those that the checkpoint was made from.
     """
     run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint, content or Content())
     with tqdm(disable=not progress, desc="train", unit=" samples", leave=False) as bar:
@@ -232,7 +219,7 @@ class _Run:
         for group in self._optimiser.param_groups:
             group["initial_lr"] = group["lr"]
         self._schedule = options.schedule or cosine
-        self._kept: dict[str, Tensor] = {}
+        self._best: dict[str, Tensor] = {}
         self.state = _State(length=_length(loader), content=content.total, batches=content.batches)
 
     def resume(self) -> None:
@@ -242,33 +229,33 @@ class _Run:
         description, groups = self._checkpoint.training
         if any(description["state"][name] != getattr(self.state, name) for name in ("content", "batches")):
             raise other_data()
-        own = {
+        of_optimiser = {
             name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
         }
         with self._checkpoint.read_as_corrupt():
             check_training(description["state"], groups, self._objective.tensors(), self._options.epochs)
-            restore_optimiser(self._optimiser, description["optimiser"], own)
+            restore_optimiser(self._optimiser, description["optimiser"], of_optimiser)
         self.state = _State(**description["state"])
         for name, tensor in self._objective.tensors().items():
             tensor.detach().copy_(groups["tensors"][name])
-        self._kept = {name: tensor.to(self._reader.device) for name, tensor in groups.get("best", {}).items()}
-        self._checkpoint.training = None  # handed over: nothing is to hold the tensors twice
+        self._best = {name: tensor.to(self._reader.device) for name, tensor in groups.get("best", {}).items()}
+        self._checkpoint.training = None  # handed over, so that the tensors are not in memory twice
 
     def _save(self) -> None:
         if self._checkpoint is None:
             return
-        plain, own = optimiser_state(self._optimiser)
-        groups: Tensors = {f"optimiser/{name}": tensors for name, tensors in own.items()}
+        plain, of_optimiser = optimiser_state(self._optimiser)
+        groups: Tensors = {f"optimiser/{name}": tensors for name, tensors in of_optimiser.items()}
         groups["tensors"] = {name: tensor.detach() for name, tensor in self._objective.tensors().items()}
-        if self._kept:
-            groups["best"] = self._kept
+        if self._best:
+            groups["best"] = self._best
         self._checkpoint.keep_training({"state": asdict(self.state), "optimiser": plain}, groups)
 
     def epoch(self, bar: Any) -> None:
         """One epoch, or what is left of it."""
-        state, skip, start = self.state, self.state.batch, time.perf_counter()
-        before, digest = state.seconds, 0
-        seen = 0
+        state, batches_done, start = self.state, self.state.batch, time.perf_counter()
+        seconds_before, digest = state.seconds, 0
+        batches_seen = 0
         bar.reset()
         bar.set_description(f"epoch {state.epoch + 1} of {self._options.epochs}")
         with isolated_random_state(mixed_seed(self._seed, _DATA, state.epoch)):
@@ -276,10 +263,10 @@ class _Run:
                 samples = count_samples(batch)
                 if self._checkpoint is not None:
                     digest = mixed_seed(digest, batch_hash(batch))
-                seen += 1
+                batches_seen += 1
                 bar.update(samples)
-                if seen <= skip:
-                    if seen == skip and digest != state.digest:
+                if batches_seen <= batches_done:
+                    if batches_seen == batches_done and digest != state.digest:
                         raise PosthocUQError(
                             "The loader does not begin with the batches that the checkpoint was made from, so the "
                             "training cannot go on from it; pass the same data in the same order, or delete the "
@@ -287,27 +274,25 @@ class _Run:
                         )
                     continue
                 self._step(batch, samples)
-                state.batch, state.digest = seen, digest
+                state.batch, state.digest = batches_seen, digest
                 bar.set_postfix(self._shown(), refresh=False)
                 if self._checkpoint is not None and state.step % self._checkpoint.every == 0:
-                    state.seconds = before + time.perf_counter() - start
+                    state.seconds = seconds_before + time.perf_counter() - start
                     self._save()
-        if seen < skip:
+        if batches_seen < batches_done:
             raise PosthocUQError("The loader has fewer batches than when the checkpoint was made; delete it.")
-        state.seconds = before + time.perf_counter() - start
-        self._end_epoch(seen)
+        state.seconds = seconds_before + time.perf_counter() - start
+        self._end_epoch(batches_seen)
 
     def _step(self, batch: Batch, samples: int) -> None:
-        state, where = (
-            self.state,
-            f"Step {self.state.step} (epoch {self.state.epoch + 1}, batch {self.state.batch})",
-        )
+        state = self.state
+        where = f"Step {state.step} (epoch {state.epoch + 1}, batch {state.batch})"
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = Checks(), dict[str, float]()
         with self._explained(batch, f"batch {state.batch} of the loader"):
-            terms = self._objective.backward(batch, self._where(), checks)
+            terms = self._objective.backward(batch, self._present_step(), checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
         ]
@@ -318,7 +303,7 @@ class _Run:
         broken = [name for name, value in values.items() if not isfinite(value)]
         del values["gradient"]
         if len(broken) > 1 and "gradient" in broken:
-            broken.remove("gradient")  # of a loss that is not finite
+            broken.remove("gradient")  # it only follows from a loss that is not finite
         if broken:
             raise NonFiniteError(
                 f"{where}: the {' and the '.join(broken)} is not finite; lower the learning rates, or look at the data "
@@ -342,7 +327,7 @@ class _Run:
     def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
         return explained(lambda: self._objective.network, batch, what, LOADER)
 
-    def _where(self) -> Step:
+    def _present_step(self) -> Step:
         state = self.state
         seed = mixed_seed(self._seed, _STEP, state.step)
         return Step(seed, state.epoch, state.batch, state.length, self._progress())
@@ -356,7 +341,7 @@ class _Run:
     def _shown(self) -> dict[str, str]:
         return {name: f"{value / self.state.samples:.4g}" for name, value in self.state.sums.items()}
 
-    def _end_epoch(self, seen: int) -> None:
+    def _end_epoch(self, length: int) -> None:
         state = self.state
         entry = {name: value / max(1, state.samples) for name, value in state.sums.items()}
         if self._val_loader is not None:
@@ -367,7 +352,7 @@ class _Run:
             losses = [past["validation NLL"] for past in state.history if isfinite(past["validation NLL"])]
             if state.best < 0 or entry["validation NLL"] < min(losses, default=inf):
                 state.best = state.epoch
-                self._kept = {n: t.detach().clone() for n, t in self._objective.tensors().items()}
+                self._best = {n: t.detach().clone() for n, t in self._objective.tensors().items()}
         entry["seconds"] = state.seconds
         state.history.append(entry)
         waited = state.epoch - state.best
@@ -376,7 +361,7 @@ class _Run:
             and self._options.patience is not None
             and waited >= self._options.patience
         )
-        state.epoch, state.batch, state.digest, state.length = state.epoch + 1, 0, 0, seen
+        state.epoch, state.batch, state.digest, state.length = state.epoch + 1, 0, 0, length
         state.sums, state.samples, state.seconds = {}, 0, 0.0
         self._save()
 
@@ -389,15 +374,16 @@ class _Run:
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
                 with self._explained(batch, "a batch of val_loader"):
-                    found = self._objective.log_predictive(batch, self._options.val_draws)
-                total, count = total - float(as_double(found).sum()), count + len(found)
+                    log_probabilities = self._objective.log_predictive(batch, self._options.val_draws)
+                total -= float(as_double(log_probabilities).sum())
+                count += len(log_probabilities)
         return total / count
 
     def take_best(self) -> None:
         """Put the tensors of the best epoch back."""
         for name, tensor in self._objective.tensors().items():
-            if name in self._kept:
-                tensor.detach().copy_(self._kept[name])
+            if name in self._best:
+                tensor.detach().copy_(self._best[name])
 
 
 def _other_losses() -> CorruptPosteriorError:
@@ -407,7 +393,7 @@ def _other_losses() -> CorruptPosteriorError:
 
 
 def _length(loader: Iterable[Any]) -> int:
-    """Batches of an epoch, 0 where nobody says."""
+    """Batches of an epoch; 0 where the loader does not say."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

@@ -1,6 +1,6 @@
 """The methods by which a posterior is fitted, one file each.
 
-To add one: a subclass of `Method` (or of `Curvature`, if it sums up gradients) in a file of its own, and a row below.
+To add one, write a subclass of `Method` (or of `Curvature`, if it sums up gradients) in its own file, and a row below.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[Method]] = {}
-"""Every method by its name: what `posthoc_uq.fit`, the command line, files and the tests know."""
+"""All methods by name, for `posthoc_uq.fit`, the command line, files and the tests."""
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 
@@ -48,7 +48,7 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     """Make a method known by its name; a decorator for methods outside of this package.
 
     Raises:
-        PosthocUQError: another method has the name, or it is none that a file can carry.
+        PosthocUQError: another method has the name, or a file cannot hold the name.
     """
     if re.fullmatch(r"[a-z0-9_]{1,16}", kind.name) is None:
         raise PosthocUQError(
@@ -73,10 +73,10 @@ def method_of(method: str | Method, options: Mapping[str, Any] | None = None) ->
 
     Args:
         method: a name out of `METHODS`, or an object.
-        options: of a method that is given by name; one that is None has its default.
+        options: of a method that is given by name; None stands for the default.
 
     Raises:
-        PosthocUQError: the name is unknown, or an option is not one that the method takes, or has no valid value.
+        PosthocUQError: the name is unknown, or the method does not take an option or its value.
     """
     chosen = {name: value for name, value in (options or {}).items() if value is not None}
     if isinstance(method, Method):

@@ -1,6 +1,6 @@
 """What a method of fitting is.
 
-A method is a frozen dataclass: its fields are its options, and `Method.fit` makes a posterior of a `Task`. Its file
+A method is a frozen dataclass: its fields are its options, and `Method.fit` makes a posterior from a `Task`. One file
 holds all of it, and one row of the table in ``methods/__init__.py`` makes it known to `posthoc_uq.fit`, to the command
 line, to files and to the tests.
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.plain import plain
+from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.inference.stages import Stages
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.annotations import check_types
@@ -22,7 +22,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.values import COUNT, Number, put_numbers
 
 WITHOUT_EFFECT = {"without effect": True}
-"""Metadata of a field that does not change the result: it is no part of what tells two fits apart."""
+"""Metadata of a field that does not change the result, and so is no part of a fit's identity."""
 
 Unsupported = Literal["raise", "skip"]
 
@@ -31,7 +31,7 @@ _BUDGET = Number(f"a whole number of bytes, at least {2**20}", least=2**20, most
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A way to fit a posterior. These fields all methods have.
+    """A way to fit a posterior, with the fields that all methods have.
 
     Attributes:
         unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them, which leaves
@@ -43,16 +43,15 @@ class Method(ABC):
     """
 
     name: ClassVar[str]
-    """By which it is called and recorded."""
+    """The name by which users, files and reports call it."""
     block_kinds: ClassVar[tuple[str, ...]]
     """The kinds of blocks that its posteriors may have; a file with others is refused."""
     tunable: ClassVar[frozenset[str]]
-    """Which hyperparameters mean something for its posteriors, where the likelihood has them too."""
+    """The hyperparameters that its posteriors have, as far as the likelihood has them too."""
     stages: ClassVar[Stages] = {}
-    """What its calls of `Task.stage` compute: what a checkpoint of a fit may hold."""
+    """What its calls of `Task.stage` compute, and so what a checkpoint of its fits may hold."""
     proves_gradients: ClassVar[bool] = True
-    """Whether the dry run must catch and prove the gradients of every layer: for sweeps over them, and for posteriors
-    that the linearised head is to predict with."""
+    """Whether the dry run must catch and prove the gradients of every layer, as sweeps and the linearised head need."""
 
     unsupported: Unsupported = "raise"
     dtype: torch.dtype | None = None
@@ -65,14 +64,14 @@ class Method(ABC):
 
     @property
     def trains(self) -> bool:
-        """Whether it optimises the variances themselves, so that its prior is settled by the fit and held-out data
-        choose the epoch.
+        """Whether it optimises the variances themselves. Then the fit fixes the prior, and held-out data choose the
+        epoch.
         """
         return False
 
     @property
     def head(self) -> str:
-        """The head that its posteriors are made for."""
+        """The default head of its posteriors."""
         return "sampling" if self.trains else "linearized"
 
     @abstractmethod
@@ -89,7 +88,7 @@ class Method(ABC):
         """
 
     def update(self, posterior: Posterior, task: Task) -> Posterior:
-        """A posterior of the data it was fitted on and those of the task together.
+        """A posterior of the data that `posterior` was fitted on and those of the task together.
 
         Raises:
             PosthocUQError: the method cannot take in more data.
@@ -99,7 +98,7 @@ class Method(ABC):
         )
 
     def forget(self, posterior: Posterior, task: Task) -> Posterior:
-        """A posterior of the data it was fitted on without those of the task.
+        """A posterior of the data that `posterior` was fitted on without those of the task.
 
         Raises:
             PosthocUQError: the method cannot take data out again.
@@ -109,8 +108,10 @@ class Method(ABC):
         )
 
     def identity(self) -> dict[str, Any]:
-        """Its name and all fields that change the result, as plain values: two fits that differ in one are not the same
-        fit.
+        """Its name and all fields that change the result, as plain values; two fits that differ in one of them are
+        different fits.
         """
-        own = {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("without effect")}
-        return {"method": self.name} | {name: plain(value) for name, value in own.items()}
+        options = {
+            f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("without effect")
+        }
+        return {"method": self.name} | {name: as_plain(value) for name, value in options.items()}

@@ -1,6 +1,6 @@
-"""What the methods have in common that take the Fisher information of the data for the precision of a Gaussian.
+"""The base of the methods whose Gaussian has the Fisher information of the data as its precision.
 
-That is Laplace's approximation: ``N(theta, (scale I + prior_precision)^-1)`` around the trained weights (MacKay 1992,
+This is Laplace's approximation: ``N(theta, (scale I + prior_precision)^-1)`` around the trained weights (MacKay 1992,
 "A practical Bayesian framework for backpropagation networks"). The methods differ in the form of ``I`` that they keep.
 """
 
@@ -25,7 +25,7 @@ from posthoc_uq.values import COUNT, put_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Curvature(Method):
-    """A Laplace posterior from sweeps over the data; a subclass says what it keeps of the Fisher, in `blocks`.
+    """A Laplace posterior from sweeps over the data; `blocks` of a subclass gives the form of the Fisher that is kept.
 
     Attributes:
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, ``"empirical"``
@@ -50,8 +50,8 @@ class Curvature(Method):
 
     @abstractmethod
     def blocks(self, task: Task) -> dict[str, Block]:
-        """What is kept of the Fisher's mean over the samples, by sweeps of the task; by layer name, or under a name of
-        its own where a block holds several layers (see `members`).
+        """The form of the Fisher's mean over the samples that is kept, by sweeps of the task: one block a layer, by the
+        layer's name, or blocks of several layers, by any name (see `members`).
         """
 
     def members(self, task: Task) -> dict[str, list[str]]:
@@ -107,7 +107,7 @@ def _evidence(task: Task) -> Evidence:
 def squares_of(
     layer: Layer, task: Task, bases: tuple[Any, Any] | None = None, *, diagonal: bool = True
 ) -> SquaredGradients:
-    """An accumulator of a layer's squared gradients, in two bases if these are given."""
+    """An accumulator of a layer's squared gradients, in the two bases if given."""
     return SquaredGradients(
         layer.matrix_shape,
         task.settings.dtype,
@@ -119,7 +119,7 @@ def squares_of(
 
 
 def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
-    """Accumulators of the Grams of what enters a layer and of its output gradients."""
+    """Accumulators of the Grams of a layer's inputs and of its output gradients."""
     groups, outputs, inputs = layer.matrix_shape
     dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
     return (

@@ -1,4 +1,4 @@
-"""The whole Fisher as one matrix."""
+"""The full Fisher as one matrix."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from posthoc_uq.methods.curvature import Curvature
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import LARGEST_BYTES, DenseBlock
 
-_JOINT = "joint"  # the block of all layers
+_JOINT = "joint"  # name of the block of all layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Curvature):
-    """The whole Fisher of all chosen weights together.
+    """The full Fisher of all chosen weights together.
 
     ``I = E[g g^T]``, with nothing left out (MacKay 1992).
 
-    One sweep, and a number for every pair of weights: for small models and last layers, and to measure other methods
-    by.
+    One sweep, and a number for every pair of weights: for small models and last layers, and as a reference for other
+    methods.
     """
 
     name: ClassVar[str] = "full"

@@ -19,8 +19,8 @@ class Diagonal(Curvature):
 
     ``I ~ diag(E[g^2])``, with ``g`` a sample's gradient of its negative log-likelihood.
 
-    The smallest posterior, one number a weight, in one sweep. It knows nothing of how weights compensate each other, so
-    it is the one to take where memory decides and the last layer alone would be too little.
+    The smallest posterior, one number a weight, in one sweep. It ignores how weights compensate each other, so take it
+    where memory decides and the last layer alone would be too little.
     """
 
     name: ClassVar[str] = "diag"
@@ -38,4 +38,4 @@ class Diagonal(Curvature):
             samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
             return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
 
-        return {name: DiagonalBlock(own["diagonal"]) for name, own in task.stage("diagonal", work).items()}
+        return {name: DiagonalBlock(sums["diagonal"]) for name, sums in task.stage("diagonal", work).items()}

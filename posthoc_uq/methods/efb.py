@@ -16,12 +16,12 @@ from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
 
 @dataclass(frozen=True, kw_only=True)
 class EFB(Curvature):
-    """The eigenvectors of the Kronecker factors with eigenvalues of their own.
+    """The eigenvectors of the Kronecker factors with corrected eigenvalues.
 
     ``I ~ (U_A (x) U_G) Lambda (U_A (x) U_G)^T``, with ``Lambda`` the second moments of the gradients in that basis
     (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis").
 
-    Two sweeps; nearer to the Fisher than `KFAC` at the same bytes and one more number a weight.
+    Two sweeps; nearer to the Fisher than `KFAC`, for one more number a weight.
     """
 
     name: ClassVar[str] = "efb"
@@ -38,7 +38,7 @@ class EFB(Curvature):
 
     def blocks(self, task: Task) -> dict[str, Block]:
         factors = kronecker_factors(task)
-        bases = {name: (own["input_basis"], own["output_basis"]) for name, own in factors.items()}
+        bases = {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
 
         def work() -> Tensors:
             squares = {
@@ -50,5 +50,6 @@ class EFB(Curvature):
 
         moments = task.stage("eigenvalues", work)
         return {
-            name: EigenvalueCorrectedBlock(*bases[name], own["eigenvalues"]) for name, own in moments.items()
+            name: EigenvalueCorrectedBlock(*bases[name], tensors["eigenvalues"])
+            for name, tensors in moments.items()
         }

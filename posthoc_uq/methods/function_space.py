@@ -29,17 +29,18 @@ _STARTS: dict[str, type[Curvature]] = {kind.name: kind for kind in (Diagonal, KF
 class FunctionSpace(FunctionSpaceOptions, Method):
     """Variational inference over functions, begun at the trained network.
 
-    A Gaussian over the weights that is trained by what it says of functions: ``E_q[log p(y | f)] - KL(q(f(X)) ||
-    p(f(X)))`` at context points ``X``, both sides linearised in the weights (Rudner, Chen, Teh, Gal 2022, "Tractable
-    function-space variational inference in Bayesian neural networks"). The formulas are in ``docs/methods.md``.
+    A Gaussian over the weights, trained by its distribution over functions: it maximises ``E_q[log p(y | f)] -
+    KL(q(f(X)) || p(f(X)))`` at context points ``X``, with q and p linearised in the weights (Rudner, Chen, Teh, Gal
+    2022, "Tractable function-space variational inference in Bayesian neural networks"). The formulas are in
+    ``docs/methods.md``.
 
-    Every epoch is a pass of forward and backward passes over the data, about two to four times as dear as plain
-    training. It is the one to take where foreign inputs look like something that can be shown to it. With ``epochs=0``
-    there is no training: the posterior is that of the curvature named by `initial`, for the linearised head.
+    An epoch costs about two to four epochs of plain training. Take it where foreign inputs resemble inputs that can be
+    shown to it as context. With ``epochs=0`` there is no training: the posterior is that of the curvature named by
+    `initial`, for the linearised head.
 
     Attributes:
         prior_precision: of the last layer's weights in the prior by features; 1 by default.
-        fisher: labels of the curvature that it begins with; see `Curvature`.
+        fisher: labels of the curvature that the training begins with; see `Curvature`.
         n_samples: see `Curvature`.
     """
 
@@ -48,14 +49,14 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
     stages: ClassVar[Stages] = {
         name: stage for kind in _STARTS.values() for name, stage in kind.stages.items()
-    }  # of the curvature that it begins with
+    }  # of the curvature that the training begins with
 
     prior_precision: float | None = None
     fisher: FisherChoice = "auto"
     n_samples: int = 1
 
     def __post_init__(self) -> None:
-        Method.__post_init__(self)  # first, so that what follows compares values of the right types
+        Method.__post_init__(self)  # first: the other checks compare values of the right types
         FunctionSpaceOptions.__post_init__(self)
         put_numbers(self, {"prior_precision": POSITIVE, "n_samples": COUNT})
         if self.prior == "independent" and self.prior_precision is not None:
@@ -82,7 +83,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
 
     @property
     def curvature(self) -> Curvature | None:
-        """The method whose variances it begins with, or whose posterior it is without a training."""
+        """The method whose variances the training begins with, or whose posterior it is without a training."""
         initial = self.initial or ("inf" if not self.trains else _CONSTANT)
         if not isinstance(initial, str) or initial == _CONSTANT:
             return None
@@ -91,7 +92,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
 
     def passes(self) -> int:
         first = 0 if self.curvature is None else self.curvature.passes()
-        # once for the context, once for what enters the last layer
+        # once for the context, once for the features of the last layer
         return first + self.epochs + 2 * self.trains
 
     def fit(self, task: Task) -> Posterior:
@@ -105,9 +106,9 @@ class FunctionSpace(FunctionSpaceOptions, Method):
         return posterior
 
     def _start(self, task: Task) -> Posterior | None:
-        """The posterior whose variances it begins with; None for constant ones."""
+        """The posterior whose variances the training begins with; None for constant ones."""
         if isinstance(self.initial, Posterior) or self.curvature is None:
             return self.initial if isinstance(self.initial, Posterior) else None
-        found = self.curvature.fit(task)
-        maximise_evidence(found)
-        return found
+        posterior = self.curvature.fit(task)
+        maximise_evidence(posterior)
+        return posterior

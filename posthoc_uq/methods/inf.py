@@ -20,7 +20,7 @@ from posthoc_uq.posteriors.information import Correction, InformationBlock
 from posthoc_uq.values import SHARE, UNIT, put_numbers
 from posthoc_uq.warned import warn_user
 
-_GRID_LIMIT = 2 * 2**30  # bytes that the small system of one layer may take
+_GRID_LIMIT = 2 * 2**30  # bytes that the small linear system of one layer may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +28,19 @@ class INF(Curvature):
     """The sparse information form: low rank and diagonal.
 
     ``I ~ V_K Lambda_K V_K^T + omega D``: the directions of the largest eigenvalues in a Kronecker-factored eigenbasis,
-    and a diagonal that makes up for what they leave out, so that the diagonal of the Fisher stays exact (Lee, Humt,
-    Feng, Triebel 2020, "Estimating model uncertainty of neural networks in sparse information form").
+    and a diagonal ``D`` that adds what they leave out, so that the diagonal of the Fisher stays exact (Lee, Humt, Feng,
+    Triebel 2020, "Estimating model uncertainty of neural networks in sparse information form").
 
-    Two sweeps, the first for the bases, the second for eigenvalues and diagonal; then a small system for every layer.
-    The default: nearly the diagonal's size, with the directions that matter.
+    Two sweeps, the first for the bases, the second for eigenvalues and diagonal; then a small linear system for every
+    layer. The default: nearly as small as the diagonal, with the directions that matter.
 
     Attributes:
         rank: eigenvalues kept of a layer, or their share of its weights, in (0, 1).
         basis: how the bases are found: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or ``"auto"`` by
             size.
-        basis_fraction: the share of the samples, in (0, 1], that the bases are found from, picked by a hash of each
-            input; eigenvalues and diagonal always come from all.
-        correction: of directions whose low-rank part overshoots the exact diagonal: ``"rescale"``, ``"clamp"`` or
-            ``"none"``.
+        basis_fraction: the share of the samples, in (0, 1], that the bases are computed from, picked by a hash of each
+            input; eigenvalues and diagonal always come from all samples.
+        correction: of weights whose low-rank part exceeds the exact diagonal: ``"rescale"``, ``"clamp"`` or ``"none"``.
         residual_weight: omega, in [0, 1]; it can be set on the posterior, too.
     """
 
@@ -109,39 +108,40 @@ class INF(Curvature):
         """Orthonormal directions of inputs and outputs of every layer, in one sweep."""
 
         def find_bases() -> Tensors:
-            found = {
+            sides_of = {
                 name: sides(index, layer, task, self.rank, self.basis)
                 for index, (name, layer) in enumerate(task.layers.items())
             }
-            accumulators = {name: [side.accumulator for side in pair] for name, pair in found.items()}
+            accumulators = {name: [side.accumulator for side in pair] for name, pair in sides_of.items()}
             samples = task.sweep(accumulators, "bases", share=self.basis_fraction)
             del accumulators
 
             def basis(name: str) -> dict[str, Tensor]:
-                inputs, outputs = found.pop(name)
+                inputs, outputs = sides_of.pop(name)
                 return {"inputs": inputs.basis(samples), "outputs": outputs.basis(samples)}
 
             return task.divided({name: partial(basis, name) for name in task.layers}, "eigenbases")
 
         return {
-            name: (own["inputs"], own["outputs"]) for name, own in task.stage("bases", find_bases).items()
+            name: (directions["inputs"], directions["outputs"])
+            for name, directions in task.stage("bases", find_bases).items()
         }
 
     def _sparsified(
         self, name: str, bases: tuple[Tensor, Tensor], eigenvalues: Tensor, diagonal: Tensor
     ) -> InformationBlock:
-        """A layer's block, at half the rank as often as it takes for its small system to fit in memory."""
+        """A layer's block; the rank is halved until its small linear system fits into memory."""
         rank = kept_entries(self.rank, (diagonal.shape[0], diagonal.shape[1], diagonal.shape[2]))
-        asked = rank
+        wanted = rank
         while True:
             block = sparsify(*bases, eigenvalues, diagonal, rank, self.correction)
             groups, width_g, width_a = block.eigenvalues.shape
             if 8 * groups * (width_g * width_a) ** 2 <= _GRID_LIMIT:
                 break
             rank = rank // 2
-        if rank < asked:
+        if rank < wanted:
             warn_user(
-                f"Layer '{name}': rank {asked} selects a grid whose small system would take more than "
+                f"Layer '{name}': rank {wanted} selects a grid whose small system would take more than "
                 f"{_GRID_LIMIT / 2**30:.0f} GiB; rank {rank} is kept instead. Fit with a smaller rank."
             )
         return block

@@ -25,8 +25,8 @@ class KFAC(Curvature):
     (Martens, Grosse 2015, "Optimizing neural networks with Kronecker-factored approximate curvature"; as a posterior:
     Ritter, Botev, Barber 2018, "A scalable Laplace approximation for neural networks").
 
-    One sweep; both factors of every layer are kept, by their eigenvectors. The most common choice elsewhere, so the one
-    to take for a comparison.
+    One sweep; keeps the eigenvectors and eigenvalues of both factors of every layer. The most common choice elsewhere,
+    so the one to take for a comparison.
     """
 
     name: ClassVar[str] = "kfac"
@@ -46,7 +46,7 @@ class KFAC(Curvature):
         return 1
 
     def blocks(self, task: Task) -> dict[str, Block]:
-        return {name: KroneckerBlock(**own) for name, own in kronecker_factors(task).items()}
+        return {name: KroneckerBlock(**factors) for name, factors in kronecker_factors(task).items()}
 
 
 def kronecker_factors(task: Task) -> Tensors:

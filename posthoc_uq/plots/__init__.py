@@ -1,4 +1,4 @@
-"""Figures of predictions; every function returns a matplotlib `Figure` with `savefig`.
+"""Figures of predictions and posteriors; every function returns a matplotlib `Figure` with `savefig`.
 
 The figures are built without pyplot, so nothing is registered globally, no window opens and the caller's
 backend, style and open figures stay as they are. Colours are those of Okabe and Ito ("Color Universal
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from posthoc_uq.plots.regression import regression_band
     from posthoc_uq.plots.scores import score_histograms
     from posthoc_uq.plots.selective import referral_plot, risk_coverage_plot
+    from posthoc_uq.plots.structure import inclusion
 
 __all__ = [
     "class_uncertainty_map",
     "coverage_plot",
+    "inclusion",
     "referral_plot",
     "regression_band",
     "reliability_diagram",
@@ -30,6 +32,7 @@ __all__ = [
 _MODULES = {
     "class_uncertainty_map": "maps",
     "coverage_plot": "calibration",
+    "inclusion": "structure",
     "referral_plot": "selective",
     "regression_band": "regression",
     "reliability_diagram": "calibration",

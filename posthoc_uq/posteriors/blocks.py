@@ -163,6 +163,10 @@ class Block(ABC):
     precision there is no marginal likelihood either."""
     settled: ClassVar[frozenset[str]] = frozenset()
     """Those that were a part of what its method optimised: they are known, and cannot be set."""
+    columns: ClassVar[Mapping[str, str]] = {}
+    """What the columns of its `summary` mean; a key may name several, with commas between them."""
+    heads_note: ClassVar[str] = ""
+    """What a report says of the heads where they do not all mean the same for it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -244,7 +248,7 @@ class Block(ABC):
         return self.restore(self.attributes(), {name: t.to(device) for name, t in self.tensors().items()})
 
     def summary(self) -> dict[str, Any]:
-        """Columns of the report."""
+        """Columns of the report; `columns` explains them."""
         return {}
 
 

@@ -331,6 +331,13 @@ class InformationBlock(Block):
         residual = self.residual().to(low_rank).flatten(1)
         return scale * (low_rank + residual_weight * torch.diag_embed(residual))
 
+    columns: ClassVar[Mapping[str, str]] = {
+        "a, g, kept": "input and output directions of the low rank, and how many of its a times g eigenvalues are not "
+        "zero",
+        "corrected": "share of the weights whose information the low rank overstates, so that it is corrected",
+        "change": "size of that correction, relative to the exact diagonal (Frobenius norms)",
+    }
+
     def summary(self) -> dict[str, Any]:
         diagonal = as_double(self.diagonal)
         excess = (self.low_rank_diagonal() - diagonal).clamp(min=0)

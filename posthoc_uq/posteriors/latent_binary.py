@@ -82,6 +82,13 @@ class LatentBlock(Block):
         scale: the factor ``z`` of the means, or None.
     """
 
+    columns: ClassVar[Mapping[str, str]] = {
+        "density, mean inclusion": "share of the weights that are more likely on than off; mean probability of being on"
+    }
+    heads_note: ClassVar[str] = (
+        "drawn weights are exact; the moments and the linearised head match the mean and the variance of every weight"
+    )
+
     makes = SpikeFactor
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset()
@@ -90,11 +97,20 @@ class LatentBlock(Block):
     scale: RandomScale | None
 
     @abstractmethod
-    def factor(self, settings: Settings) -> SpikeFactor: ...
+    def slabs(self) -> tuple[Tensor, Tensor]:
+        """Means, without ``z``, and variances of the weights where they are on, ``(G, m, n)``."""
 
     @abstractmethod
+    def inclusions(self) -> Tensor:
+        """Probabilities of being on, ``(G, m, n)``; those of biases are 1."""
+
     def probabilities(self) -> Tensor:
         """Of being on, ``(G, m, n)``; without the column of biases."""
+        inclusion = self.inclusions()
+        return inclusion[..., : inclusion.shape[-1] - self.bias]
+
+    def factor(self, settings: Settings) -> SpikeFactor:
+        return SpikeFactor(*self.slabs(), self.inclusions(), self.scale)
 
     def own_mean(self) -> Tensor:
         return self.factor(Settings(1.0, 1.0)).mean()
@@ -134,11 +150,11 @@ class LatentBinaryBlock(LatentBlock):
         self.means, self.variances, self.inclusion = means, variances, inclusion
         self.bias, self.scale = bias, scale
 
-    def probabilities(self) -> Tensor:
-        return self.inclusion[..., : self.inclusion.shape[-1] - self.bias]
+    def slabs(self) -> tuple[Tensor, Tensor]:
+        return self.means, self.variances
 
-    def factor(self, settings: Settings) -> SpikeFactor:
-        return SpikeFactor(self.means, self.variances, self.inclusion, self.scale)
+    def inclusions(self) -> Tensor:
+        return self.inclusion
 
     def tensors(self) -> dict[str, Tensor]:
         own = {"means": self.means, "variances": self.variances, "inclusion": self.inclusion}

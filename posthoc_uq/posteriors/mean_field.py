@@ -61,6 +61,9 @@ class MeanFieldBlock(Block):
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
+    columns: ClassVar[Mapping[str, str]] = {
+        "median sd, largest sd": "standard deviations of the layer's weights"
+    }
 
     def __init__(self, variances: Tensor, samples: int) -> None:
         self.variances = variances

@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.fields import Field, Flag, Items, Whole
 from posthoc_uq.posteriors.blocks import Settings, Shape, bounded, largest_of
-from posthoc_uq.posteriors.latent_binary import LatentBinaryBlock, LatentBlock, SpikeFactor
+from posthoc_uq.posteriors.latent_binary import LatentBlock
 from posthoc_uq.posteriors.random_scale import (
     SCALE_FIELDS,
     RandomScale,
@@ -55,9 +55,6 @@ class MedianBlock(LatentBlock):
         self.means, self.variances, self.kept = means, variances, kept
         self.bias, self.scale, self.shape = bias, scale, cast(Shape, shape)
 
-    def probabilities(self) -> Tensor:
-        return self.mask().to(self.means)[..., : self.shape[-1] - self.bias]
-
     def mask(self) -> Tensor:
         """Which weights are kept, ``(G, m, n)``."""
         return unpacked(self.kept, prod(self.shape)).reshape(self.shape)
@@ -66,10 +63,12 @@ class MedianBlock(LatentBlock):
         """Numbers of the kept weights, and zeros for the others."""
         return values.new_zeros(self.shape).masked_scatter_(self.mask(), values)
 
-    def factor(self, settings: Settings) -> SpikeFactor:
+    def slabs(self) -> tuple[Tensor, Tensor]:
         means = self._spread(self.means)
-        variances = self._spread(self.variances) if len(self.variances) else torch.zeros_like(means)
-        return SpikeFactor(means, variances, self.mask().to(means), self.scale)
+        return means, self._spread(self.variances) if len(self.variances) else torch.zeros_like(means)
+
+    def inclusions(self) -> Tensor:
+        return self.mask().to(self.means)
 
     def tensors(self) -> dict[str, Tensor]:
         own = {"means": self.means, "variances": self.variances, "kept": self.kept}
@@ -97,41 +96,38 @@ class MedianBlock(LatentBlock):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MedianBlock:
-        shape = cast(Shape, tuple(attributes["shape"]))
-        return cls(
-            tensors["means"],
-            tensors["variances"],
-            tensors["kept"],
-            bool(attributes["bias"]),
-            restored_scale(shape, attributes, tensors),
-            shape,
-        )
+        shape, bias = cast(Shape, tuple(attributes["shape"])), bool(attributes["bias"])
+        scale = restored_scale(shape, attributes, tensors)
+        block = cls(tensors["means"], tensors["variances"], tensors["kept"], bias, scale, shape)
+        fault = block.fault()
+        if fault is not None:  # before anything spreads its numbers over the matrix
+            raise CorruptPosteriorError(f"A median model {fault}.")
+        return block
 
     def fault(self) -> str | None:
-        counted = int(unpacked(self.kept, 8 * len(self.kept)).sum())
-        inside = int(self.mask().sum())
-        return (
-            None if counted == inside == len(self.means) else "keeps another number of weights than it says"
-        )
+        counted, mask = int(unpacked(self.kept, 8 * len(self.kept)).sum()), self.mask()
+        if not counted == int(mask.sum()) == len(self.means):
+            return "keeps another number of weights than it says"
+        return "leaves out biases, which are always on" if self.bias and not mask[..., -1].all() else None
 
     def reach(self, settings: Settings) -> float:
         return max(largest_of(self.variances), largest_of(self.means) ** 2)
 
 
-def median_of(block: LatentBinaryBlock, *, certain: bool = False) -> MedianBlock:
+def median_of(block: LatentBlock, *, certain: bool = False) -> MedianBlock:
     """The weights of inclusion above one half, which are on for certain.
 
     Args:
-        block: with all weights.
+        block: of either kind; the median model of a median model is itself.
         certain: leave the variances out and fold the mean of ``z`` in: one network, at its means.
     """
-    kept, means = block.inclusion > 0.5, block.means
+    (means, variances), kept = block.slabs(), block.inclusions() > 0.5
     if certain and block.scale is not None:
         shape = cast(Shape, tuple(means.shape))
         means = means * block.scale.matrix(block.scale.tensors["z_mean"], shape, 1.0)
-    variances = block.variances.new_zeros(0) if certain else block.variances[kept]
+    kept_variances = variances.new_zeros(0) if certain else variances[kept]
     scale = None if certain else block.scale
-    return MedianBlock(means[kept], variances, packed(kept), block.bias, scale, tuple(means.shape))
+    return MedianBlock(means[kept], kept_variances, packed(kept), block.bias, scale, tuple(means.shape))
 
 
 def packed(mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp
 from typing import Any, cast
 
@@ -19,16 +19,11 @@ from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.tables import cell_text, text_table
 
 _SECONDS = "seconds, "  # begins the names of timings
-# What columns of the table mean whose names do not say it.
+# What columns of the table mean that every posterior has; blocks explain their own.
 COLUMNS = {
     "shape": "groups x outputs x inputs of the layer's weights; a bias counts as one more input",
     "prior precision": "of the layer's weights",
     "numbers, bytes": "what the posterior stores of the layer",
-    "a, g, kept": "input and output directions of the low rank, and how many of its a times g eigenvalues are not zero",
-    "corrected": "share of the weights whose information the low rank overstates, so that it is corrected",
-    "change": "size of that correction, relative to the exact diagonal (Frobenius norms)",
-    "median sd, largest sd": "standard deviations of the layer's weights",
-    "density, mean inclusion": "share of the weights that are more likely on than off; mean probability of being on",
 }
 
 
@@ -49,12 +44,14 @@ class Report:
         rows: one dictionary per layer.
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen.
+        columns: what the columns mean that the kinds of blocks add.
     """
 
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
     deterministic: dict[str, str]
     tuning: dict[str, str]
+    columns: dict[str, str] = field(default_factory=lambda: dict[str, str]())
 
     def __str__(self) -> str:
         lines = [printable(f"{name}: {text}") for name, text in self._lines().items()]
@@ -62,7 +59,8 @@ class Report:
         if self.summary.get("prior precision") != "per layer":
             columns = [column for column in columns if column != "prior precision"]
         lines.append(text_table(columns, [[row.get(column) for column in columns] for row in self.rows]))
-        lines += [f"  {name}: {text}" for name, text in COLUMNS.items() if name.split(", ")[0] in columns]
+        explained = COLUMNS | self.columns
+        lines += [f"  {name}: {text}" for name, text in explained.items() if name.split(", ")[0] in columns]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.deterministic.items():
             reasons.setdefault(reason, []).append(name)
@@ -154,11 +152,15 @@ def build_report(
         summary["novelty"] = _novelty(features)
     if noise_variance is not None:
         summary["noise variance"] = [float(f"{value:.4g}") for value in noise_variance.tolist()]
+    notes = dict.fromkeys(block.heads_note for block in blocks.values() if block.heads_note)
+    if notes:
+        summary["heads"] = "; ".join(notes)
     return Report(
         summary | history.fit,
         rows,
         dict(history.deterministic),
         dict(history.tuning) | _calibrated(history.calibration) | _referred(history.referral),
+        {name: text for block in blocks.values() for name, text in block.columns.items()},
     )
 
 

@@ -55,6 +55,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "independent, weight 1": PUBLISHED | {"divergence_weight": 1.0, "context": CORRUPTED},
     "independent, monochrome": PUBLISHED | {"context": MONOCHROME},
     "independent, corrupted": PUBLISHED | {"context": CORRUPTED},
+    "independent, corrupted, variance 30": PUBLISHED | {"context": CORRUPTED, "prior_variance": 30.0},
     "independent, corrupted, faster variances": PUBLISHED | {"context": CORRUPTED, "log_variance_lr": 1e-2},
     "independent, corrupted, start at -8": PUBLISHED | {"context": CORRUPTED, "initial_log_variance": -8.0},
     "independent, corrupted, all random": PUBLISHED

@@ -1,4 +1,4 @@
-"""Any value as plain ones that are equal in another process, and after a round trip through JSON."""
+"""Any value as plain values, which are the same in another process and after a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.state import posterior_state
 from posthoc_uq.storage.schema import fingerprint
 
-_DEPTH = 16  # of values inside of each other that are looked at: a function may close over itself
+_DEPTH = 16  # levels of nested values that are looked at: a function may close over itself
 
 
-def plain(value: Any, depth: int = _DEPTH) -> Any:
+def as_plain(value: Any, depth: int = _DEPTH) -> Any:
     """Numbers, strings, lists and dictionaries of these.
 
-    Tensors and arrays are told by a digest of their numbers, functions by their name, their code, what they closed over
-    and the globals that they use, other objects by their class and attributes.
+    A tensor or an array becomes a digest of its numbers; a function its name, its code, the globals it uses and the
+    variables it closed over; any other object its class and attributes.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -42,16 +42,16 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
     if depth == 0:
         return _name(type(value))
     if isinstance(value, Mapping):
-        return {str(key): plain(inner, depth - 1) for key, inner in cast(Mapping[Any, Any], value).items()}
+        return {str(key): as_plain(inner, depth - 1) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner, depth - 1) for inner in cast(list[Any], value)]
+        return [as_plain(inner, depth - 1) for inner in cast(list[Any], value)]
     if callable(value) and not isinstance(value, nn.Module):
         return _callable(value, depth - 1)
-    return [_name(type(value)), plain(_inside(value), depth - 1)]
+    return [_name(type(value)), as_plain(_state_of(value), depth - 1)]
 
 
-def _inside(value: Any) -> Any:
-    """What tells an object from others of its class, as far as that is known."""
+def _state_of(value: Any) -> Any:
+    """The values in which an object differs from others of its class, as far as they are known."""
     if isinstance(value, nn.Module):
         return dict(chain(value.named_parameters(), value.named_buffers()))
     if callable(getattr(value, "identity", None)):  # a likelihood, a context
@@ -60,32 +60,36 @@ def _inside(value: Any) -> Any:
         return {"blocks": posterior_state(value)["blocks"], "mean": value.mean, **value.settings.plain()}
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    return {name: inner for name, inner in getattr(value, "__dict__", {}).items() if _tells(inner)}
+    return {name: inner for name, inner in getattr(value, "__dict__", {}).items() if _may_differ(inner)}
 
 
-def _tells(value: Any) -> bool:
-    """Whether a value may tell two objects or functions apart: not a module, and nothing that runs at the moment."""
+def _may_differ(value: Any) -> bool:
+    """Whether a value may distinguish two objects or functions: no module, and nothing that is running."""
     return not isinstance(value, (types.ModuleType, types.GeneratorType, torch.Generator))
 
 
 def _callable(value: Callable[..., Any], depth: int) -> Any:
     if isinstance(value, functools.partial):
-        made = cast("functools.partial[Any]", value)
-        return plain([made.func, made.args, made.keywords], depth)
+        partial = cast("functools.partial[Any]", value)
+        return as_plain([partial.func, partial.args, partial.keywords], depth)
     if isinstance(value, types.MethodType):
-        return plain([value.__self__, value.__func__], depth)
+        return as_plain([value.__self__, value.__func__], depth)
     if isinstance(value, types.FunctionType):
-        found = inspect.getclosurevars(value)
-        read = {name: inner for name, inner in found.globals.items() if _tells(inner) and not callable(inner)}
-        held = [dict(found.nonlocals), read]
+        closure = inspect.getclosurevars(value)
+        read = {
+            name: inner
+            for name, inner in closure.globals.items()
+            if _may_differ(inner) and not callable(inner)
+        }
+        variables = [dict(closure.nonlocals), read]
         return [
             _name(value),
             code_digest(value.__code__),
-            plain([value.__defaults__, value.__kwdefaults__, held], depth),
+            as_plain([value.__defaults__, value.__kwdefaults__, variables], depth),
         ]
     if isinstance(value, (type, types.BuiltinFunctionType)):
         return _name(value)
-    return [_name(type(value)), plain(_inside(value), depth)]
+    return [_name(type(value)), as_plain(_state_of(value), depth)]
 
 
 def code_digest(code: types.CodeType) -> str:

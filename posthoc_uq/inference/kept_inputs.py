@@ -1,4 +1,4 @@
-"""A few hundred of the training inputs, kept on the way through the data for what is settled after the sweeps."""
+"""A few hundred training inputs, kept during a sweep for what is decided after it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.randomness import sample_keys
 
 KEPT = 256  # inputs, where the memory budget allows that many
-_LARGE = (
-    2_000_000  # weights with a posterior from which on a quarter of that is kept: each is predicted ten times
-)
-_AT_ONCE = 64  # inputs of one batch that they are handed out in
+_LARGE = 2_000_000  # with more weights a quarter of that: every input is predicted ten times
+_BATCH = 64  # kept inputs in one batch
 
 
-def wanted_for(layers: Iterable[Layer]) -> int:
+def inputs_to_keep(layers: Iterable[Layer]) -> int:
     """How many inputs to keep for a posterior over these layers."""
     return KEPT if sum(layer.parameters for layer in layers) <= _LARGE else KEPT // 4
 
@@ -35,10 +33,10 @@ class _Sample:
     """One input, on the CPU, in memory of its own.
 
     Attributes:
-        leaves: the tensors and other values of the model's arguments; a tensor with samples has one of them.
-        form: how the arguments are made of them.
-        counted: which leaves are tensors with samples.
-        bytes: that it takes.
+        leaves: the tensors and other values of the model's arguments; tensors with one row a sample have one row.
+        form: the tree that makes the arguments from the leaves.
+        counted: which leaves are tensors with one row a sample.
+        bytes: memory that it takes.
     """
 
     leaves: list[Any]
@@ -47,20 +45,20 @@ class _Sample:
     bytes: int
 
     def kind(self) -> Any:
-        """Equal for samples that can stand in one batch."""
+        """Equal for samples that fit into one batch."""
         return str(self.form), tuple(
-            (tuple(leaf.shape), leaf.dtype) if counted else _print_of(leaf)
+            (tuple(leaf.shape), leaf.dtype) if counted else _fingerprint(leaf)
             for leaf, counted in zip(self.leaves, self.counted, strict=True)
         )
 
 
 class KeptInputs:
-    """The inputs with the smallest hashes: the same ones for every batch size, order, device and number of processes.
+    """The inputs with the smallest hashes: the same for every batch size, order, device and number of processes.
 
     An input that occurs several times is kept once. An `Observer` of a sweep.
 
     Args:
-        memory_budget: bytes that they may take; fewer are kept where they are large, but one at least.
+        memory_budget: bytes that the inputs may take; fewer large ones are kept, but at least one.
         wanted: how many to keep at most.
     """
 
@@ -75,11 +73,11 @@ class KeptInputs:
         recording: Recording | None = None,
         checks: Checks | None = None,
     ) -> None:
-        """Look at a batch, or without `checks` do so at once; see `Observer`."""
-        own = Checks() if checks is None else checks
-        own.later(keys, lambda found: self._take(batch, found))
+        """See `Observer`; without `checks` the batch is looked at straight away."""
+        pending = Checks() if checks is None else checks
+        pending.later(keys, lambda host_keys: self._take(batch, host_keys))
         if checks is None:
-            own.look()
+            pending.look()
 
     def _take(self, batch: Batch, keys: Tensor) -> None:
         samples = keys.shape[0]
@@ -89,11 +87,11 @@ class KeptInputs:
             bound = max(self._samples)
             new = [key for key in new if key < bound]
         if new:
-            found = _some(batch, [index[key] for key in new], samples)
-            self._samples |= dict(zip(new, found, strict=True))
+            picked = _samples_at(batch, [index[key] for key in new], samples)
+            self._samples |= dict(zip(new, picked, strict=True))
             sizes = {key: sample.bytes for key, sample in self._samples.items()}
-            kept = self._within(sizes, self._budget)
-            self._samples = {key: self._samples[key] for key in kept}
+            fitting = self._within(sizes, self._budget)
+            self._samples = {key: self._samples[key] for key in fitting}
 
     def read(self, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool) -> None:
         """Look at every batch of a loader, without running a model."""
@@ -104,41 +102,39 @@ class KeptInputs:
                 bar.advance(samples)
 
     def _within(self, sizes: Mapping[int, int], budget: int) -> list[int]:
-        """The smallest hashes whose inputs fit into the budget together. What is dropped once would never come back:
-        more data only put more before it.
+        """The smallest hashes whose inputs fit into the budget together. An input that was dropped never comes back:
+        more data only bring more small hashes.
         """
-        kept: list[int] = []
+        fitting: list[int] = []
         total = 0
         for key in sorted(sizes)[: self._wanted]:
             total += sizes[key]
-            if kept and total > budget:
+            if fitting and total > budget:
                 break
-            kept.append(key)
-        return kept
+            fitting.append(key)
+        return fitting
 
     def batches(self, device: torch.device) -> list[Batch]:
-        """The inputs of all processes in the order of their hashes, on `device`, as batches of inputs that are alike in
-        shape.
-        """
+        """The inputs of all processes on `device`, in the order of their hashes, in batches of equal shapes."""
         sizes, budgets = zip(
             *gather(({key: sample.bytes for key, sample in self._samples.items()}, self._budget)), strict=True
         )
-        # All processes must choose the same, and by the least budget each of them still holds what is its own of it.
+        # All processes must choose the same inputs; with the least budget, none chosen was dropped by its process.
         chosen = self._within({key: size for part in sizes for key, size in part.items()}, min(budgets))
         parts = gather({key: self._samples[key] for key in chosen if key in self._samples})
-        found = {key: sample for part in parts for key, sample in part.items()}
+        samples = {key: sample for part in parts for key, sample in part.items()}
         groups: dict[Any, list[_Sample]] = {}
         for key in chosen:
-            groups.setdefault(found[key].kind(), []).append(found[key])
+            groups.setdefault(samples[key].kind(), []).append(samples[key])
         return [
-            _joined(group[start : start + _AT_ONCE], device)
+            _joined(group[start : start + _BATCH], device)
             for group in groups.values()
-            for start in range(0, len(group), _AT_ONCE)
+            for start in range(0, len(group), _BATCH)
         ]
 
 
-def _some(batch: Batch, indices: Sequence[int], samples: int) -> list[_Sample]:
-    """Some of a batch's samples, which come to the CPU together."""
+def _samples_at(batch: Batch, indices: Sequence[int], samples: int) -> list[_Sample]:
+    """The samples of a batch at these indices, copied to the CPU together."""
     leaves, form = tree_flatten((batch.args, batch.kwargs))
     counted = tuple(isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves)
     places = [place for place, value in enumerate(leaves) if isinstance(value, Tensor)]
@@ -148,19 +144,19 @@ def _some(batch: Batch, indices: Sequence[int], samples: int) -> list[_Sample]:
         else leaves[place].detach()
         for place in places
     ]
-    here = dict(zip(places, on_host(*rows), strict=True))
-    found: list[_Sample] = []
+    on_cpu = dict(zip(places, on_host(*rows), strict=True))
+    picked: list[_Sample] = []
     for row in range(len(indices)):
-        own = list(leaves)
-        for place, value in here.items():
-            own[place] = (value[row : row + 1] if counted[place] else value).clone()
-        size = sum(own[place].numel() * own[place].element_size() for place in places)
-        found.append(_Sample(own, form, counted, size))
-    return found
+        sample = list(leaves)
+        for place, value in on_cpu.items():
+            sample[place] = (value[row : row + 1] if counted[place] else value).clone()
+        size = sum(sample[place].numel() * sample[place].element_size() for place in places)
+        picked.append(_Sample(sample, form, counted, size))
+    return picked
 
 
-def _print_of(value: Any) -> Any:
-    """Equal for equal values that all samples of a batch share."""
+def _fingerprint(value: Any) -> Any:
+    """Equal for equal values; for values that all samples of a batch share."""
     if not isinstance(value, Tensor):
         return repr(value)
     numbers = sample_keys([value.reshape(1, -1)], 1, 0) if value.numel() else None

@@ -1,4 +1,4 @@
-"""A regression's noise: the mean squared residual of the training data."""
+"""The observation noise of a regression: the mean squared residual of the training data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.warned import warn_user
 
 
-def find_noise(task: Task) -> str:
-    """Set the noise variance of each output of a task, by a forward pass over the data; says where it came from. Warns
-    where there are no targets, and it is taken as 1.
+def set_observation_noise(task: Task) -> str:
+    """Set the noise variance of each output by a forward pass over the data, and return in words where it came from.
+    Without targets it is taken as 1, with a warning.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
@@ -34,31 +34,31 @@ def find_noise(task: Task) -> str:
             return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
 
     def work() -> Tensors:
-        found = together(sweep, "the sweep for the noise")
-        if not all(gather(found is not None)):
+        residuals = together(sweep, "the sweep for the noise variance")
+        if not all(gather(residuals is not None)):
             return {}
-        assert found is not None
-        count = torch.tensor(float(found[1]), dtype=torch.float64, device="cpu")
-        add_up({"total": found[0], "count": count})
+        assert residuals is not None
+        count = torch.tensor(float(residuals[1]), dtype=torch.float64, device="cpu")
+        add_up({"total": residuals[0], "count": count})
         task.summary.content = sum(gather(0 if content is None else content.total)) % WORD
-        return {"noise": {"variance": found[0] / count}}
+        return {"noise": {"variance": residuals[0] / count}}
 
-    found = task.stage("noise", work)
-    if not found:
+    stage = task.stage("noise", work)
+    if not stage:
         warn_user(
             "The loader gives no targets, so the noise variance of this regression is taken as 1, in squared units of "
             "the targets. Give it with noise_variance=..., a number or one for each output, or fit on a loader of "
             "(inputs, targets), whose mean squared residual is taken."
         )
         return "1, since the loader gives no targets"
-    noise = as_double(found["noise"]["variance"]).cpu()
-    if not bool(torch.isfinite(noise).all()):
+    variance = as_double(stage["noise"]["variance"]).cpu()
+    if not bool(torch.isfinite(variance).all()):
         raise NonFiniteError(
             "The residuals of the training data are not finite; check the data and the model's weights."
         )
-    if not bool((noise > 0).all()):
+    if not bool((variance > 0).all()):
         raise PosthocUQError(
             "The model reproduces its training targets without error; give noise_variance=... yourself."
         )
-    task.settings = replace(task.settings, likelihood=task.settings.likelihood.with_noise(noise))
+    task.settings = replace(task.settings, likelihood=task.settings.likelihood.with_noise(variance))
     return "mean squared residual of the training data"
