@@ -4,6 +4,7 @@
 model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
 """
 
+from posthoc_uq.activations import ConditionalInverseCDF, InverseCDF
 from posthoc_uq.errors import (
     CorruptPosteriorError,
     NonFiniteError,
@@ -26,6 +27,7 @@ from posthoc_uq.methods import (
     EFB,
     INF,
     KFAC,
+    UTVI,
     Curvature,
     Dense,
     Diagonal,
@@ -53,9 +55,11 @@ __all__ = [
     "EFB",
     "INF",
     "KFAC",
+    "UTVI",
     "Bernoulli",
     "Categorical",
     "ClassPrediction",
+    "ConditionalInverseCDF",
     "CorruptPosteriorError",
     "Curvature",
     "Dense",
@@ -67,6 +71,7 @@ __all__ = [
     "FunctionSpace",
     "Gaussian",
     "Inclusion",
+    "InverseCDF",
     "LatentBinary",
     "LayerDensity",
     "LayerInclusion",

@@ -90,10 +90,11 @@ def requested(
     check_selection(layers)
     seed = SEED("seed", others["seed"])
     method_options = dict(options)
-    faithful = Faithful(method_options.pop("divergence", Faithful.divergence))
+    divergence = {name: method_options.pop(name) for name in ("divergence",) if name in method_options}
     noise_variance = method_options.pop("noise_variance", None)
     resolved = resolve_likelihood(likelihood, noise_variance)
     chosen = method_of(method, method_options)
+    faithful = Faithful(**divergence) if divergence or chosen.narrowed else Faithful(None)
     if chosen.trains:
         chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:

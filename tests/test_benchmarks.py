@@ -262,6 +262,14 @@ def test_latent_binary_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(rows) == 2 and all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows)
 
 
+def test_utvi_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cost.json"
+    _script("utvi_cost").main(["--smoke", "--json", str(path)])
+    assert "multiples of a plain training step" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 and all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows)
+
+
 @pytest.mark.slow
 def test_defaults_are_held_against_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("defaults")

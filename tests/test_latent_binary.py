@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -477,6 +478,19 @@ def test_it_finds_the_inputs_that_matter() -> None:
     assert (inclusion[0, 0, :10] > 0.5).nonzero().flatten().tolist() == [2, 7]
 
 
+def test_a_training_too_short_to_drop_a_weight_warns() -> None:
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    with pytest.warns(
+        UserWarning, match=r"3 steps at inclusion_lr=0\.02 move .* 0\.0\d+ at most, and all begin at 5"
+    ):
+        uq.fit(model, data, uq.LatentBinary(epochs=1), progress=False)
+    for options in ({"inclusion_lr": 5.0}, {"start": "random"}, {"initial_inclusion": "snr"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            uq.fit(model, data, uq.LatentBinary(epochs=1, **options), progress=False)
+
+
 def test_what_cannot_be_trained_is_refused() -> None:
     shared = nn.Linear(4, 4)
     for model, words in (
@@ -511,3 +525,38 @@ def test_functional_weights_and_attention_are_latent_too() -> None:
     assert len(posterior.layers) == 5
     drawn = posterior.sample(1, torch.Generator().manual_seed(0))
     assert functional_call(model, {n: t[0] for n, t in drawn.items()}, (x,)).shape == (24, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18", "vit"])
+def test_networks_of_torchvision(name: str, tmp_path: Path) -> None:
+    """Convert, train a step, save, load, predict; statistics of normalisations stay as they are."""
+    from torchvision.models import VisionTransformer, resnet18
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "resnet18":
+            model: nn.Module = resnet18(num_classes=5)
+        else:
+            model = VisionTransformer(
+                image_size=32,
+                patch_size=8,
+                num_layers=2,
+                num_heads=2,
+                hidden_dim=16,
+                mlp_dim=32,
+                num_classes=5,
+            )
+            nn.init.normal_(model.heads.head.weight, std=0.1)  # torchvision begins with zeros
+    model.eval()
+    x = inputs_of(3, 32, 32, samples=4)
+    before = copy.deepcopy(model.state_dict())
+    method = uq.LatentBinary(flow=True, flow_units=4, epochs=1)
+    posterior = uq.fit(model, [(x, torch.arange(4))], method, progress=False)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert len(posterior.layers) == (21 if name == "resnet18" else 10)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    probs = uq.wrap(model, loaded, n_samples=2)(x).probs
+    assert torch.equal(probs, uq.wrap(model, posterior, n_samples=2)(x).probs)
+    torch.testing.assert_close(probs.sum(1), torch.ones(4))

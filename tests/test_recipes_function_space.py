@@ -70,7 +70,9 @@ def test_smoke_of_objectives(tmp_path: Path) -> None:
     assert NO_RESULTS in done.stdout
     (results,) = json.loads((tmp_path / "out" / "objectives.json").read_text())
     assert list(results) == ["network", "independent, corrupted"]
-    assert {"digits, mutual information", "letters, entropy"} <= results["independent, corrupted"].keys()
+    assert {"digits, mutual information", "letters, entropy", "digits, novelty"} <= results[
+        "independent, corrupted"
+    ].keys()
 
 
 def test_foreign_images_are_what_they_are_said_to_be(recipe: Namespace) -> None:

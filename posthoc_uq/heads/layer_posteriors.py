@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.layers import Layer
+from posthoc_uq.moments.propagation import products_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import ROWS
 from posthoc_uq.posteriors.row_covariance import RowCovariance
@@ -47,18 +48,7 @@ class LayerPosterior(nn.Module):
         self.row = row
         self.rows = None if rows is None else rows.to(weight.device)
         self._has_bias = layer.bias is not None
-        kind = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        marginals = variances[layer.weight].to(device=weight.device, dtype=kind)
-        summed: Tensor | None = None
-        joined: Tensor | None = None
-        square = weight.detach().to(kind).square()
-        if layer.kind == "matmul":
-            marginals, square = marginals.T, square.T
-        if layer.convolutional and layer.groups == 1:
-            joined = torch.cat([square + marginals, marginals], dim=1)
-            marginals = joined[:, marginals.shape[1] :]
-        else:
-            summed = square + marginals
+        marginals, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
         bias = variances[layer.bias].to(marginals) if layer.bias is not None else None
         for name, tensor in (
             ("variances", marginals),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +20,10 @@ from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.stand_ins import writable_copy
-from posthoc_uq.loaders import Batch, BatchFunction, output_tensor
+from posthoc_uq.loaders import Batch, BatchFunction
 from posthoc_uq.memory import default_budget
-from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
+from posthoc_uq.moments.propagation import propagate, running_module
+from posthoc_uq.moments.tensor import Rules
 from posthoc_uq.moments.unscented import unscented_map
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import VARIANCES
@@ -225,29 +225,17 @@ class MomentsPredictor(Predictor):
     def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         parameters = dict(self.network.named_parameters())
         layers = self._posterior.layers
-        posteriors = WeightPosteriors(
-            {id(parameters[layers[p.layer].weight]): p for p in prepared.layer_posteriors}
+        posteriors = [(parameters[layers[p.layer].weight], p) for p in prepared.layer_posteriors]
+        # a model may change its inputs in place
+        args, kwargs = tree_map(writable_copy, (batch.args, batch.kwargs))
+        outputs = propagate(
+            lambda: self.network(*args, **kwargs),
+            posteriors,
+            self._rules,
+            lambda: running_module(self.network),
         )
-        with Pass(self._rules, posteriors, self._where):
-            args, kwargs = tree_map(
-                writable_copy, (batch.args, batch.kwargs)
-            )  # a model may change its inputs in place
-            outputs: Any = output_tensor(self.network(*args, **kwargs))
-        self._check_used(prepared, posteriors.used)
-        if not isinstance(outputs, MomentTensor):
-            return outputs, torch.zeros_like(outputs), None
-        return outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance
-
-    def _where(self) -> str:
-        """The name of the innermost module that is running, read off the stack."""
-        names = {id(module): name for name, module in self.network.named_modules()}
-        frame = inspect.currentframe()
-        while frame is not None:
-            name = names.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                return name
-            frame = frame.f_back
-        return ""
+        self._check_used(prepared, outputs.used)
+        return outputs.mean, outputs.variance, outputs.covariance
 
     def _check_used(self, prepared: _Prepared, used: set[str]) -> None:
         if self._checked:

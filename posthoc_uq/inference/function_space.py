@@ -11,7 +11,7 @@ from math import ceil, exp, inf, isfinite
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posthoc_uq.contexts import Context, Mixture
 from posthoc_uq.contexts.mixture import default_context, resolve_context
@@ -23,25 +23,24 @@ from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.function_objective import FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
 from posthoc_uq.inference.function_prior import FunctionPrior, IndependentPrior
+from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
+from posthoc_uq.inference.trained import trained_posterior
 from posthoc_uq.inference.training import train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.history import Evidence, History
-from posthoc_uq.posteriors.settings import Hyperparameters
-from posthoc_uq.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import replicate
 from posthoc_uq.warned import warn_user
 
 FUNCTION_SPACE = "function_space"  # the method's name
 PRIOR_PRECISION = 1.0  # the default
 N_CONTEXT = 32
 N_INDEPENDENT = 16  # context points of an independent prior
-_ALONE = 10  # weights this much apart are those of the other prior
-_FIRM = 1e-2  # a function noise from which on a prior by features holds up a large weight
-_INITIALISATION = 201  # stream of random numbers from the seed
+_APART = 10  # a weight that far from the one that belongs to a prior is warned of
+_FIRM = 1e-2  # the function noise from which on a prior by features goes with a large weight
 _SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
 
@@ -94,35 +93,10 @@ def train_over_functions(
     _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
     notes = _fit_notes(options, context, history, task, samples, network.last.name)
-    posterior = _posterior(task, field, objective.likelihood(), notes, samples, tau)
+    posterior = trained_posterior(FUNCTION_SPACE, task, field, objective.likelihood(), notes, samples, tau)
     posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.learn_noise:
         posterior.history.tuning["noise variance"] = "learned with the posterior"
-    return posterior
-
-
-def _posterior(
-    task: Task,
-    field: MeanField,
-    likelihood: Likelihood,
-    notes: dict[str, Any],
-    samples: int,
-    prior_precision: float,
-) -> Posterior:
-    """The trained means and variances as a posterior of the task's model."""
-    posterior = Posterior(
-        FUNCTION_SPACE,
-        task.layers,
-        field.blocks(task.layers, samples),
-        {name: [name] for name in task.layers},
-        {name: parameter.detach() for name, parameter in task.model.named_parameters()},
-        likelihood,
-        Evidence(samples, noise_power=0),  # the variances do not follow a later change of the noise variance
-        History(notes, dict(task.prepared.deterministic)),
-        centre={name: mean.detach() for name, mean in field.means.items()} if field.train_mean else None,
-        settings=Hyperparameters(float(samples), prior_precision),
-    )
-    posterior.model = task.model
     return posterior
 
 
@@ -187,12 +161,12 @@ def _with_weight(options: FunctionSpaceOptions, samples: int, batch: int) -> Fun
     if given is None:
         given = "minibatch" if independent else 1.0
     weight = minibatch if isinstance(given, str) else given
-    if independent and weight * _ALONE < minibatch:
+    if independent and weight * _APART < minibatch:
         warn_user(
             f"An independent prior at divergence_weight={weight:g} says next to nothing beside {samples} samples; "
             f"leave divergence_weight out, which is 'minibatch' (here {minibatch:g}) with this prior."
         )
-    if not independent and weight > _ALONE and options.noise_share < _FIRM:
+    if not independent and weight > _APART and options.noise_share < _FIRM:
         warn_user(
             f"A prior by features at divergence_weight={weight:g} and function_noise={options.noise_share:g} costs "
             f"accuracy and calibration; take divergence_weight=1, a function_noise of {_FIRM:g} or more, or "
@@ -278,8 +252,8 @@ def _prior(
     """The prior, and whether its outputs and features are those at the field's own means."""
     pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
     if options.prior_mean == "random_init":
-        with isolated_random_state(mixed_seed(task.settings.seed, _INITIALISATION)):
-            parameters = _initialised(task.model, pretrained)
+        seed = task.settings.seed
+        parameters = initialised(task.model, pretrained, seed, "prior_mean='random_init'")
     else:
         parameters = pretrained
     if options.prior == "independent":
@@ -293,31 +267,6 @@ def _prior(
     return FunctionPrior(
         network, parameters, options.prior_mean, precision, options.prior_body_variance, options.noise_share
     ), frozen
-
-
-def _initialised(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers of a new initialisation; batch normalisations lose the data's statistics."""
-    device = model_device(model)
-    twin = replicate(model, {name: p.clone() for name, p in trained.items()})
-    twin = twin.to("cpu")  # its random numbers do not depend on the device
-    not_reset: list[str] = []
-    for prefix, module in twin.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.clone())
-        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            reset()
-        else:
-            not_reset += [
-                f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)
-            ]
-    if not_reset:
-        warn_user(
-            f"prior_mean='random_init' keeps {len(not_reset)} trained parameters whose modules have no "
-            f"reset_parameters(), {not_reset[0]!r} among them."
-        )
-    tensors = {name: p.detach().to(device) for name, p in twin.named_parameters()}
-    return tensors | {name: buffer.detach().to(device) for name, buffer in twin.named_buffers()}
 
 
 def _fit_notes(

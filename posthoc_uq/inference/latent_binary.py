@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from math import ceil
 from typing import Any
 
 import torch
 
 from posthoc_uq.curvature.content import Content
+from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.latent_layers import LatentLayer
 from posthoc_uq.inference.latent_objective import LatentObjective
-from posthoc_uq.inference.latent_options import LatentBinaryOptions
-from posthoc_uq.inference.latent_start import begin
+from posthoc_uq.inference.latent_options import HIGH, LatentBinaryOptions
+from posthoc_uq.inference.latent_start import HIGH_LOGIT, begin
+from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import best_epoch, train
 from posthoc_uq.posteriors.base import Posterior
@@ -25,6 +28,7 @@ from posthoc_uq.posteriors.random_scale import RandomScale
 from posthoc_uq.posteriors.settings import Hyperparameters, LayerPriors
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.replica import replicate
+from posthoc_uq.warned import warn_user
 
 LATENT_BINARY = "latent_binary"  # the method's name
 _SHOWN = ("loss", "log likelihood", "KL", "mean inclusion", "validation NLL")
@@ -68,6 +72,7 @@ def train_latent_binary(task: Task, options: LatentBinaryOptions, prior_precisio
         for index, (name, layer) in enumerate(layers.items())
     }
     _check_trained(blocks)
+    _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
     posterior = Posterior(
         LATENT_BINARY,
         task.layers,
@@ -165,6 +170,20 @@ def _block(trained: LatentLayer, seed: int) -> LatentBinaryBlock:
     return LatentBinaryBlock(means.contiguous(), logs.exp().contiguous(), inclusion.contiguous(), bias, scale)
 
 
+def _warn_of_few_steps(options: LatentBinaryOptions, steps: int) -> None:
+    """Adam moves a number by its rate a step, so that few steps cannot take a weight from on to off."""
+    schedule = options.schedule or cosine
+    share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
+    reach = share * steps * options.inclusion_lr
+    high = options.start == "trained" and options.initial_inclusion in (None, HIGH)
+    if options.optimizer is None and high and reach < 1.5 * HIGH_LOGIT:
+        warn_user(
+            f"{steps} steps at inclusion_lr={options.inclusion_lr:g} move the logit of an inclusion probability by "
+            f"{reach:.2g} at most, and all begin at {HIGH_LOGIT:g}, so hardly a weight is found to be off; raise "
+            f"inclusion_lr or epochs."
+        )
+
+
 def _check_trained(blocks: dict[str, LatentBinaryBlock]) -> None:
     for name, block in blocks.items():
         if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
@@ -192,6 +211,7 @@ def _fit_notes(
         "flow": f"{options.flow_form}, {options.flow_steps} steps" if options.flow else "none",
         "prior": ALL_WEIGHTS,
         "prior inclusion": options.prior_inclusion,
+        "weight of the divergence": options.divergence_weight,
         "density of the median model": float((chances > 0.5).float().mean()),
         "inclusions between 0.1 and 0.9": float(undecided),
         **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},

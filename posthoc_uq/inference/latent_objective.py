@@ -91,8 +91,8 @@ class LatentObjective(Objective):
 
     def groups(self) -> list[Group]:
         rates = {
-            "mean": self._options.mean_lr,
-            "bias mean": self._options.mean_lr,
+            "mean": self._options.lr,
+            "bias mean": self._options.lr,
             "log variance": self._options.log_variance_lr,
             "bias log variance": self._options.log_variance_lr,
             "logit": self._options.inclusion_lr,
@@ -128,7 +128,7 @@ class LatentObjective(Objective):
     def weight_of(self, step: Step) -> float:
         """The factor on the divergence at a step: it rises from 0 while the training warms up."""
         warm_up = self._options.warm_up
-        return self._options.kl_weight * (min(1.0, step.progress / warm_up) if warm_up else 1.0)
+        return self._options.divergence_weight * (min(1.0, step.progress / warm_up) if warm_up else 1.0)
 
     def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
         targets, generator = cast(Tensor, batch.targets), self._generator(step.seed, _NOISE)

@@ -16,7 +16,9 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.flows import Flow
 from posthoc_uq.randomness import mixed_seed
 
-_HIGH = 5.0  # the logit of 0.9933
+HIGH_LOGIT = 5.0
+"""Where logits begin with ``"high"``: a probability of 0.9933."""
+
 _SIZE = 0.5  # of a weight, in root mean squares of its layer, at which its inclusion begins at one half
 _MOST = 6.0  # the largest logit that a weight's size gives
 _SMALL_LOG = -9.0  # of the deviations of weights and of the variances of z_0
@@ -71,7 +73,7 @@ def _from_trained(
 ) -> dict[str, Tensor]:
     chosen = options.initial_inclusion or HIGH
     if chosen == HIGH:
-        logit = torch.full_like(weight, _HIGH)
+        logit = torch.full_like(weight, HIGH_LOGIT)
     elif chosen == BY_SIZE:
         ratio = (weight.detach().abs() / (_SIZE * size)).clamp(min=1e-12)
         logit = (2 * ratio.log()).clamp(-_MOST, _MOST)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from math import log
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -169,6 +170,22 @@ class Likelihood(ABC):
         """
         draws = output_draws(mean, variance, None, n_draws)
         return torch.stack([self.log_prob(outputs, targets) for outputs in draws]).mean(0)
+
+    def predictive_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+    ) -> Tensor:
+        """``log E[p(y | f)]`` of every sample for outputs ``f ~ N(mean, variance)``, ``(samples,)``, in nats: how the
+        prediction rates the targets. By default over quasi-random draws of independent outputs; differentiable.
+
+        Args:
+            mean: ``(samples, ...)``.
+            variance: of the same shape.
+            targets: as in `log_prob`.
+            n_draws: of the outputs, where there is no closed form.
+        """
+        draws = output_draws(mean, variance, None, n_draws)
+        logs = torch.stack([self.log_prob(outputs, targets) for outputs in draws])
+        return torch.logsumexp(logs, 0) - log(n_draws)
 
     # The target
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import pi
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +57,12 @@ class Bernoulli(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = wide(outputs).flatten()
         return -F.binary_cross_entropy_with_logits(logits, targets.to(logits).flatten(), reduction="none")
+
+    def predictive_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+    ) -> Tensor:
+        """By the probit approximation, ``sigmoid(m / sqrt(1 + pi v / 8))``; see `classes_of_gaussian`."""
+        return self.log_prob(wide(mean) * (1 + pi / 8 * wide(variance)).rsqrt(), targets)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         logits = wide(outputs).reshape(-1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import pi
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +79,12 @@ class Categorical(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -F.cross_entropy(wide(outputs), self._indices(outputs, targets), reduction="none")
+
+    def predictive_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+    ) -> Tensor:
+        """By the probit approximation, ``softmax(m / sqrt(1 + pi v / 8))``; see `classes_of_gaussian`."""
+        return self.log_prob(wide(mean) * (1 + pi / 8 * wide(variance)).rsqrt(), targets)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         return divergence_of_classes(wide(outputs).log_softmax(1), prediction)

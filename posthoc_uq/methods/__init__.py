@@ -20,6 +20,7 @@ from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.kfac import KFAC
 from posthoc_uq.methods.latent_binary import LatentBinary
+from posthoc_uq.methods.utvi import UTVI
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.values import shown
 
@@ -28,6 +29,7 @@ __all__ = [
     "INF",
     "KFAC",
     "METHODS",
+    "UTVI",
     "Curvature",
     "Dense",
     "Diagonal",
@@ -64,7 +66,7 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     return kind
 
 
-for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, LatentBinary):
+for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, LatentBinary, UTVI):
     register_method(_kind)
 
 

@@ -70,6 +70,13 @@ class Method(ABC):
         return False
 
     @property
+    def narrowed(self) -> bool:
+        """Whether a fit goes on to narrow the variances that were found as far as a faithful posterior needs, where it
+        is not told otherwise.
+        """
+        return True
+
+    @property
     def head(self) -> str:
         """The default head of its posteriors."""
         return "sampling" if self.trains else "linearized"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.moments.unscented import Moments, block_size, is_recorded
+from posthoc_uq.moments.unscented import Moments, block_size, is_recorded, root
 
 OUTSIDE = float("-inf")  # mean of padding, which is never the maximum
 
@@ -22,10 +22,9 @@ def larger(first: Moments, second: Moments) -> Moments:
     as the larger mean plus a gain, so that it keeps its digits where the other is far below, or minus infinity.
     """
     (mean1, variance1), (mean2, variance2) = first, second
-    spread = (variance1 + variance2).sqrt()
+    spread = root(variance1 + variance2)
     difference = torch.where(mean1 == mean2, torch.zeros_like(spread), mean1 - mean2)
-    # Beyond twelve deviations the smaller one has no influence; the clamp keeps finite numbers finite.
-    ratio = (difference / spread.clamp(min=torch.finfo(spread.dtype).tiny)).clamp(-12.0, 12.0)
+    ratio = _in_deviations(difference, spread)
     half = 0.5 * torch.erf(ratio * sqrt(0.5))
     above, below = 0.5 + half, 0.5 - half
     density = torch.exp(-0.5 * ratio.square()) * (1 / sqrt(2 * pi))
@@ -33,6 +32,17 @@ def larger(first: Moments, second: Moments) -> Moments:
     shape = ratio * (ratio * above * below - 2 * density * half) - density.square()
     variance = variance1 * above + variance2 * below + spread.square() * shape
     return torch.maximum(mean1, mean2) + gain.clamp(min=0), variance.clamp(min=0)
+
+
+def _in_deviations(difference: Tensor, spread: Tensor) -> Tensor:
+    """A difference over its deviation. Beyond twelve deviations nothing is left of the smaller one, and what is finite
+    stays so, its gradient included.
+    """
+    if is_recorded(difference, spread):
+        far = difference.abs() >= 12.0 * spread
+        inside = torch.where(far, 0.0, difference) / torch.where(far, 1.0, spread)
+        return torch.where(far, 12.0 * difference.sign(), inside)
+    return (difference / spread.clamp(min=torch.finfo(spread.dtype).tiny)).clamp(-12.0, 12.0)
 
 
 def largest(parts: list[Moments]) -> Moments:

@@ -19,6 +19,14 @@ Moments = tuple[Tensor, Tensor]
 ROOT3 = sqrt(3.0)
 GRAIN = 2**15  # numbers in a block for each thread
 _SMALLEST = 1e-15  # spread below which a slope is taken as a derivative
+_LEAST_VARIANCE = 1e-20  # below which a root has no gradient
+
+
+def root(variance: Tensor) -> Tensor:
+    """``sqrt(v)``, whose gradient at zero, where autograd records it, is zero in place of infinite."""
+    if torch.is_grad_enabled() and variance.requires_grad:
+        variance = variance.clamp(min=_LEAST_VARIANCE)
+    return variance.sqrt()
 
 
 def unscented(function: Function, mean: Tensor, variance: Tensor, out: Moments | None = None) -> Moments:
@@ -30,7 +38,7 @@ def unscented(function: Function, mean: Tensor, variance: Tensor, out: Moments |
     Args:
         out: where to write, or None.
     """
-    spread = variance.mul(3.0).sqrt_()
+    spread = root(variance * 3.0)
     centre, up, down = function(mean), function(mean + spread), function(mean - spread)
     difference = up - down
     bend = torch.sub(up + down, centre, alpha=2.0)
@@ -46,7 +54,7 @@ def unscented_positive(function: Function, mean: Tensor, variance: Tensor, edge:
     """`unscented` for functions that exist above an edge only (log, sqrt, powers): outer points that would cross
     it are moved inside, and second differences replace derivatives there.
     """
-    spread = (3.0 * variance).sqrt()
+    spread = root(3.0 * variance)
     room = (mean - edge).abs()
     step = torch.minimum(spread, 0.9 * room)
     # At the edge itself only a step up is possible; it counts twice.
@@ -76,7 +84,7 @@ def rectified(mean: Tensor, variance: Tensor, negative_slope: float = 0.0) -> Mo
     ``E = sigma (z Phi(z) + phi(z))`` and ``E^2 = sigma^2 ((1 + z^2) Phi(z) + z phi(z))`` of the positive part, the
     negative part by symmetry.
     """
-    deviation = variance.sqrt()
+    deviation = root(variance)
     z = mean / deviation.clamp(min=torch.finfo(mean.dtype).tiny)
     z = torch.where(deviation > 0, z, torch.where(mean >= 0, 40.0, -40.0).to(z)).clamp(-40.0, 40.0)
     density = torch.exp(-0.5 * z.square()) / sqrt(2 * pi)
@@ -102,16 +110,22 @@ def rectified(mean: Tensor, variance: Tensor, negative_slope: float = 0.0) -> Mo
 
 def _tail(z: Tensor) -> Tensor:
     """``phi(z) + z Phi(z)`` for very negative z, through the scaled complementary error function."""
-    a = -z / sqrt(2.0)
-    return torch.exp(-a.square()) * (1 / sqrt(2 * pi) + z / 2 * torch.special.erfcx(a)).clamp(min=0)
+    a = _far_below(z) / sqrt(2.0)
+    return torch.exp(-a.square()) * (1 / sqrt(2 * pi) - a / sqrt(2.0) * torch.special.erfcx(a)).clamp(min=0)
 
 
 def _second_tail(z: Tensor) -> Tensor:
     """``(1 + z^2) Phi(z) + z phi(z)`` for very negative z."""
-    a = -z / sqrt(2.0)
-    return torch.exp(-a.square()) * ((1 + z.square()) / 2 * torch.special.erfcx(a) + z / sqrt(2 * pi)).clamp(
-        min=0
-    )
+    a = _far_below(z) / sqrt(2.0)
+    scaled = (0.5 + a.square()) * torch.special.erfcx(a) - a / sqrt(pi)
+    return torch.exp(-a.square()) * scaled.clamp(min=0)
+
+
+def _far_below(z: Tensor) -> Tensor:
+    """``-z`` where the tails are asked for; elsewhere a number at which they are finite, so that the gradient of what
+    is not taken is zero.
+    """
+    return torch.where(z < -5, -z, 5.0)
 
 
 def blockwise(rule: Callable[..., Moments], mean: Tensor, variance: Tensor) -> Moments:
@@ -178,6 +192,32 @@ def _flat(tensor: Tensor) -> Tensor | None:
                 return None
             expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def unscented_joint(
+    function: Callable[..., Tensor], means: list[Tensor], variances: list[Tensor | None]
+) -> Moments:
+    """Mean and variance of ``f(x_1, ..., x_d)`` place by place, for independent Gaussians, by ``2 d + 1`` points: all
+    at their means, and one at a time ``sqrt(d + kappa)`` deviations up or down, ``kappa = max(3 - d, 0)``.
+
+    Args:
+        function: of as many tensors of one shape; the same shape comes out.
+        means: of one shape.
+        variances: None for a certain argument, which is no dimension.
+    """
+    uncertain = [(i, v) for i, v in enumerate(variances) if v is not None]
+    size = len(uncertain)
+    reach = max(size, 3)
+    centre = function(*means)
+    moved: list[Tensor] = []
+    for i, variance in uncertain:
+        step = (reach**0.5 * root(variance)).to(means[i])
+        moved += [function(*means[:i], means[i] + s, *means[i + 1 :]) for s in (step, -step)]
+    points = torch.stack(moved)
+    weight = 1 / (2 * reach)
+    shift = weight * (points - centre).sum(0)
+    about = weight * (points - centre - shift).square().sum(0) + (1 - size / reach) * shift.square()
+    return centre + shift, about
 
 
 def unscented_map(function: Function, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:

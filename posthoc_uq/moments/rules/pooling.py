@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.moments import maximum
 from posthoc_uq.moments.tensor import MomentTensor, Pass, full_precision, moments_of, named, rule
+from posthoc_uq.moments.unscented import root
 
 _AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
@@ -29,7 +30,7 @@ def _averaged(state: Pass, mean: Tensor, variance: Tensor, pool: Any, cells: Any
     with full_precision(mean):
         averaged = pool(variance) / (cells() if callable(cells) else cells)
         if rho > 0:
-            averaged = (1 - rho) * averaged + rho * pool(variance.sqrt()).square()
+            averaged = (1 - rho) * averaged + rho * pool(root(variance)).square()
     return MomentTensor(mean, averaged)
 
 
@@ -177,7 +178,7 @@ def total(
     dims, rho = _dimensions(m, dim if axis is None else axis), state.rules.pool_rho
     variance = v.sum(dims, keepdim)
     if rho > 0:
-        variance = (1 - rho) * variance + rho * v.sqrt().sum(dims, keepdim).square()
+        variance = (1 - rho) * variance + rho * root(v).sum(dims, keepdim).square()
     return MomentTensor(m.sum(dims, keepdim, dtype=dtype), variance)
 
 

@@ -1,0 +1,157 @@
+"""A model run once on tensors with moments, and independent weights as its layers' rules need them.
+
+The moments head and the training by moments both run this; autograd records it where means or variances of the weights
+need gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.layers import Layer
+from posthoc_uq.loaders import output_tensor
+from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
+from posthoc_uq.moments.tensor import WeightPosterior, variance_dtype
+
+
+class OutputMoments(NamedTuple):
+    """What a pass says of the outputs, before temperature and noise.
+
+    Attributes:
+        mean: ``(batch, ...)``.
+        variance: of the same shape; zero where no uncertain weight reached the outputs.
+        covariance: ``(batch, outputs, outputs)`` where it was carried to the end, or None.
+        used: the names of the layers whose weights' variances entered.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None
+    used: set[str]
+
+
+def propagate(
+    run: Callable[[], Any],
+    posteriors: Iterable[tuple[Tensor, WeightPosterior]],
+    rules: Rules,
+    where: Callable[[], str] = lambda: "",
+) -> OutputMoments:
+    """Mean and variance of a model's outputs in one pass of its own code.
+
+    Args:
+        run: calls the model.
+        posteriors: every uncertain weight, as the very tensor that the model's code uses, with its variances.
+        rules: choices between forms of rules.
+        where: names the module that is running, for messages.
+
+    Raises:
+        PosthocUQError: a function has no rule, or writes into an activation.
+    """
+    known = WeightPosteriors({id(weight): posterior for weight, posterior in posteriors})
+    with Pass(rules, known, where):
+        outputs: Any = output_tensor(run())
+    if not isinstance(outputs, MomentTensor):
+        return OutputMoments(outputs, torch.zeros_like(outputs), None, known.used)
+    return OutputMoments(outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, known.used)
+
+
+def running_module(network: nn.Module) -> str:
+    """The name of the innermost module of a network that is running, read off the stack."""
+    names = {id(module): name for name, module in network.named_modules()}
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = names.get(id(frame.f_locals.get("self")))
+        if name is not None:
+            return name
+        frame = frame.f_back
+    return ""
+
+
+class Products(NamedTuple):
+    """A layer's variances as the affine rules multiply with them, outputs first.
+
+    Attributes:
+        variances: S, in the weight's shape.
+        summed: ``W o W + S``, or None where `joined` has it.
+        joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
+    """
+
+    variances: Tensor
+    summed: Tensor | None
+    joined: Tensor | None
+
+
+def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> Products:
+    """What the rules need of a layer, differentiable in both.
+
+    Args:
+        layer: whose weight it is.
+        weight: its mean, as the model has it.
+        variances: of the same shape.
+    """
+    kind = variance_dtype(weight.dtype)
+    square, own = weight.to(kind).square(), variances.to(device=weight.device, dtype=kind)
+    if layer.kind == "matmul":
+        own, square = own.T, square.T
+    if layer.convolutional and layer.groups == 1:
+        joined = torch.cat([square + own, own], dim=1)
+        return Products(joined[:, own.shape[1] :], None, joined)
+    return Products(own, square + own, None)
+
+
+@dataclass
+class IndependentWeights:
+    """A layer of independent weights, as a `WeightPosterior`; gradients flow into its means and variances.
+
+    Attributes:
+        layer: its name.
+        variances: in the weight's shape, outputs first.
+        bias_variances: of the bias, or None.
+        summed: see `Products`.
+        joined: see `Products`.
+        row: False: there are no correlations inside a row.
+    """
+
+    layer: str
+    variances: Tensor
+    bias_variances: Tensor | None
+    summed: Tensor | None
+    joined: Tensor | None
+    row: bool = False
+
+    def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
+        """See `WeightPosterior`."""
+        second = mean.square() if variance is None else mean.square() + variance
+        return nn.functional.linear(second, self.variances, self.bias_variances)
+
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        """See `WeightPosterior`."""
+        variance = None if covariance is None else covariance.diagonal(dim1=1, dim2=2)
+        return torch.diag_embed(self.row_variance(mean, variance))
+
+
+def independent_weights(
+    layers: Mapping[str, Layer], means: Mapping[str, Tensor], variances: Mapping[str, Tensor]
+) -> list[tuple[Tensor, IndependentWeights]]:
+    """Every layer's weight with its variances, for `propagate`.
+
+    Args:
+        layers: by name.
+        means: the tensors that the model runs with, by the parameter's name.
+        variances: of the same names and shapes.
+    """
+    weights: list[tuple[Tensor, IndependentWeights]] = []
+    for name, layer in layers.items():
+        mean = means[layer.weight]
+        products = products_of(layer, mean, variances[layer.weight])
+        bias = None if layer.bias is None else variances[layer.bias].to(products.variances)
+        weights.append(
+            (mean, IndependentWeights(name, products.variances, bias, products.summed, products.joined))
+        )
+    return weights

@@ -1,0 +1,233 @@
+"""Figure 3 of Schodt (2024): the predicted variance of a molecule's position over the image, beside the bound on it.
+
+python recipes/localization/run.py            two seeds of each training; an hour on one core
+python recipes/localization/run.py --smoke    few steps; seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from problem import SIDE, FreshImages, Localizer, emitters, exact_bound, sample, simple_bound, van_trees
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+sys.path.append(
+    str(Path(__file__).resolve().parents[1] / "unscented_regression")
+)  # an activation by random draws
+
+from drawn_activation import Drawn
+from smoke import marked, stamped
+
+OUTPUT = Path(__file__).resolve().parents[1] / "output" / "localization"
+DRAWS = 10
+"""At every activation of MCVI."""
+
+
+def steady(progress: float) -> float:
+    """The paper's rates do not fall."""
+    return 1.0
+
+
+def train_plain(seed: int, steps: int) -> Localizer:
+    """The network alone, by squared errors in units of the targets' scatter: where a training after the fact begins."""
+    model = Localizer(seed).train()
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scales = torch.tensor([2.0, 2.0, 20.0])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=3e-3, total_steps=steps)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1000 + seed)
+        for images, targets in FreshImages(steps, 128):
+            optimiser.zero_grad()
+            ((model(images) - targets) / scales).square().mean().backward()
+            optimiser.step()
+            schedule.step()
+    return model.eval()
+
+
+def by_draws(model: Localizer, seed: int) -> Localizer:
+    """The same network with activations whose moments come from random draws."""
+    twin = Localizer(seed, Drawn, draws=DRAWS)
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+def train(model: nn.Module, seed: int, epochs: int, batches: int, start: str) -> uq.Posterior:
+    """Section 4.1's training, the propagated variance as the predictive one."""
+    after = start == "trained"
+    method = uq.UTVI(
+        epochs=epochs,
+        start=start,  # type: ignore[arg-type]
+        objective="predictive",
+        noise="none",
+        lr=1e-3 if after else 0.01,
+        log_variance_lr=0.02,
+        schedule=None if after else steady,
+    )
+    held_out = sample(emitters(1024, torch.Generator().manual_seed(5)), torch.Generator().manual_seed(6))
+    return uq.fit(
+        model,
+        FreshImages(batches, 128),
+        method,
+        val_loader=[held_out],
+        likelihood="regression",
+        noise_variance=1.0,
+        seed=seed,
+        progress=False,
+    )
+
+
+def pixels(count: int) -> Tensor:
+    """Positions spread evenly at random over every pixel, ``(SIDE, SIDE, count, 2)``, rows by y, float64."""
+    generator = torch.Generator().manual_seed(11)
+    corners = torch.arange(SIDE, dtype=torch.float64) - SIDE / 2
+    inside = torch.rand(SIDE, SIDE, count, 2, generator=generator, dtype=torch.float64)
+    inside[..., 0] += corners[None, :, None]
+    inside[..., 1] += corners[:, None, None]
+    return inside
+
+
+def variance_map(model: nn.Module, posterior: uq.Posterior, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over a pixel's molecules, and over x and y, of the predicted variance and of the squared error,
+    ``(SIDE, SIDE)`` each.
+    """
+    predictor = uq.wrap(model, posterior, "moments", weights="marginal")
+    flat = positions.reshape(-1, 2).float()
+    variances: list[Tensor] = []
+    errors: list[Tensor] = []
+    generator = torch.Generator().manual_seed(12)
+    with torch.no_grad():
+        for part in flat.split(2048):
+            images, _ = sample(part, generator)
+            mean, variance, _ = predictor.propagate(images)
+            variances.append(variance[:, :2].mean(1))
+            errors.append((mean[:, :2] - part).square().mean(1))
+    shape = positions.shape[:3]
+    return tuple(torch.cat(part).double().reshape(shape).mean(2) for part in (variances, errors))  # type: ignore[return-value]
+
+
+def bounds(positions: Tensor) -> dict[str, Tensor]:
+    """Means over the pixels of the bounds, ``(SIDE, SIDE)``: the paper's, the exact one, and with the prior."""
+    flat, shape = positions.reshape(-1, 2), positions.shape[:3]
+    exact = exact_bound(flat).mean(1)
+    found = {"equation 6": simple_bound(flat), "exact": exact, "with the prior": van_trees(exact)}
+    return {name: bound.reshape(shape).mean(2) for name, bound in found.items()}
+
+
+def compared(predicted: Tensor, error: Tensor, reference: dict[str, Tensor]) -> dict[str, float]:
+    """How a map of predicted variances follows the bounds and the errors that were made."""
+    found: dict[str, float] = {}
+    for name, bound in reference.items():
+        pair = torch.stack([predicted.flatten(), bound.flatten()])
+        found[f"correlation, {name}"] = float(torch.corrcoef(pair)[0, 1])
+        found[f"rank correlation, {name}"] = float(spearmanr(*pair.numpy()).statistic)
+    found["share of pixels at or above the bound with the prior"] = float(
+        (predicted >= reference["with the prior"]).double().mean()
+    )
+    found["variance over squared error"] = float(predicted.mean() / error.mean())
+    return found
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All trainings, averaged maps, the table, the figure."""
+    positions = pixels(options.molecules)
+    reference = bounds(positions)
+    names = ["UTVI", f"MCVI, {DRAWS} draws", "UTVI, after the fact", f"MCVI, {DRAWS} draws, after the fact"]
+    maps: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
+    nll: dict[str, list[float]] = {name: [] for name in names}
+    lasting: dict[str, list[float]] = {name: [] for name in names}
+    for seed in range(options.seeds):
+        plain = train_plain(seed, options.plain)
+        drawn = by_draws(plain, seed)
+        for name in names:
+            model = drawn if name.startswith("MCVI") else plain
+            start = "trained" if name.endswith("fact") else "random"
+            begun = time.perf_counter()
+            posterior = train(model, seed, options.epochs, options.batches, start)
+            lasting[name].append(time.perf_counter() - begun)
+            nll[name].append(min(posterior.history.fit["validation NLL"]))
+            maps[name].append(variance_map(model, posterior, positions))
+            measured = compared(*maps[name][-1], reference)
+            print(
+                f"seed {seed}, {name}: NLL {nll[name][-1]:.3f}, correlation with the exact bound "
+                f"{measured['correlation, exact']:.3f}, {lasting[name][-1]:.0f} s",
+                flush=True,
+            )
+    means = {
+        name: tuple(torch.stack(parts).mean(0) for parts in zip(*own, strict=True))
+        for name, own in maps.items()
+    }
+    content = {
+        "NLL": nll,
+        "seconds": lasting,
+        "maps": {name: compared(*own, reference) for name, own in means.items()},
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "localization.json").write_text(json.dumps(content, indent=1) + "\n")
+    stamped(picture({**reference, **{n: own[0] for n, own in means.items()}}), options.smoke).savefig(
+        options.output / "figure3.png", dpi=110
+    )
+    print(f"\n{marked(table(content), options.smoke)}\n\nPicture: {options.output / 'figure3.png'}")
+    return content
+
+
+def table(content: dict[str, Any]) -> str:
+    """A row a training: NLL, and how the averaged map follows the bounds."""
+    measures = list(next(iter(content["maps"].values())))
+    lines = [
+        f"| training | NLL | {' | '.join(measures)} |",
+        f"| --- | {' | '.join(['---'] * (len(measures) + 1))} |",
+    ]
+    for name, own in content["maps"].items():
+        score = sum(content["NLL"][name]) / len(content["NLL"][name])
+        lines.append(f"| {name} | {score:.3f} | {' | '.join(f'{own[m]:.3f}' for m in measures)} |")
+    return "\n".join(lines)
+
+
+def picture(maps: dict[str, Tensor]) -> Figure:
+    """Figure 3: every map on a scale of its own, in squared pixels."""
+    figure = Figure(figsize=(3.1 * 4, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 4).flatten()
+    for panel in panels[len(maps) :]:
+        panel.axis("off")
+    edge = SIDE / 2
+    for panel, (name, values) in zip(panels, maps.items(), strict=False):
+        image = panel.imshow(values, extent=(-edge, edge, edge, -edge), cmap="viridis")
+        panel.set_title(name, fontsize=9)
+        figure.colorbar(image, ax=panel, shrink=0.8)
+    return figure
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="few steps: seconds")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--batches", type=int, default=60, help="steps of an epoch")
+    parser.add_argument("--plain", type=int, default=1500, help="steps of the network alone")
+    parser.add_argument("--molecules", type=int, default=1024, help="in every pixel")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args()
+    if options.smoke:
+        options.seeds, options.epochs, options.batches, options.plain, options.molecules = 1, 1, 3, 5, 4
+    torch.set_num_threads(1)
+    run(options)
+
+
+if __name__ == "__main__":
+    main()

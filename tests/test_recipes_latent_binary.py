@@ -1,0 +1,68 @@
+"""The latent binary recipes: their smoke modes as scripts, and their parts."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe, write_fashion_mnist
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Namespace:
+    return recipe_modules("latent_binary", ["networks", "images", "variables"], ["fashion_mnist"])
+
+
+def test_smoke_of_the_variables(tmp_path: Path) -> None:
+    done = run_recipe("latent_binary/variables.py", "--smoke", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert NO_RESULTS in done.stdout and "| flow |" in done.stdout
+    kept = json.loads((tmp_path / "variables.json").read_text())["results"]
+    assert all(0 <= rate <= 1 for row in kept.values() for run in row["runs"] for rate in run)
+
+
+@pytest.mark.slow
+def test_smoke_on_images(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_fashion_mnist(tmp_path / "data")
+    options = ("--smoke", "--data", data, "--output", tmp_path / "out", "--networks", "lenet")
+    done = run_recipe("latent_binary/images.py", *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert NO_RESULTS in done.stdout and "| lenet | pruned as flow, post hoc |" in done.stdout
+    (rows,) = json.loads((tmp_path / "out" / "images.json").read_text())["lenet"]
+    assert rows["LRT, post hoc: median model"]["density"] == rows["pruned as LRT, post hoc"]["density"]
+
+
+def test_the_covariates_are_those_of_the_public_file(recipe: Namespace) -> None:
+    """By what is known of it: counts of the factors' levels, exact columns, moments of the others."""
+    x = recipe.variables.simulated(np.random.default_rng(0))
+    assert x.shape == (2000, 20)
+    assert x[:, :3].sum(0).tolist() == [241, 905, 854]
+    assert (x[:, :3].T @ x[:, 3:6]).tolist() == [[129, 107, 5], [106, 550, 249], [7, 199, 648]]
+    assert np.allclose(x[:, 17], x[:, 1] * x[:, 9]) and np.allclose(x[:, 16], np.arange(1, 2001) ** 2)
+    factor = x[:, :3] @ np.array([1, -4, 2])
+    assert np.allclose(x[:, 18], x[:, 14] * factor) and np.allclose(x[:, 19], x[:, 10] * factor)
+    covariance = np.cov(x[:, 8:11].T)
+    assert np.abs(covariance - recipe.variables.FIRST).max() < 0.15 * recipe.variables.FIRST.max()
+    corrected = recipe.variables.study(x, None, "corrected", True, np.random.default_rng(1))
+    assert 0.4 < float(corrected.y.mean()) < 0.8
+    assert torch.allclose(corrected.x.mean(0), torch.zeros(20), atol=1e-4)
+    printed = recipe.variables.study(x, None, "printed", True, np.random.default_rng(1))
+    assert not torch.equal(printed.y, corrected.y)
+    chosen = torch.tensor(recipe.variables.BETA != 0)
+    assert recipe.variables.rates(chosen) == (1.0, 0.0) and int(chosen.sum()) == 9
+
+
+def test_pruning_keeps_the_share_that_was_asked_for(recipe: Namespace) -> None:
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 4))
+    before = model[0].weight.detach().clone()
+    part = recipe.networks.Labelled(torch.randn(40, 20), torch.arange(40) % 4)
+    twin = recipe.networks.pruned(model, 0.1, part, 1, 1e-3, 0)
+    weights = torch.cat([module.weight.flatten() for module in (twin[0], twin[2])])
+    assert int((weights != 0).sum()) == 72  # of 720
+    assert torch.equal(model[0].weight, before)

@@ -1,0 +1,392 @@
+"""Variational inference by propagated moments: its terms against independent computations, its optimum where that is
+known, its gradients, its options.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from networks import batches, cnn, inputs_of, mlp, steady, targets_of
+from scipy.integrate import quad
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+
+import posthoc_uq as uq
+from posthoc_uq.devices import Checks
+from posthoc_uq.inference.mean_field import MeanField
+from posthoc_uq.inference.moment_objective import MomentObjective, gaussian_divergence, kl_weight
+from posthoc_uq.inference.moment_options import MomentOptions
+from posthoc_uq.inference.training import Step
+from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
+from posthoc_uq.loaders import Batch
+from posthoc_uq.replica import replicate
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def fit(model: nn.Module, data: Any, method: uq.UTVI, **options: Any) -> uq.Posterior:
+    return uq.fit(model, data, method, progress=False, **{"divergence": None} | options)
+
+
+def objective_of(
+    model: nn.Module, likelihood: Likelihood, log_variance: float = -3.0, samples: int = 50, **options: Any
+) -> MomentObjective:
+    """The objective of a model all of whose layers are uncertain."""
+    x = inputs_of(*INPUTS[type(model).__name__], dtype=next(model.parameters()).dtype)
+    posterior = uq.fit(
+        model, [(x, targets_of(model, x, likelihood.name))], "diag", likelihood=likelihood, prior_precision=1.0,
+        progress=False,
+    )  # fmt: skip
+    return objective_for(model, posterior.layers, likelihood, log_variance, samples, **options)
+
+
+def objective_for(
+    model: nn.Module,
+    layers: dict[str, Layer],
+    likelihood: Likelihood,
+    log_variance: float,
+    samples: int,
+    **options: Any,
+) -> MomentObjective:
+    names = [name for layer in layers.values() for name in layer.parameter_names]
+    means = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
+    generator = torch.Generator().manual_seed(4)
+    logs = {
+        name: log_variance + torch.rand(mean.shape, generator=generator, dtype=mean.dtype)
+        for name, mean in means.items()
+    }
+    field = MeanField(means, logs, True)
+    return MomentObjective(
+        replicate(model), layers, field, {}, 2.0, likelihood, samples, MomentOptions(**options)
+    )
+
+
+INPUTS = {"Sequential": (4,), "ConvNet": (1, 4, 4)}
+
+
+def loss_of(objective: MomentObjective, batch: Batch, epoch: int = 1) -> dict[str, Tensor]:
+    for tensor in objective.tensors().values():
+        tensor.grad = None
+    return objective.backward(batch, Step(0, epoch), Checks())
+
+
+# Terms
+
+
+def test_the_weight_of_the_divergence() -> None:
+    """``2^(M - l) / 2^(M - 1)`` for the epochs ``l = 1 ... M``, and a floor."""
+    epochs = 6
+    printed = [2 ** (epochs - n) / 2 ** (epochs - 1) for n in range(1, epochs + 1)]
+    assert [kl_weight(epoch) for epoch in range(epochs)] == printed
+    assert [kl_weight(epoch, 0.2) for epoch in range(4)] == [1.0, 0.5, 0.25, 0.2]
+    assert kl_weight(5000) == 0.0 and kl_weight(5000, 1.0) == 1.0
+
+
+def test_the_divergence_is_that_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    means, logs, priors = (
+        {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in (("a", (3, 2)), ("b", (4,)))}
+        for _ in range(3)
+    )
+    variances = {n: v.exp() for n, v in logs.items()}
+    for centre in ({}, priors, {"a": priors["a"]}):
+        expected = sum(
+            kl_divergence(
+                Normal(means[n], variances[n].sqrt()),
+                Normal(centre.get(n, torch.zeros_like(means[n])), 0.4**0.5),
+            ).sum()
+            for n in means
+        )
+        torch.testing.assert_close(gaussian_divergence(means, logs, variances, centre, 2.5), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in LIKELIHOODS if resolve_likelihood(name).takes(1)])
+def test_the_density_of_a_prediction_by_quadrature(name: str) -> None:
+    """Exact for a regression; for logits the probit approximation, within its known error."""
+    likelihood = resolve_likelihood(name, 0.3 if name == "regression" else None)
+    mean, variance = torch.tensor([[0.7]]).double(), torch.tensor([[1.6]]).double()
+    target = torch.tensor([[1.0]]).double()
+
+    def integrand(f: float) -> float:
+        value = torch.tensor([[f]], dtype=torch.float64)
+        return float(
+            (likelihood.log_prob(value, target) + Normal(mean, variance.sqrt()).log_prob(value)).exp()
+        )
+
+    expected = torch.tensor(quad(integrand, -12, 12)[0]).log()
+    found = likelihood.predictive_log_prob(mean, variance, target)
+    tolerance = 1e-7 if name == "regression" else 0.01
+    assert float(found - expected) == pytest.approx(0.0, abs=tolerance)
+    draws = Likelihood.predictive_log_prob(likelihood, mean, variance, target, 4096)
+    assert float(draws - expected) == pytest.approx(0.0, abs=2e-3)
+
+
+def test_the_density_of_classes_by_draws() -> None:
+    likelihood, labels = uq.Categorical(), torch.tensor([0, 2])
+    mean = torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.2, 0.1]]).double()
+    variance = torch.tensor([[1.0, 0.5, 2.0], [0.1, 0.4, 0.2]]).double()
+    found = likelihood.predictive_log_prob(mean, variance, labels)
+    assert float(found[0].exp()) == pytest.approx(0.613010, abs=1e-6)  # the spec's number
+    drawn = Likelihood.predictive_log_prob(likelihood, mean, variance, labels, 4096)
+    torch.testing.assert_close(found, drawn, rtol=0, atol=0.06)
+
+
+def test_the_loss_is_the_sum_of_its_terms() -> None:
+    model, likelihood = mlp(dtype=torch.float64), uq.Categorical()
+    x, y = inputs_of(4, dtype=torch.float64), torch.arange(24) % 3
+    for choice, score in (
+        ("expected", likelihood.expected_log_prob),
+        ("predictive", likelihood.predictive_log_prob),
+    ):
+        objective = objective_of(model, likelihood, objective=choice)
+        terms = loss_of(objective, Batch((x,), y), epoch=2)
+        variances = {n: v.exp() for n, v in objective._field.log_variances.items()}
+        with torch.no_grad():
+            mean, variance = objective.moments(Batch((x,), y), variances)
+            fit = score(mean, variance, y, 64).mean()
+        torch.testing.assert_close(terms["log likelihood"], fit)
+        torch.testing.assert_close(terms["loss"], terms["KL"] * 0.25 / 50 - fit)
+
+
+def test_moments_in_training_are_those_of_the_head() -> None:
+    model, x = cnn(), inputs_of(1, 4, 4)
+    data = batches(x, targets_of(model, x, "classification"))
+    posterior = fit(model, data, uq.UTVI(epochs=1))
+    objective = objective_for(model, posterior.layers, uq.Categorical(), 0.0, 24)
+    field = MeanField(
+        {n: m.clone() for n, m in posterior.mean.items()},
+        {n: v.log() for n, v in posterior.variance().items()},
+        True,
+    )
+    objective._field = field
+    with torch.no_grad():
+        found = objective.moments(Batch((x,)), {n: v.exp() for n, v in field.log_variances.items()})
+    mean, variance, _ = uq.wrap(model, posterior).propagate(x)  # type: ignore[operator]
+    torch.testing.assert_close(found, (mean, variance))
+
+
+# Gradients
+
+
+class Pooled(nn.Module):
+    """Units that are certain zeros, maxima over a padded window, an average: where roots of zero variances are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.body = nn.Sequential(
+                nn.Conv2d(1, 3, 3),
+                nn.ReLU(),
+                nn.MaxPool2d(3, 2, padding=1),
+                nn.ReLU6(),
+                nn.AdaptiveAvgPool2d(1),
+            )
+            self.last = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.body[0].bias[0] = -50.0  # type: ignore[index]
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x).flatten(1))
+
+
+INPUTS["Pooled"] = (1, 6, 6)
+
+
+@pytest.mark.parametrize("relu", ["unscented", "exact"])
+@pytest.mark.parametrize("make", [lambda: mlp(dtype=torch.float64), lambda: cnn(dtype=torch.float64), Pooled])
+def test_gradients_are_those_of_finite_differences(make: Any, relu: str) -> None:
+    model = make()
+    x = inputs_of(*INPUTS[type(model).__name__], dtype=torch.float64)
+    batch = Batch((x,), torch.arange(24) % 3)
+    objective = objective_of(model, uq.Categorical(), relu=relu)
+    loss_of(objective, batch)
+    gradients = {
+        name: tensor.grad.clone() for name, tensor in objective.tensors().items() if tensor.grad is not None
+    }
+    assert gradients.keys() == objective.tensors().keys()
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
+    generator, step = torch.Generator().manual_seed(0), 1e-6
+    directions = {
+        name: torch.randn(g.shape, generator=generator, dtype=torch.float64) for name, g in gradients.items()
+    }
+    for name, direction in directions.items():
+        values = []
+        for sign in (1, -1):
+            tensor = objective.tensors()[name]
+            with torch.no_grad():
+                tensor += sign * step * direction
+            values.append(float(loss_of(objective, batch)["loss"]))
+            with torch.no_grad():
+                tensor -= sign * step * direction
+        slope = (values[0] - values[1]) / (2 * step)
+        assert float((gradients[name] * direction).sum()) == pytest.approx(slope, rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize("relu", ["unscented", "exact"])
+def test_gradients_are_finite_in_single_precision(relu: str) -> None:
+    """Where a unit is certain, and at a large distance from every kink."""
+    model = Pooled().float()
+    x = inputs_of(1, 6, 6)
+    for scale in (1.0, 1e4):
+        objective = objective_of(model, uq.Categorical(), log_variance=-30.0, relu=relu)
+        loss_of(objective, Batch((scale * x,), torch.arange(24) % 3))
+        for name, tensor in objective.tensors().items():
+            assert tensor.grad is not None and bool(torch.isfinite(tensor.grad).all()), (name, scale)
+
+
+# Where the optimum is known
+
+
+def test_the_optimum_of_a_linear_model_is_the_best_mean_field() -> None:
+    """With the divergence at its full weight: the ridge solution, and the inverse of the precision's diagonal."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3 * torch.randn(
+        40, 1, generator=generator, dtype=torch.float64
+    )
+    model = nn.Sequential(nn.Linear(3, 1, bias=False)).double().eval()
+    noise, precision = 0.2, 3.0
+    posterior = fit(
+        model,
+        [(x, y)],
+        uq.UTVI(epochs=500, lr=0.05, log_variance_lr=0.1, kl_floor=1.0, weight_decay=0.0, clip=None),
+        likelihood="regression",
+        noise_variance=noise,
+        prior_precision=precision,
+    )
+    exact = x.T @ x / noise + precision * torch.eye(3, dtype=torch.float64)
+    expected = torch.linalg.solve(exact, x.T @ y / noise).T
+    torch.testing.assert_close(posterior.mean["0.weight"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        posterior.variance()["0.weight"], 1 / exact.diagonal()[None], rtol=1e-3, atol=0
+    )
+
+
+def test_noise_that_depends_on_the_input() -> None:
+    """The propagated variance as the predictive one; three points are as good as the closed form."""
+    generator = torch.Generator().manual_seed(0)
+
+    def data(count: int) -> tuple[Tensor, Tensor]:
+        x = 2 * torch.rand(count, 1, generator=generator) - 1
+        return x, x + (0.1 + 0.9 * (x > 0)) * torch.randn(count, 1, generator=generator)
+
+    x, y = data(1500)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(1, 32), nn.LeakyReLU(), nn.Linear(32, 32), nn.LeakyReLU(), nn.Linear(32, 1)
+    ).eval()
+    held_out, scores = data(4000), dict[str, float]()
+    for relu in ("unscented", "exact"):
+        method = uq.UTVI(
+            epochs=30,
+            lr=0.01,
+            log_variance_lr=0.02,
+            start="random",
+            objective="predictive",
+            noise="none",
+            relu=relu,
+        )  # type: ignore[arg-type]
+        posterior = uq.fit(
+            model, batches(x, y, 100), method, likelihood="regression", noise_variance=1.0, progress=False
+        )
+        assert posterior.scale == 1500  # not narrowed: the variance is what was trained
+        prediction = uq.wrap(model, posterior, relu=relu)(held_out[0])
+        scores[relu] = -float(prediction.log_prob(held_out[1]).mean())
+        deviation = prediction.variance.sqrt()
+        ratio = float(deviation[held_out[0] > 0.3].mean() / deviation[held_out[0] < -0.3].mean())
+        assert 1.5 < ratio < 10
+    assert abs(scores["unscented"] - scores["exact"]) < 0.05
+    alike = (
+        0.5 * torch.tensor(2 * torch.pi * torch.e * (0.01 + 1.0) / 2).log()
+    )  # at best, with one variance for all
+    assert max(scores.values()) < float(alike) - 0.1
+
+
+# Options
+
+
+def test_what_it_starts_from() -> None:
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    still: dict[str, Any] = {"epochs": 1, "lr": 1e-12, "log_variance_lr": 1e-12, "weight_decay": 0.0}
+    trained = fit(model, data, uq.UTVI(**still))
+    for name, mean in trained.mean.items():
+        torch.testing.assert_close(mean, dict(model.named_parameters())[name].detach())
+        torch.testing.assert_close(
+            trained.variance()[name], torch.full_like(mean, -10.0).exp(), rtol=1e-4, atol=0
+        )
+    random = fit(model, data, uq.UTVI(**still, start="random"))
+    assert not torch.allclose(random.mean["0.weight"], trained.mean["0.weight"], atol=0.01)
+    other = fit(model, data, uq.UTVI(**still, start="random"), seed=1)
+    assert not torch.allclose(random.mean["0.weight"], other.mean["0.weight"], atol=0.01)
+    laplace = uq.fit(model, data, "diag", prior_precision=4.0, progress=False)
+    begun = fit(model, data, uq.UTVI(**still, initial=laplace))
+    torch.testing.assert_close(begun.variance(), laplace.variance(), rtol=1e-4, atol=0)
+    with pytest.raises(uq.PosteriorMismatchError, match="on the same model"):
+        fit(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), data, uq.UTVI(initial=laplace))
+
+
+def test_frozen_means() -> None:
+    model, x = mlp(), inputs_of(4)
+    posterior = fit(
+        model, batches(x, targets_of(model, x, "classification")), uq.UTVI(epochs=2, train_mean=False)
+    )
+    assert not posterior.centre
+    assert torch.equal(posterior.mean["0.weight"], model[0].weight.detach())
+    assert float(posterior.variance()["2.weight"].min()) != float(posterior.variance()["2.weight"].max())
+
+
+def test_the_noise_of_a_regression() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator)
+    y = x.sum(1, keepdim=True) + 0.5 * torch.randn(400, 1, generator=generator)
+    model = nn.Sequential(nn.Linear(2, 1)).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0), model[0].bias.zero_()
+    method = uq.UTVI(epochs=20, noise="learned", schedule=steady)
+    posterior = fit(model, batches(x, y, 50), method, likelihood="regression", noise_variance=1.0)
+    assert posterior.likelihood.noise_variance is not None
+    assert float(posterior.likelihood.noise_variance) == pytest.approx(0.25, rel=0.25)
+    with pytest.raises(uq.PosthocUQError, match="noise='learned' is for likelihood='regression'"):
+        fit(model, [(x, torch.ones(400, 1))], method, likelihood="binary")
+
+
+def test_held_out_data_choose_the_epoch() -> None:
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    posterior = fit(model, data, uq.UTVI(epochs=4, lr=0.3), val_loader=data)
+    losses = posterior.history.fit["validation NLL"]
+    assert posterior.history.fit["epoch taken"] == losses.index(min(losses)) + 1 and len(losses) == 4
+    mean, variance, _ = uq.wrap(model, posterior).propagate(x)  # type: ignore[operator]
+    found = -uq.Categorical().predictive_log_prob(mean, variance, torch.cat([y for _, y in data])).mean()
+    assert float(found) == pytest.approx(min(losses), rel=1e-4)
+
+
+def test_what_does_not_go_together() -> None:
+    with pytest.raises(uq.PosthocUQError, match="goes with objective='predictive'"):
+        uq.UTVI(noise="none")
+    with pytest.raises(uq.PosthocUQError, match="do not go with it"):
+        uq.UTVI(start="random", train_mean=False)
+    with pytest.raises(uq.PosthocUQError, match="kl_floor must be in"):
+        uq.UTVI(kl_floor=1.5)
+
+
+def test_a_layer_that_moments_do_not_reach() -> None:
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.special.i0(self.first(x)))
+
+    model, x = Strange().eval(), inputs_of(4)
+    with pytest.raises(uq.PosthocUQError, match=r"[Nn]o rule carries mean and variance through"):
+        fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1))
+    posterior = fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1, unknown="mc"))
+    assert bool((posterior.variance()["first.weight"] > 0).all())
