@@ -42,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all layers, SGD": {"optimizer": torch.optim.SGD},
     "frozen mean": {"train_mean": False},
     "body sampled": {"body": "sample"},
+    "body certain": {"body": "certain"},
+    "body certain, independent prior": {"body": "certain", "prior": "independent"},
     "last layer": {"layers": "last"},
 }
 
@@ -85,6 +87,7 @@ COSTS: dict[str, Case] = {
     "cnn": Case(cnn, digits, 10, 128),
     "lenet": shared("lenet", 128),
     "resnet18-32": shared("resnet18-32", 64),
+    "resnet18-32, few": shared("resnet18-32", 8),  # images: its memory is that of the weights
     "vit-tiny": Case(shared("vit-tiny", 16).build, photos(224), 1000, 16),
 }
 
@@ -151,6 +154,7 @@ def fit(model: nn.Module, loader: Interleaved, variant: str, n_context: int) -> 
             epochs=1,
             n_context=n_context,
             progress=False,
+            divergence=None,  # the training alone, not the search for a faithful scale after it
             **VARIANTS[variant],
         )
 

@@ -483,6 +483,9 @@ _FIT_TRAINING: dict[str, list[Any]] = {
     "prior_body_variance": [*_NO_NUMBER, -1.0],
     "function_noise": [*_NO_NUMBER, 0.0],
     "body": ["x", 5, ["sample"]],
+    "prior": ["x", 5, ["independent"]],
+    "prior_variance": [*_NO_NUMBER, 0.0],
+    "divergence_weight": ["x", [1.0], float("nan"), float("inf"), 0.0, -1.0],
 }
 
 

@@ -117,6 +117,7 @@ def objective_of(
         chosen.prior_mean,
         precision,
         chosen.prior_body_variance,
+        chosen.noise_share,
     )
     found = FunctionSpaceObjective(
         network, field, prior, likelihood or Categorical(), context or Fixed(points), samples, chosen, False

@@ -13,7 +13,7 @@ from torch import nn
 
 import posthoc_uq as uq
 
-SCRIPTS = ("regression", "two_moons", "images", "rotated_digits")
+SCRIPTS = ("regression", "two_moons", "images", "objectives", "rotated_digits")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,22 @@ def test_smoke_on_images(tmp_path: Path) -> None:
         for name in ("digits", "distorted-clothes", "monochrome", "photographs", "scratch")
     ]
     assert (tmp_path / "out" / "selective_prediction.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_smoke_of_objectives(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_fashion_mnist(tmp_path / "data")
+    options = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
+    trials = ("--trials", "independent, corrupted", "--digits")
+    done = run_recipe("function_space/objectives.py", "--smoke", *trials, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert NO_RESULTS in done.stdout
+    (results,) = json.loads((tmp_path / "out" / "objectives.json").read_text())
+    assert list(results) == ["network", "independent, corrupted"]
+    assert {"digits, mutual information", "letters, entropy", "digits, novelty"} <= results[
+        "independent, corrupted"
+    ].keys()
 
 
 def test_foreign_images_are_what_they_are_said_to_be(recipe: Namespace) -> None:

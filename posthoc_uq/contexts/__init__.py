@@ -5,6 +5,7 @@ on the seed and the step alone, and nothing is remembered between steps.
 """
 
 from posthoc_uq.contexts.base import Context
+from posthoc_uq.contexts.corrupted import Corrupted
 from posthoc_uq.contexts.from_data import Monochrome, Pool, TrainingBatch
 from posthoc_uq.contexts.generated import Callback, UniformBox
 from posthoc_uq.contexts.mixture import Mixture
@@ -12,6 +13,7 @@ from posthoc_uq.contexts.mixture import Mixture
 __all__ = [
     "Callback",
     "Context",
+    "Corrupted",
     "Mixture",
     "Monochrome",
     "Pool",
@@ -20,7 +22,7 @@ __all__ = [
 ]
 
 # Users import these classes from here, and checkpoints hold their names with this module.
-for _public in (Callback, Context, Mixture, Monochrome, Pool, TrainingBatch, UniformBox):
+for _public in (Callback, Context, Corrupted, Mixture, Monochrome, Pool, TrainingBatch, UniformBox):
     _public.__module__ = __name__
 
 

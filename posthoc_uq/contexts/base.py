@@ -17,9 +17,11 @@ class Context(ABC):
 
     Attributes:
         needs_data: whether `observe` must see the training inputs once before the first draw.
+        points: how many inputs a step it is made for; None for any number.
     """
 
     needs_data: bool = False
+    points: int | None = None
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
         """Look at one batch of the training inputs, ``(samples, ...)``; called if the context needs the data."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.contexts.base import Context, single_input
+from posthoc_uq.contexts.corrupted import Corrupted
 from posthoc_uq.contexts.from_data import Monochrome, Pool, TrainingBatch
 from posthoc_uq.contexts.generated import Callback, Draw, UniformBox
 from posthoc_uq.errors import PosthocUQError
@@ -21,6 +23,8 @@ class Mixture(Context):
 
     Args:
         parts: pairs of a share and any form of context that `resolve_context` takes; shares need not add up to 1.
+            Where all are whole numbers they are counts, whose sum is the number of context points unless another is
+            asked for.
     """
 
     def __init__(self, parts: Sequence[tuple[float, Any]]) -> None:
@@ -28,15 +32,19 @@ class Mixture(Context):
             raise PosthocUQError(
                 "A mixture of contexts is a list of pairs (share, context) with positive shares."
             )
+        if all(isinstance(share, Integral) for share, _ in parts):
+            self.points = sum(int(share) for share, _ in parts)
         total = sum(float(share) for share, _ in parts)
         self._shares = [float(share) / total for share, _ in parts]
         self._contexts = [resolve_context(context) for _, context in parts]
         self.needs_data = any(context.needs_data for context in self._contexts)
 
     def fresh(self) -> Context:
-        return Mixture(
+        fresh = Mixture(
             [(share, part.fresh()) for share, part in zip(self._shares, self._contexts, strict=True)]
         )
+        fresh.points = self.points
+        return fresh
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
         for context in self._contexts:
@@ -69,15 +77,21 @@ class Mixture(Context):
         return torch.cat([part.to(device) for part in parts])
 
 
-def default_context(batch: Batch) -> Context:
-    """The context of Rudner et al.: half training inputs and half monochrome images, or a uniform box for vectors."""
-    inputs = single_input(batch)
-    return Mixture([(0.5, TrainingBatch()), (0.5, Monochrome())]) if inputs.ndim == 4 else UniformBox()
+def default_context(batch: Batch, corrupted: bool = False) -> Context:
+    """The context of Rudner et al.: half training inputs and half monochrome images, or a uniform box for vectors. With
+    `corrupted` two training images beside fourteen corrupted ones.
+    """
+    if single_input(batch).ndim != 4:
+        return UniformBox()
+    if corrupted:
+        return Mixture([(2, TrainingBatch()), (14, Corrupted())])
+    return Mixture([(0.5, TrainingBatch()), (0.5, Monochrome())])
 
 
 def resolve_context(context: Any) -> Context:
-    """A `Context` from any form that a user may give: a `Context`, ``"monochrome"``, ``"uniform"``, ``"batch"``, a list
-    of pairs ``(share, context)``, a callable ``(n, generator)``, a tensor of inputs, or a loader.
+    """A `Context` from any form that a user may give: a `Context`, ``"monochrome"``, ``"uniform"``, ``"batch"``,
+    ``"corrupted"``, a list of pairs ``(share, context)`` or ``(count, context)``, a callable ``(n, generator)``, a
+    tensor of inputs, or a loader.
 
     Raises:
         PosthocUQError: it is none of these.
@@ -86,6 +100,7 @@ def resolve_context(context: Any) -> Context:
         "monochrome": Monochrome,
         "uniform": UniformBox,
         "batch": TrainingBatch,
+        "corrupted": Corrupted,
     }
     if isinstance(context, Context):
         return context.fresh()

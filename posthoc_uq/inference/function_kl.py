@@ -80,6 +80,35 @@ def last_layer_covariance(
     return covariance if bias_variances is None else covariance + as_double(bias_variances)[:, None, None]
 
 
+def last_layer_variances(
+    features: Tensor, weight_variances: Tensor, bias_variances: Tensor | None = None
+) -> Tensor:
+    """The diagonals of `last_layer_covariance`: ``(*sets, inputs, outputs)`` in float64, differentiable likewise."""
+    variances = as_double(features).square() @ as_double(weight_variances).T
+    return variances if bias_variances is None else variances + as_double(bias_variances)
+
+
+def marginal_kl(mean: Tensor, variances: Tensor, prior_mean: Tensor, prior_variance: float) -> FunctionKL:
+    """``sum_kq KL(N(m_kq, v_kq) || N(p_kq, s))`` over inputs and outputs, from the marginals alone:
+
+        KL = ((m - p)^2 / s + v / s - 1 - log(v / s)) / 2
+
+    Args:
+        mean: ``(sets, inputs, outputs)``.
+        variances: likewise, positive.
+        prior_mean: likewise.
+        prior_variance: s.
+
+    Returns:
+        One divergence a set, without a function noise.
+    """
+    difference = as_double(mean) - as_double(prior_mean)
+    ratio = variances / prior_variance
+    mean_part = 0.5 * (difference.square() / prior_variance).sum(dim=(-2, -1))
+    covariance_part = 0.5 * (ratio - 1 - ratio.log()).sum(dim=(-2, -1))
+    return FunctionKL(mean_part, covariance_part, torch.zeros_like(mean_part.detach()))
+
+
 def relative_function_noise(prior_covariance: Tensor, share: float) -> Tensor:
     """A share of the mean prior variance of the function values, one number a set: ``(*sets, 1, 1, 1)``."""
     diagonal = prior_covariance.detach().diagonal(dim1=-2, dim2=-1)

@@ -6,7 +6,8 @@ variational inference in Bayesian neural networks").
 The first term runs the network itself with weights drawn from q. In the second, both distributions are Gaussians of
 the network linearised in its weights, at context points ``X_s``. The last layer's weights ``W phi + b`` are integrated
 exactly, which gives one covariance an output; all others (the body) are drawn once, which moves the mean by
-``J_body (sigma o e)``. The divergence counts once for the whole data set, so with 1 / N per sample.
+``J_body (sigma o e)``. The divergence counts ``w`` times for the whole data set, so with ``w / N`` per
+sample; the bound has ``w = 1``.
 """
 
 from __future__ import annotations
@@ -20,17 +21,11 @@ from torch import Tensor, nn
 
 from posthoc_uq.contexts import Context
 from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.curvature.plain_attention import PlainAttention
-from posthoc_uq.devices import Checks, as_double, host_double
+from posthoc_uq.devices import Checks, host_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.forward import jvp
-from posthoc_uq.inference.function_kl import (
-    FunctionKL,
-    gaussian_kl,
-    last_layer_covariance,
-    relative_function_noise,
-)
+from posthoc_uq.inference.function_kl import FunctionKL
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
+from posthoc_uq.inference.function_prior import FunctionPrior, linearised_draw
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.likelihoods import Likelihood
@@ -41,92 +36,8 @@ from posthoc_uq.warned import warn_user
 _WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of random numbers from a step's seed
 
 
-class FunctionPrior:
-    """The Gaussian over functions that a prior over the weights gives, linearised at its own parameters.
-
-    Args:
-        network: runs with any parameters.
-        parameters: at which it is linearised.
-        mean: ``"zero"``; anything else takes the outputs at these parameters.
-        precision: of the last layer's weights.
-        body_variance: of all other weights; 0 leaves them certain.
-    """
-
-    def __init__(
-        self,
-        network: FeatureNetwork,
-        parameters: Mapping[str, Tensor],
-        mean: str,
-        precision: float,
-        body_variance: float = 0.0,
-    ) -> None:
-        self._network, self._parameters = network, dict(parameters)
-        self._mean, self._variance, self._body_variance = mean, 1.0 / precision, body_variance
-
-    @torch.no_grad()
-    def moments(
-        self,
-        batch: Batch,
-        normals: Mapping[str, Tensor] | None = None,
-        at_hand: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Means ``(inputs, outputs)`` and features ``(inputs, H)``.
-
-        Args:
-            normals: standard normals for the body's parameters, where the body has a variance.
-            at_hand: outputs and features at the prior's parameters, where they are known already.
-        """
-        if self._body_variance and normals:
-            scaled = {name: value * self._body_variance**0.5 for name, value in normals.items()}
-            outputs, features, moved = linearised_draw(self._network, self._parameters, scaled, batch)
-        else:
-            outputs, features = at_hand or self._network(self._parameters, batch)
-            moved = torch.zeros_like(outputs)
-        return (moved if self._mean == "zero" else outputs + moved), features
-
-    def covariance(self, features: Tensor) -> Tensor:
-        """``(*sets, 1, inputs, inputs)``: the same for every output."""
-        layer, wide = self._network.last, as_double(features)
-        variances = wide.new_full((1, wide.shape[-1]), self._variance)
-        return last_layer_covariance(wide, variances, None if layer.bias is None else variances[:, 0])
-
-
-def linearised_draw(
-    network: FeatureNetwork,
-    parameters: Mapping[str, Tensor],
-    deviations: Mapping[str, Tensor],
-    batch: Batch,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and features at these parameters, and the derivative of the outputs along the deviations, by one
-    forward-mode pass; differentiable in parameters and deviations.
-
-    Raises:
-        PosthocUQError: some operation of the model has no forward derivative.
-    """
-    moved = {name: parameters[name] for name in deviations}
-    fixed = {name: value for name, value in parameters.items() if name not in deviations}
-
-    def run(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return network({**fixed, **weights}, batch)
-
-    try:
-        with PlainAttention():
-            values, tangents = cast(
-                tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], jvp(run, (moved,), (dict(deviations),))
-            )
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
-            raise
-        raise PosthocUQError(
-            f"body='linearized' needs forward derivatives, and the model has an operation without one ({reason}); use "
-            f"body='sample'."
-        ) from error
-    return values[0], values[1], tangents[0]
-
-
 class FunctionSpaceObjective(Objective):
-    """The loss of a step, ``-log p(y | x) + KL / N`` a sample, and its gradients.
+    """The loss of a step, ``-log p(y | x) + w KL / N`` a sample, and its gradients.
 
     Args:
         network: of the model.
@@ -135,7 +46,7 @@ class FunctionSpaceObjective(Objective):
         likelihood: of the targets.
         context: gives the points at which the divergence is taken.
         samples: N.
-        options: of the method.
+        options: of the method, with a number for `n_context`, and a number or None for `divergence_weight`.
         frozen: whether the prior's outputs and features are those at the field's means, which then do not move.
     """
 
@@ -151,10 +62,13 @@ class FunctionSpaceObjective(Objective):
         frozen: bool,
     ) -> None:
         self._network, self._field, self._prior, self._likelihood = network, field, prior, likelihood
-        self._context, self._samples, self._options, self._frozen = context, samples, options, frozen
+        self._context, self._options, self._frozen = context, options, frozen
+        self._weight = (
+            cast(float, options.divergence_weight or 1.0) / samples
+        )  # the default was put in before
         self._last = network.last.parameter_names
         self._warned = False  # that a step needed more function noise
-        self._body = [name for name in field.means if name not in self._last]
+        self._body = [name for name in field.log_variances if name not in self._last]
         self._log_noise_variance: Tensor | None = None
         if options.learn_noise:
             like, variance = next(iter(field.means.values())), cast(Tensor, likelihood.noise_variance)
@@ -218,9 +132,9 @@ class FunctionSpaceObjective(Objective):
             part.index_select(0, largest).squeeze(0)
             for part in (divergences.total, divergences.mean_part, divergences.covariance_part)
         )
-        (total / self._samples).backward()
+        (total * self._weight).backward()
         body.clear()
-        divergence = total.detach() / self._samples
+        divergence = total.detach() * self._weight
         return {
             "loss": divergence - log_likelihood.to(divergence),
             "log likelihood": log_likelihood,
@@ -232,7 +146,8 @@ class FunctionSpaceObjective(Objective):
         """One draw's share of the mean log likelihood; adds its gradients."""
         targets = cast(Tensor, batch.targets)
         weights = {
-            n: (mean.detach() + deviations[n]).requires_grad_() for n, mean in self._field.means.items()
+            n: (mean.detach() + deviations[n] if n in deviations else mean.detach()).requires_grad_()
+            for n, mean in self._field.means.items()
         }
         self._field.on_backward(weights, deviations, mean=True)
         outputs = self._network.outputs(weights, batch)
@@ -274,22 +189,19 @@ class FunctionSpaceObjective(Objective):
         """
         outputs, features, moved = self._draw(contexts, deviations)
         at_means = (outputs.detach(), features.detach()) if self._frozen else None
-        prior_mean, prior_features = self._prior.moments(contexts, self._normals(deviations), at_means)
         sets = self._options.n_sets
 
         def by_set(values: Tensor) -> Tensor:
             return values.reshape(sets, -1, values.shape[1])
 
         weight, *bias = (self._field.log_variances[name].exp() for name in self._last)
-        covariance = last_layer_covariance(by_set(features), weight.flatten(1), bias[0] if bias else None)
-        prior_covariance = self._prior.covariance(by_set(prior_features))
-        function_noise = relative_function_noise(prior_covariance, self._options.function_noise)
-        divergences = gaussian_kl(
-            by_set(outputs + moved).transpose(1, 2),
-            covariance,
-            by_set(prior_mean).transpose(1, 2),
-            prior_covariance,
-            function_noise,
+        divergences = self._prior.divergence(
+            contexts,
+            by_set(outputs + moved),
+            by_set(features),
+            (weight.flatten(1), bias[0] if bias else None),
+            self._normals(deviations),
+            at_means,
         )
         self._warn_of_more_function_noise(divergences.raised)
         return divergences, divergences.total.detach().argmax().reshape(1)
@@ -300,7 +212,7 @@ class FunctionSpaceObjective(Objective):
             self._warned = True
             warn_user(
                 f"A covariance at the context points had no Cholesky factor at "
-                f"function_noise={self._options.function_noise:g}, and was given {factor} times as much; such a "
+                f"function_noise={self._options.noise_share:g}, and was given {factor} times as much; such a "
                 f"step weighs the means less. A larger function_noise, or fewer or less alike context points, makes "
                 f"all steps alike."
             )

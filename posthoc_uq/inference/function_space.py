@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil, exp, inf, isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.inference.context_pass import show_to_context
-from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
+from posthoc_uq.inference.function_objective import FunctionSpaceObjective
 from posthoc_uq.inference.function_options import FunctionSpaceOptions
+from posthoc_uq.inference.function_prior import FunctionPrior, IndependentPrior
 from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.optimisers import cosine
@@ -37,6 +38,9 @@ from posthoc_uq.warned import warn_user
 FUNCTION_SPACE = "function_space"  # the method's name
 PRIOR_PRECISION = 1.0  # the default
 N_CONTEXT = 32
+N_INDEPENDENT = 16  # context points of an independent prior
+_APART = 10  # a weight that far from the one that belongs to a prior is warned of
+_FIRM = 1e-2  # the function noise from which on a prior by features goes with a large weight
 _SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
 
@@ -63,10 +67,14 @@ def train_over_functions(
     began = time.perf_counter()
     with isolated_random_state(settings.seed):
         network = FeatureNetwork(replicate(model), task.layers, task.batch)
-    options = _with_points(network, options)
-    context = default_context(task.batch) if options.context is None else resolve_context(options.context)
+    if options.context is None:
+        context = default_context(task.batch, corrupted=options.prior == "independent")
+    else:
+        context = resolve_context(options.context)
+    options = _with_points(network, options, context)
     field = _field(network, options, task, start)
     samples, content = _look_at_data(task, context)
+    options = _with_weight(options, samples, count_samples(task.batch))
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, task, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
@@ -118,28 +126,53 @@ def _look_at_data(task: Task, context: Context) -> tuple[int, Content | None]:
 
 def _check_trained(field: MeanField) -> None:
     for name, mean in field.means.items():
-        variance = field.log_variances[name].detach().exp()
-        if not bool((torch.isfinite(mean.detach()) & torch.isfinite(variance)).all()):
+        logs = field.log_variances.get(name, mean)
+        if not bool((torch.isfinite(mean.detach()) & torch.isfinite(logs.detach().exp())).all()):
             raise NonFiniteError(
                 f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
                 f"rates, or bring the inputs to about unit size."
             )
 
 
-def _with_points(network: FeatureNetwork, options: FunctionSpaceOptions) -> FunctionSpaceOptions:
-    """The options with a number of context points. The default is 32, or the dimension of the prior's function space
-    where that is less; a warning if more are asked for.
+def _with_points(
+    network: FeatureNetwork, options: FunctionSpaceOptions, context: Context
+) -> FunctionSpaceOptions:
+    """The options with a number of context points. By default that of the context itself; or 32, but no more than the
+    functions of a prior by features have dimensions, and more than these are warned of; or 16 for an independent prior.
     """
     rank = network.last.inputs  # the features, and the bias if there is one
     if options.n_context is None:
-        return replace(options, n_context=min(N_CONTEXT, rank))
-    if options.n_context > rank:
+        usual = N_INDEPENDENT if options.prior == "independent" else min(N_CONTEXT, rank)
+        options = replace(options, n_context=context.points or usual)
+    points = cast(int, options.n_context)
+    if points > rank and options.prior == "features":
         warn_user(
-            f"n_context={options.n_context} is more than the {rank} dimensions of functions of the last layer "
+            f"n_context={points} is more than the {rank} dimensions of functions of the last layer "
             f"'{network.last.name}': what the mean has outside of them costs by function_noise="
-            f"{options.function_noise:g} alone. Take at most {rank} context points, or a larger function_noise."
+            f"{options.noise_share:g} alone. Take at most {rank} context points, or a larger function_noise."
         )
     return options
+
+
+def _with_weight(options: FunctionSpaceOptions, samples: int, batch: int) -> FunctionSpaceOptions:
+    """The options with a number as the divergence's weight; weights that the prior does not go with are warned of."""
+    independent, minibatch = options.prior == "independent", max(1.0, samples / max(1, batch))
+    given = options.divergence_weight
+    if given is None:
+        given = "minibatch" if independent else 1.0
+    weight = minibatch if isinstance(given, str) else given
+    if independent and weight * _APART < minibatch:
+        warn_user(
+            f"An independent prior at divergence_weight={weight:g} says next to nothing beside {samples} samples; "
+            f"leave divergence_weight out, which is 'minibatch' (here {minibatch:g}) with this prior."
+        )
+    if not independent and weight > _APART and options.noise_share < _FIRM:
+        warn_user(
+            f"A prior by features at divergence_weight={weight:g} and function_noise={options.noise_share:g} costs "
+            f"accuracy and calibration; take divergence_weight=1, a function_noise of {_FIRM:g} or more, or "
+            f"prior='independent'."
+        )
+    return replace(options, divergence_weight=weight)
 
 
 def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
@@ -172,14 +205,15 @@ def _field(
     means = {name: parameters[name].detach() for name in names}
     if options.train_mean:
         means = {name: mean.clone() for name, mean in means.items()}
+    last = network.last.parameter_names
+    uncertain = list(last) if options.body == "certain" else names
     resumed = task.checkpoint is not None and task.checkpoint.training is not None
     initial = None if resumed else start()  # else the checkpoint's tensors are put in place later
     if initial is None:
-        last = network.last.parameter_names
         first = {
             n: options.initial_log_variance if n in last else options.initial_body_log_variance for n in names
         }
-        logs = {name: torch.full_like(mean, first[name]) for name, mean in means.items()}
+        logs = {name: torch.full_like(means[name], first[name]) for name in uncertain}
         return MeanField(means, logs, options.train_mean)
     _check_initial(initial, means)
     if initial.centre:
@@ -190,7 +224,7 @@ def _field(
         means = {name: initial.mean[name].to(mean).clone() for name, mean in means.items()}
     variances = initial.variance()
     floor = exp(-80.0)
-    logs = {name: variances[name].to(mean).clamp(min=floor).log() for name, mean in means.items()}
+    logs = {name: variances[name].to(means[name]).clamp(min=floor).log() for name in uncertain}
     return MeanField(means, logs, options.train_mean)
 
 
@@ -222,6 +256,8 @@ def _prior(
         parameters = initialised(task.model, pretrained, seed, "prior_mean='random_init'")
     else:
         parameters = pretrained
+    if options.prior == "independent":
+        return IndependentPrior(network, parameters, options.prior_mean, options.value_variance), False
     frozen = (
         not field.train_mean
         and options.prior_mean != "random_init"
@@ -229,7 +265,7 @@ def _prior(
         and options.body == "linearized"
     )
     return FunctionPrior(
-        network, parameters, options.prior_mean, precision, options.prior_body_variance
+        network, parameters, options.prior_mean, precision, options.prior_body_variance, options.noise_share
     ), frozen
 
 
@@ -243,7 +279,8 @@ def _fit_notes(
 ) -> dict[str, Any]:
     context_name = options.context if isinstance(options.context, str) else type(context).__name__
     if options.context is None:
-        context_name = "batch and monochrome" if isinstance(context, Mixture) else "uniform"
+        foreign = "corrupted" if options.prior == "independent" else "monochrome"
+        context_name = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
     losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
     return {
         "samples": samples,
@@ -255,13 +292,26 @@ def _fit_notes(
         "n_context": options.n_context,
         "n_sets": options.n_sets,
         "n_draws": options.n_draws,
-        "prior mean": options.prior_mean,
-        "prior body variance": float(options.prior_body_variance),
+        **_prior_notes(options),
         "last layer": last,
-        "function noise": options.function_noise,
         "initial": "a posterior" if isinstance(options.initial, Posterior) else options.initial or "constant",
         **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
         **{f"seconds, {what}": value for what, value in task.seconds.items()},
+    }
+
+
+def _prior_notes(options: FunctionSpaceOptions) -> dict[str, Any]:
+    """Of the prior over functions, and the weight of the divergence from it."""
+    shared = {
+        "prior": options.prior,
+        "prior mean": options.prior_mean,
+        "divergence weight": options.divergence_weight,
+    }
+    if options.prior == "independent":
+        return shared | {"prior variance": options.value_variance}
+    return shared | {
+        "prior body variance": float(options.prior_body_variance),
+        "function noise": options.noise_share,
     }
 
 

@@ -26,7 +26,7 @@ class MeanField:
 
     Args:
         means: leaf tensors, trained in place if `train_mean` is set.
-        log_variances: likewise, always trained.
+        log_variances: likewise, always trained; a parameter without one is certain.
         train_mean: whether the means are trained.
     """
 
@@ -64,15 +64,21 @@ class MeanField:
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
         """One draw of all parameters."""
-        return {name: self.means[name].detach() + d for name, d in self.deviations(generator).items()}
+        deviations = self.deviations(generator)
+        means = {name: mean.detach() for name, mean in self.means.items()}
+        return {name: mean + deviations[name] if name in deviations else mean for name, mean in means.items()}
 
     @torch.no_grad()
-    def add_gradients(self, name: str, gradient: Tensor, deviation: Tensor, *, mean: bool) -> None:
+    def add_gradients(self, name: str, gradient: Tensor, deviation: Tensor | None, *, mean: bool) -> None:
         """Carry a gradient by ``mean + sigma e`` over to the mean (if asked) and the log variance: reparameterisation
         (Kingma, Welling 2014), with ``d (sigma e) / d log sigma^2 = sigma e / 2``.
 
-        By hand, since autograd would keep sigma, e and their product in memory.
+        By hand, since autograd would keep sigma, e and their product in memory. Without a deviation the parameter is
+        certain, and the mean alone has a gradient.
         """
+        if deviation is None:
+            _add(self.means[name], gradient)
+            return
         if mean and self.train_mean:
             _add(self.means[name], gradient)
             by_variance = gradient * deviation
@@ -96,7 +102,7 @@ class MeanField:
             gradient, leaf.grad = leaf.grad, None
             del leaves[name]
             if gradient is not None:
-                deviation = leaf.detach() if deviations is None else deviations[name]
+                deviation = leaf.detach() if deviations is None else deviations.get(name)
                 self.add_gradients(name, gradient, deviation, mean=mean)
             leaf.data = leaf.new_empty(0)  # the graph still refers to the leaf, but needs it no more
 
@@ -107,7 +113,12 @@ class MeanField:
         """The variances as blocks of a posterior."""
         blocks: dict[str, Block] = {}
         for name, layer in layers.items():
-            variances = [self.log_variances[p].detach().exp() for p in layer.parameter_names]
+            variances = [
+                self.log_variances[p].detach().exp()
+                if p in self.log_variances
+                else torch.zeros_like(self.means[p])
+                for p in layer.parameter_names
+            ]
             matrix = layer.to_matrix(variances[0], variances[1] if len(variances) > 1 else None)
             blocks[name] = MeanFieldBlock(matrix.contiguous(), samples)
         return blocks

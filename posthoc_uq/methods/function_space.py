@@ -39,7 +39,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     `initial`, for the linearised head.
 
     Attributes:
-        prior_precision: of the last layer's weights in the prior over functions; 1 by default.
+        prior_precision: of the last layer's weights in the prior by features; 1 by default.
         fisher: labels of the curvature that the training begins with; see `Curvature`.
         n_samples: see `Curvature`.
     """
@@ -59,6 +59,11 @@ class FunctionSpace(FunctionSpaceOptions, Method):
         Method.__post_init__(self)  # first: the other checks compare values of the right types
         FunctionSpaceOptions.__post_init__(self)
         put_numbers(self, {"prior_precision": POSITIVE, "n_samples": COUNT})
+        if self.prior == "independent" and self.prior_precision is not None:
+            raise PosthocUQError(
+                "prior_precision is of prior='features'; with prior='independent' give prior_variance, that of a "
+                "function value."
+            )
         if isinstance(self.initial, str):
             one_of("initial", self.initial, (_CONSTANT, *_STARTS) if self.trains else tuple(_STARTS))
         elif self.initial is not None and not (isinstance(self.initial, Posterior) and self.trains):

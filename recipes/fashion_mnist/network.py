@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +28,30 @@ def cnn() -> nn.Sequential:
     )
 
 
-def trained(data: Labelled, seed: int, folder: Path, epochs: int, learning_rate: float) -> nn.Sequential:
+def small_cnn() -> nn.Sequential:
+    """The same with 16 and 32 filters, for trials."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def trained(
+    data: Labelled,
+    seed: int,
+    folder: Path,
+    epochs: int,
+    learning_rate: float,
+    build: Callable[[], nn.Sequential] = cnn,
+) -> nn.Sequential:
     """The network of a seed: from `folder`, which belongs to these settings, or trained and kept there.
 
     SGD with batches of 128, momentum 0.9 and a cosine schedule down to 5 % of the rate, as in appendix D.2 (whose 30
@@ -35,7 +59,7 @@ def trained(data: Labelled, seed: int, folder: Path, epochs: int, learning_rate:
     """
     path = folder / f"cnn-seed{seed}.pt"
     torch.manual_seed(seed)
-    model = cnn()
+    model = build()
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()
