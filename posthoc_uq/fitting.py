@@ -38,6 +38,7 @@ from posthoc_uq.replica import replicate, statistics_dtype, unwrap
 from posthoc_uq.request import Request, requested
 from posthoc_uq.storage.schema import fingerprint
 from posthoc_uq.tuning import settle_faithful, tune
+from posthoc_uq.tuning_names import has_something_to_tune, nothing_to_tune
 from posthoc_uq.warned import warn_user
 from posthoc_uq.wrapping import wrap
 
@@ -116,7 +117,10 @@ def fit(
     _set_prior(posterior, request, task, kept_inputs)
     if val_loader is not None and not request.method.trains:
         readers: dict[str, Any] = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
-        tune(posterior, val_loader, seed=request.seed, progress=progress, **readers)
+        if has_something_to_tune(posterior):
+            tune(posterior, val_loader, seed=request.seed, progress=progress, **readers)
+        else:
+            warn_user(f"val_loader was not used. {nothing_to_tune(posterior)}")
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return_freed_memory()

@@ -24,6 +24,11 @@ def tunes_temperature(posterior: Posterior, temperature: bool | None) -> bool:
     return logits if temperature is None else temperature
 
 
+def has_something_to_tune(posterior: Posterior) -> bool:
+    """Whether a search on held-out data, with nothing named, has something to search."""
+    return posterior.widening is not None or posterior.likelihood.logits
+
+
 def nothing_to_tune(posterior: Posterior) -> PosthocUQError:
     """The error for a search on held-out data that has nothing to search."""
     name, available = posterior.widening, _available(posterior)
