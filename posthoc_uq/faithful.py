@@ -254,8 +254,13 @@ def widening(posterior: Posterior) -> str:
     """
     name = posterior.widening
     if name is None:
+        instead = (
+            "; held-out data can tune its temperature, by criterion='likelihood'"
+            if posterior.likelihood.logits
+            else ""
+        )
         raise PosthocUQError(
             f"A posterior by method={posterior.method!r} has neither a prior precision nor a scale by which it could "
-            f"be made wider or narrower; tune the temperature alone: uq.tune(posterior, val_loader, parameters=())."
+            f"be made wider or narrower{instead}."
         )
     return name

@@ -26,6 +26,7 @@ from posthoc_uq.inference.identity import fit_identity
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.inference.observation_noise import set_observation_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
+from posthoc_uq.inference.row_check import check_log_prob
 from posthoc_uq.inference.task import Task, check_common
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, no_sample
@@ -66,9 +67,8 @@ def fit(
     Args:
         model: the trained model; a copy that shares its weights runs in eval mode.
         loader: batches ``(inputs, targets)``, inputs alone, or mappings; how often it is read depends on the method.
-        method: `INF`, `EFB`, `KFAC`, `Diagonal`, `Dense` or `FunctionSpace` with their options, as objects
-            (``uq.INF(rank=50)``) or by name (``"inf"``, ``"efb"``, ``"kfac"``, ``"diag"``, ``"full"``,
-            ``"function_space"``).
+        method: an object with its options (``uq.INF(rank=50)``), or its name (``"inf"``) with the options as further
+            arguments. The names are the keys of `posthoc_uq.methods.METHODS`.
         val_loader: held-out batches; the fit then ends with `tune(posterior, val_loader)`, or a training with the
             weights of the epoch that predicts them best.
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
@@ -151,6 +151,7 @@ def _prepared_task(
                     autocast=autocast,
                     prove=method.proves_gradients,
                 )
+            check_log_prob(model, batch, likelihood)
             features = find_features(model, batch, autocast)
             settings = SweepSettings(reader, likelihood, seed=seed, dtype=statistics, progress=progress)
             task = Task(model, prepared, all_batches, batch, settings, device, budget)

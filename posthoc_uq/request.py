@@ -154,7 +154,7 @@ def _checked_prior(prior_precision: Any, faithful: Faithful) -> float | str | Fa
         prior = _checked_number(prior_precision)
     if isinstance(prior, Faithful) and prior.divergence is None:
         raise PosthocUQError(
-            "divergence=None leaves the variances that method='function_space' found as they are, and this method "
+            "divergence=None leaves the variances that a training found as they are, and this method trains none; it "
             "has a prior precision instead: choose prior_precision='evidence' or a number."
         )
     return prior

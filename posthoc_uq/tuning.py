@@ -6,26 +6,27 @@ A change of them factorises small matrices again, and never needs the training d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch, widening
+from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.held_out import HYPERPARAMETER, HeldOutSearch, device_of, model_of, restored_on_error
+from posthoc_uq.held_out import HeldOutSearch, device_of, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.values import COUNT, POSITIVE, SEED, flag, one_of, shown
+from posthoc_uq.tuning_names import checked_grid, names_to_tune, nothing_to_tune, tunes_temperature
+from posthoc_uq.values import COUNT, POSITIVE, SEED, flag, one_of
 from posthoc_uq.warned import warn_user
 from posthoc_uq.wrapping import head_class, recorded_head, wrap
 
-PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
 CRITERIA = ("faithful", "likelihood", "evidence")
 
 
@@ -53,9 +54,10 @@ def tune(
 
     * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, as a
       mean over a few hundred inputs like the training inputs. Needs no labels. It is the default of `fit`.
-    * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one, whose
-      negative log-likelihood of held-out data is at most 0.01 nats above the best; of classes, what is wider than the
-      faithful posterior of a fit may also cost at most a tenth of the best. Held-out data of the training distribution
+    * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one (by the
+      evidence, where the likelihood measures no divergence), whose negative log-likelihood
+      of held-out data is at most 0.01 nats above the best; of classes, what is wider than the faithful posterior of a
+      fit may also cost at most a tenth of the best. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
       are logits every prior precision has the temperature that predicts best, under a log-normal prior around 1, so
       that a few samples do not move it far. `scale`, `residual_weight` and the noise variance are searched if asked
@@ -63,8 +65,8 @@ def tune(
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
-    A posterior whose variances were optimised (``method="function_space"``) has a fixed prior precision and no marginal
-    likelihood; its `scale` is chosen instead.
+    A posterior whose variances were optimised has a fixed prior precision and no marginal likelihood; its `scale` is
+    chosen instead, or, where it has none, the temperature alone.
 
     Args:
         posterior: from `fit` or `load`.
@@ -80,7 +82,7 @@ def tune(
         noise: for regression, tune the noise variance too; by default it stays at the training residuals' variance.
         parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
             ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or the scale
-            where that is fixed.
+            where that is fixed, or nothing where there is neither.
         prior_precisions: the values to try on held-out data, in place of the search (of per-layer prior precisions:
             their geometric mean).
         head: the head that predicts: ``"sampling"``, ``"linearized"`` or ``"moments"``; by default the one that the
@@ -181,7 +183,7 @@ def _by_evidence(
 def _by_faithfulness(
     posterior: Posterior, loader: Iterable[Any], predictor: Predictor, reader: BatchReader, request: _Request
 ) -> Trials:
-    _tunes_temperature(posterior, request.temperature)
+    tunes_temperature(posterior, request.temperature)
     if request.parameters is not None or request.grid is not None or request.noise:
         raise PosthocUQError(
             "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
@@ -262,30 +264,42 @@ def _by_likelihood(
     request: _Request,
     faithful_value: Any,
 ) -> Trials:
-    names, seed = _names_to_tune(posterior, request.parameters, request.noise), request.seed
-    first, grid = posterior.widening, None if request.grid is None else _checked_grid(names, request.grid)
+    names, seed = names_to_tune(posterior, request.parameters, request.noise), request.seed
+    tempered = tunes_temperature(posterior, request.temperature)
+    if not names and not tempered:
+        raise nothing_to_tune(posterior)
+    first, grid = posterior.widening, None if request.grid is None else checked_grid(names, request.grid)
     search = HeldOutSearch(
         posterior,
         loader,
         predictor,
         seed=seed,
         reader=reader,
-        temperature=_tunes_temperature(posterior, request.temperature),
+        temperature=tempered,
         progress=request.progress,
     )
     if first in names:
-        if grid is None:
+        if grid is None and posterior.likelihood.has_divergence:
             budget = GUARDED if request.divergence is None else request.divergence
             _return_to_faithful(posterior, loader, predictor, reader, budget, seed)
+        elif grid is None:
+            if request.divergence is not None:
+                raise PosthocUQError(
+                    f"Likelihood {posterior.likelihood.name!r} measures no divergence; leave divergence out, or give "
+                    f"it a method divergence(outputs, prediction)."
+                )
+            _return_to_evidence(posterior)
 
-        def set_faithful() -> None:
-            if faithful_value is not None:
+        def set_as_fitted() -> None:
+            if not posterior.likelihood.has_divergence:
+                _return_to_evidence(posterior)
+            elif faithful_value is not None:
                 posterior.adjust(**{cast(str, posterior.widening): faithful_value})
-                return
-            inputs = sampled_inputs(posterior, loader, reader, seed, False)
-            FaithfulSearch(posterior, inputs, predictor, seed=seed).set_widest(DIVERGENCE)
+            else:
+                inputs = sampled_inputs(posterior, loader, reader, seed, False)
+                FaithfulSearch(posterior, inputs, predictor, seed=seed).set_widest(DIVERGENCE)
 
-        search.widest(grid, set_faithful)
+        search.widest(grid, set_as_fitted)
     for name in names:
         if name != first:
             search.coordinate(name, request.max_evaluations)
@@ -317,6 +331,14 @@ def _return_to_faithful(
     settle_faithful(
         posterior, sampled_inputs(posterior, loader, reader, seed, False), predictor, divergence, seed=seed
     )
+
+
+def _return_to_evidence(posterior: Posterior) -> None:
+    """Set the prior precision by the evidence, as a fit does where the likelihood has no faithful prior: from there a
+    search on held-out data goes upwards. A posterior without an evidence stays as it is.
+    """
+    if posterior.takes_prior and LOG_DETERMINANT in posterior.capabilities:
+        maximise_evidence(posterior)
 
 
 def _recorded_faithful_value(posterior: Posterior, head: str) -> Any:
@@ -360,41 +382,3 @@ def _forget_calibration(posterior: Posterior, head: str) -> None:
     if head == "moments" and posterior.history.calibration:
         posterior.history.calibration = {}  # it does not belong to the hyperparameters that are tried
         warn_user("tune leaves the moments head's calibration out; calibrate again.")
-
-
-def _tunes_temperature(posterior: Posterior, temperature: bool | None) -> bool:
-    logits = posterior.likelihood.logits
-    if temperature and not logits:
-        raise PosthocUQError(
-            f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
-        )
-    return logits if temperature is None else temperature
-
-
-def _checked_grid(names: list[str], grid: Sequence[float]) -> list[float]:
-    if "prior_precision" not in names:
-        raise PosthocUQError(f"prior_precisions are given, and parameters={names} leave them alone.")
-    if (
-        isinstance(cast(Any, grid), (str, Mapping))
-        or not isinstance(cast(Any, grid), Iterable)
-        or getattr(grid, "ndim", 1) != 1
-        or len(grid) == 0
-    ):
-        raise PosthocUQError(f"prior_precisions must be a list of numbers, not {shown(grid)}.")
-    return [POSITIVE("Each of prior_precisions", value) for value in grid]
-
-
-def _names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
-    has_noise = posterior.noise_variance is not None
-    available = [p for p in PARAMETERS if HYPERPARAMETER.get(p, p) in posterior.tunable]
-    if parameters is None:
-        first = widening(posterior)
-        return [first, "noise"] if noise and has_noise else [first]
-    if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
-        raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")
-    unknown = [p for p in parameters if p not in available]
-    if unknown or (not parameters and not posterior.likelihood.logits):
-        raise PosthocUQError(
-            f"parameters must be among {available} for this posterior; not {list(parameters)}."
-        )
-    return list(parameters)

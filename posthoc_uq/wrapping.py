@@ -143,8 +143,10 @@ def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
     """Name and options of the head that a posterior's hyperparameters were found for. Without a record, as in files of
     earlier versions, it is ``"sampling"``; if the posterior cannot serve the head, it is the first one that it can.
     """
-    record, possible = posterior.history.head, _possible_heads(posterior)
-    name, options = (str(record["name"]), dict(record["options"])) if record else ("sampling", {})
+    head_record, possible = posterior.history.head, _possible_heads(posterior)
+    name, options = (
+        (str(head_record["name"]), dict(head_record["options"])) if head_record else ("sampling", {})
+    )
     return (name, options) if name in possible or not possible else (possible[0], {})
 
 
@@ -171,9 +173,9 @@ def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
 
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:
     """Warn, once for a posterior and a head, that the hyperparameters were found for another head."""
-    record = posterior.history.head
-    found_for = record.get("name")
-    by_predictions = record.get("criterion") in ("faithful", "likelihood")
+    head_record = posterior.history.head
+    found_for = head_record.get("name")
+    by_predictions = head_record.get("criterion") in ("faithful", "likelihood")
     if found_for in (None, head) or not by_predictions or head in posterior.warned_heads:
         return
     posterior.warned_heads.add(head)

@@ -200,8 +200,12 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
     assert "temperature" in shown and not {"scale", "prior precision", "residual weight"} & shown.keys()
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(5))
     loader = [(x, model(x).argmax(1).detach())]
-    for options in ({}, {"criterion": "faithful"}, {"parameters": ("scale",)}):
-        with pytest.raises(PosthocUQError, match=r"neither a prior precision nor a scale|must be among"):
+    for options, words in (
+        ({"criterion": "faithful"}, "neither a prior precision nor a scale.*by criterion='likelihood'"),
+        ({"parameters": ("scale",)}, r"must be left out for this posterior; not \['scale'\]"),
+        ({"temperature": False}, "nothing to tune.*neither.*temperature=False leaves the temperature"),
+    ):
+        with pytest.raises(PosthocUQError, match=words):
             uq.tune(posterior, loader, progress=False, **options)
     for name, words in (
         ("scale", "its draws follow no scale"),

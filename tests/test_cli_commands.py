@@ -168,20 +168,10 @@ class TestFit:
         assert text.splitlines()[-1].startswith(f"Written to {place / 't.h5'} (")
 
     def test_options_that_a_method_does_not_take(self, place: Path) -> None:
-        said = failure(
-            *[
-                "fit",
-                place / "val",
-                *model_options(place),
-                "-o",
-                place / "x.h5",
-                "--method",
-                "diag",
-                "--rank",
-                3,
-            ]
-        )
-        assert "method='diag' does not take ['rank']" in said
+        data = ["fit", place / "val", *model_options(place), "-o", place / "x.h5"]
+        said = run(*data, "--method", "diag", "--rank", 3, code=2).stderr
+        assert "--rank is for the method inf (--method inf), and this is diag" in said
+        assert "Error: --rank must be a positive integer" in run(*data, "--rank", -1, code=2).stderr
 
     @pytest.mark.slow
     def test_several_processes_fit_the_same(self, place: Path) -> None:

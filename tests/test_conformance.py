@@ -46,7 +46,8 @@ from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT, QUADRATIC, VARIANCES
 from posthoc_uq.posteriors.state import posterior_state
 from posthoc_uq.storage.sizes import size_limit
-from posthoc_uq.tuning import CRITERIA, PARAMETERS
+from posthoc_uq.tuning import CRITERIA
+from posthoc_uq.tuning_names import PARAMETERS
 from posthoc_uq.wrapping import HEADS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of trainings that are too short to settle
@@ -276,8 +277,8 @@ def test_tuning(name: str, criterion: str) -> None:
     refused = None
     if criterion == "evidence" and not posterior.takes_prior:
         refused = "log marginal likelihood.*held-out data"
-    elif not posterior.tunable & {"scale", "prior_precision"}:
-        refused = r"neither a prior precision nor a scale.*parameters=\(\)"
+    elif criterion == "faithful" and posterior.widening is None:
+        refused = "neither a prior precision nor a scale.*by criterion='likelihood'"
 
     def tune() -> None:
         own = {"n_samples": 3} if short(name).head == "sampling" and criterion != "evidence" else {}
@@ -291,7 +292,7 @@ def test_tuning(name: str, criterion: str) -> None:
             return
         tune()
     assert posterior.history.head["criterion"] == criterion
-    assert bool(posterior.history.faithful) == (criterion != "evidence")
+    assert bool(posterior.history.faithful) == (criterion != "evidence" and posterior.widening is not None)
     assert posterior.settings.plain() != before or not posterior.takes_prior
     assert all(0 < value < float("inf") for value in posterior.settings.plain().values())
 

@@ -49,6 +49,9 @@ def _refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> No
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"method": "laplace"}, r"method must be one of .*'inf'.*'laplace'"),
+    "method in other letters": ({"method": "INF"}, r"Did you mean 'inf'\?"),
+    "a class's name as method": ({"method": "FunctionSpace"}, r"Did you mean 'function_space'\?"),
+    "a class as likelihood": ({"likelihood": uq.Gaussian}, r"likelihood is a class.*Gaussian\(\)"),
     "likelihood": ({"likelihood": "poisson"}, r"likelihood must be one of .*'regression'.*'poisson'"),
     "fisher": ({"fisher": "type-2"}, r"fisher must be one of .*'mc'.*'type-2'"),
     "n_samples of nothing": ({"n_samples": 0}, "n_samples .* at least 1"),

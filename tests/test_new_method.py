@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,19 @@ def test_the_command_line_shows_it() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "isotropic" in done.stdout and "--share" in done.stdout
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_documents_name_it(name: str) -> None:
+    """Every method of the package has a row in the README, and in docs/methods.md a row or a section of its own."""
+    kind, root = METHODS[name], TESTS.parent
+    if not kind.__module__.startswith("posthoc_uq."):
+        return
+    readme = (root / "README.md").read_text(encoding="utf-8").partition("\n## Methods\n")[2]
+    assert f'| `uq.{kind.__name__}()`, `"{name}"`' in readme.partition("\n## ")[0]
+    document = (root / "docs" / "methods.md").read_text(encoding="utf-8")
+    row = f'| `"{name}"` | ' in document.partition("\n## The family\n")[2].partition("\n## ")[0]
+    assert row or re.search(rf'\n## [^\n]+\n\n[^\n]*`method="{name}"`', document)
 
 
 def test_two_methods_cannot_have_one_name(isotropic: Any) -> None:

@@ -7,9 +7,11 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from hostile_files import Image
 from scipy.stats import poisson
@@ -60,6 +62,22 @@ class Bare(uq.Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -(outputs - targets.reshape(outputs.shape)).abs().sum(1) - math.log(2)
+
+
+class Broadcasting(Poisson):
+    """A `log_prob` that takes targets of one shape only, and does not look."""
+
+    check = uq.Likelihood.check
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets * outputs - outputs.exp() - torch.lgamma(targets + 1)).sum(1)
+
+
+class Unsummed(Broadcasting):
+    """The same, for one output a sample."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
 
 
 def data(samples: int = SAMPLES, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -166,9 +184,61 @@ class TestFit:
             fit(network, "diag", Drawn(), fisher="exact")
         with pytest.raises(uq.PosthocUQError, match="draws no labels"):
             fit(network, "diag", Exact(), fisher="mc")
-        with pytest.raises(uq.PosthocUQError, match="gives no labels"):
-            fit(network, "diag", Bare())
-        assert fit(network, "diag", Bare(), fisher="empirical").likelihood.name == "Bare"
+        with pytest.raises(
+            uq.PosthocUQError, match=r"no exact expectation.*; take fisher='empirical', which"
+        ):
+            fit(network, "diag", Bare(), fisher="exact")
+
+    def test_log_prob_alone_is_enough(self, network):
+        """Without drawn or exact labels the Fisher is that of the targets, and says so once."""
+        with pytest.warns(UserWarning, match="neither draw nor exact_factors") as warned:
+            bare = uq.fit(network, [data()], likelihood=Bare(), progress=False)
+        assert len(warned) == 1 and "fisher: empirical, chosen by 'auto'" in str(bare.report())
+        asked = uq.fit(network, [data()], likelihood=Bare(), fisher="empirical", progress=False)
+        for name, block in bare.blocks.items():
+            for part, tensor in block.tensors().items():
+                assert torch.equal(tensor, asked.blocks[name].tensors()[part])
+        with pytest.raises(uq.PosthocUQError, match=r"gives no labels.*no targets.*fisher='empirical'"):
+            uq.fit(network, [data()[0]], likelihood=Bare(), progress=False)
+
+    @pytest.mark.parametrize("method", ["diag", "function_space"])
+    def test_targets_that_broadcast_are_refused(self, network, method):
+        x, y = data()
+        words = r"Batch 0: log_prob of likelihood 'Poisson'.*\(60, 1\) and targets of shape \(60,\).*reshape"
+        with pytest.raises(uq.PosthocUQError, match=words):
+            uq.fit(network, [(x, y.flatten())], method, likelihood=Broadcasting(), progress=False)
+        with pytest.raises(uq.PosthocUQError, match=r"gives 32 samples the shape \(32, 32\) and not \(32,\)"):
+            uq.fit(network, [(x, y.flatten())], method, likelihood=Unsummed(), progress=False)
+        fitted = uq.fit(
+            network, [(x, y)], "diag", likelihood=Broadcasting(), prior_precision=1.0, progress=False
+        )
+        with pytest.raises(uq.PosthocUQError, match="alone than among others"):
+            uq.wrap(network, fitted)(x).log_prob(y.flatten())
+        with pytest.raises(uq.PosthocUQError, match="alone than among others"):
+            uq.tune(fitted, [(x, y.flatten())], prior_precisions=[1.0], progress=False)
+        with pytest.raises(uq.PosthocUQError, match="alone than among others"):
+            str(uq.evaluate(uq.wrap(network, fitted), [(x, y.flatten())], progress=False))
+
+    def test_flat_targets_of_the_document(self, network):
+        """The likelihood that docs/methods.md shows takes targets of either shape."""
+        text = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
+        shown = next(part for part in text.split("```python\n") if part.startswith("class Poisson")).split(
+            "```"
+        )[0]
+        names = {"uq": uq, "torch": torch, "scipy": scipy, "__name__": __name__}
+        exec(shown.partition("posterior = ")[0], names)
+        x, y = data()
+        options = {
+            "method": "diag",
+            "likelihood": names["Poisson"](),
+            "prior_precision": 2.0,
+            "progress": False,
+        }
+        fits = [uq.fit(network, [(x, targets)], **options) for targets in (y, y.flatten())]
+        assert fits[0].evidence.log_likelihood == pytest.approx(fits[1].evidence.log_likelihood, rel=1e-6)
+        logs = [uq.wrap(network, fits[1])(x).log_prob(targets) for targets in (y, y.flatten())]
+        assert torch.equal(*logs)
+        assert "NLL" in str(uq.evaluate(uq.wrap(network, fits[1]), [(x, y.flatten())], progress=False))
 
     def test_targets_that_its_check_refuses(self, network):
         x, y = data()
@@ -226,7 +296,18 @@ class TestTune:
         class Plain(Poisson):
             divergence = uq.Likelihood.divergence
 
-        assert fit(network, "kfac", Plain(), prior_precision=None).history.head["criterion"] == "evidence"
+        fitted = fit(network, "kfac", Plain(), prior_precision=None)
+        assert fitted.history.head["criterion"] == "evidence"
+        by_evidence, held_out = fitted.prior_precision, [data(40, seed=3)]
+        trials = uq.tune(fitted, held_out, progress=False)
+        best = min(trial["validation NLL"] for trial in trials.trials)
+        assert trials.trials[0]["prior precision"] == pytest.approx(by_evidence)
+        assert fitted.prior_precision >= by_evidence and trials.chosen["validation NLL"] <= best + 0.01
+        assert fitted.history.head["criterion"] == "likelihood" and not fitted.history.faithful
+        with pytest.raises(uq.PosthocUQError, match="leave divergence out"):
+            uq.tune(fitted, held_out, divergence=0.1, progress=False)
+        with pytest.raises(uq.PosthocUQError, match="by the evidence or by the likelihood of held-out data"):
+            uq.tune(fitted, held_out, criterion="faithful", progress=False)
 
 
 def gaussian_truth(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

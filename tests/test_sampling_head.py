@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import without_training
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -224,7 +225,7 @@ class _Rounding(Factor):
         return self.factor.transform(noise) * (1 + 1e-6 * len(noise))
 
 
-@pytest.mark.parametrize("method", ["inf", "kfac", "efb", "full"])
+@pytest.mark.parametrize("method", without_training())
 def test_a_draw_is_the_same_whatever_else_is_drawn(method):
     """To the bit; a triangular system of this size is solved otherwise for one column than for several."""
     with torch.random.fork_rng():

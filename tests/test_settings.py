@@ -176,7 +176,7 @@ def test_threads_that_set_and_threads_that_read() -> None:
 LACKING: list[tuple[str, str, str, str]] = [
     ("kfac", "classification", "residual_weight", "only the low rank of method='inf' leaves a residual"),
     ("kfac", "classification", "noise_scale", "its likelihood has no noise"),
-    ("kfac", "regression", "temperature", "a regression has none"),
+    ("kfac", "regression", "temperature", "this likelihood's outputs are none"),
 ]
 
 

@@ -84,15 +84,15 @@ def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
 
 def textual(annotation: Any) -> bool:
     """Whether values of a type, or some of them, can be given as text."""
-    return bool(_forms(annotation))
+    return bool(_alternatives(annotation))
 
 
-def _forms(annotation: Any) -> list[Any]:
+def _alternatives(annotation: Any) -> list[Any]:
     """The parts of a type whose values can be given as text: `int`, `float`, `str`, `bool`, `torch.dtype`, and the
     single values of a `Literal`.
     """
     if get_origin(annotation) in (Union, types.UnionType):
-        return [form for part in get_args(annotation) for form in _forms(part)]
+        return [alternative for part in get_args(annotation) for alternative in _alternatives(part)]
     if get_origin(annotation) is Literal:
         return [_Value(value) for value in get_args(annotation)]
     if annotation is Any:  # text is a value, too
@@ -119,53 +119,68 @@ def _is_dtype(annotation: Any) -> bool:
 class OneOf(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
     """A value of one of several types: a type, or a single value of a `Literal`, whichever fits the text first."""
 
-    def __init__(self, forms: Sequence[Any]) -> None:
+    def __init__(self, alternatives: Sequence[Any]) -> None:
         # The strictest type is tried first: 3 is read as a whole number, else as a number, else as text.
         ranks = {bool: 1, int: 2, float: 3, str: 5}
-        unique = dict.fromkeys(forms)
-        self._forms = sorted(unique, key=lambda form: 0 if isinstance(form, _Value) else ranks.get(form, 4))
-        values = [str(form.value).lower() for form in self._forms if isinstance(form, _Value)]
-        truths = list(_TRUTHS) if bool in self._forms else []
-        number = ["number"] if float in self._forms else ["integer"] if int in self._forms else []
+        unique = dict.fromkeys(alternatives)
+        self._alternatives = sorted(
+            unique,
+            key=lambda alternative: 0 if isinstance(alternative, _Value) else ranks.get(alternative, 4),
+        )
+        values = [
+            str(alternative.value).lower()
+            for alternative in self._alternatives
+            if isinstance(alternative, _Value)
+        ]
+        truths = list(_TRUTHS) if bool in self._alternatives else []
+        number = (
+            ["number"] if float in self._alternatives else ["integer"] if int in self._alternatives else []
+        )
         self.words = [*values, *truths]
-        self.name = "|".join([*number, *self.words, *(["text"] if str in self._forms else [])])
-        if any(_is_dtype(form) for form in self._forms):
+        self.name = "|".join([*number, *self.words, *(["text"] if str in self._alternatives else [])])
+        if any(_is_dtype(alternative) for alternative in self._alternatives):
             self.name = "|".join(part for part in (self.name, "dtype") if part)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
-        for form in self._forms:
+        for alternative in self._alternatives:
             try:
-                return _converted(value, form)
+                return _converted(value, alternative)
             except ValueError:
                 continue
         self.fail(self._complaint(value), param, ctx)
 
     def _complaint(self, value: str) -> str:
-        if any(_is_dtype(form) for form in self._forms):
+        if any(_is_dtype(alternative) for alternative in self._alternatives):
             return f"{value!r} is no number format of torch, such as float32."
-        kind = "a number" if float in self._forms else "a whole number" if int in self._forms else None
+        kind = (
+            "a number"
+            if float in self._alternatives
+            else "a whole number"
+            if int in self._alternatives
+            else None
+        )
         if kind is None:
             return f"{value!r} is not one of {', '.join(self.words)}."
         return f"{value!r} is not {kind}{''.join(f', nor {word!r}' for word in self.words)}."
 
 
-def _converted(text: str, form: Any) -> Any:
+def _converted(text: str, alternative: Any) -> Any:
     """A text as a value of a type.
 
     Raises:
         ValueError: the text is no such value.
     """
-    if isinstance(form, _Value):
-        if text.lower() != str(form.value).lower():
+    if isinstance(alternative, _Value):
+        if text.lower() != str(alternative.value).lower():
             raise ValueError(text)
-        return NONE if form.value is None else form.value
-    if form is bool:
+        return NONE if alternative.value is None else alternative.value
+    if alternative is bool:
         if text.lower() not in _TRUTHS:
             raise ValueError(text)
         return _TRUTHS[text.lower()]
-    return dtype_named(text) if _is_dtype(form) else form(text)
+    return dtype_named(text) if _is_dtype(alternative) else alternative(text)
 
 
 def dtype_named(text: str) -> Any:
@@ -195,16 +210,20 @@ def parameter_type(annotations: Sequence[Any], default: Any = None) -> click.Par
     """The click type that reads a value of one of these types; None where the option is a pair of flags. The text
     ``none`` is allowed where the types include None and the default is something else.
     """
-    forms = list(dict.fromkeys(form for annotation in annotations for form in _forms(annotation)))
+    alternatives = list(dict.fromkeys(one for annotation in annotations for one in _alternatives(annotation)))
     if default is not None and any(type(None) in get_args(annotation) for annotation in annotations):
-        forms.append(_Value(None))
-    if forms == [bool]:
+        alternatives.append(_Value(None))
+    if alternatives == [bool]:
         return None
-    values = [form.value for form in forms if isinstance(form, _Value)]
-    if len(values) == len(forms) and all(isinstance(value, str) for value in values):
+    values = [alternative.value for alternative in alternatives if isinstance(alternative, _Value)]
+    if len(values) == len(alternatives) and all(isinstance(value, str) for value in values):
         return click.Choice(values)
     simple = {int: click.INT, float: click.FLOAT, str: click.STRING}
-    return simple[forms[0]] if len(forms) == 1 and forms[0] in simple else OneOf(forms)
+    return (
+        simple[alternatives[0]]
+        if len(alternatives) == 1 and alternatives[0] in simple
+        else OneOf(alternatives)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,12 @@ def _methods() -> Choices:
         "method": Spelling(type=click.Choice(list(METHODS)), text="How the posterior is fitted."),
         "likelihood": Spelling(type=click.Choice(list(LIKELIHOODS)), text="What the model's outputs mean."),
         "layers": Spelling(text="All, last, or names, prefixes and shell patterns with commas between."),
-        "prior_precision": Spelling(type=OneOf([int, float, *literal("faithful", "evidence")])),
+        "prior_precision": Spelling(
+            type=OneOf([int, float, *literal("faithful", "evidence")]),
+            text="A number; faithful (the default), for the widest posterior whose predictions stay near the model's "
+            "own; or evidence, for the maximum of the log marginal likelihood. For a training a number is the method's "
+            "own prior precision.",
+        ),
         "head": Spelling(type=click.Choice(HEADS)),
         "checkpoint": Spelling(metavar="FILE"),
     }

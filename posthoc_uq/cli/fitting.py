@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+import click
 import torch
 import torch.distributed as dist
 
@@ -41,7 +42,7 @@ def process_group(options: dict[str, Any]) -> Generator[None]:
 def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Fit and save; the facts that the command prints, as plain values."""
     arguments: dict[str, Any] = dict(options["arguments"])
-    arguments["method"] = _method(arguments["method"], options["method_options"])
+    arguments["method"] = _method_as_used(arguments["method"], options["method_options"])
     arguments["layers"] = _layers(arguments["layers"])
     likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}
     check_output(output)
@@ -70,6 +71,17 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
         "processes": world(),
         "text": str(report),
     }
+
+
+def _method_as_used(name: str, options: Mapping[str, Any]) -> Method:
+    """`_method`, where a value that the method refuses is wrong usage, told with the option in place of the field."""
+    try:
+        return _method(name, options)
+    except PosthocUQError as error:
+        text = str(error)
+        field = next((field for field in options if text.startswith(f"{field} ")), None)
+        said = text if field is None else f"--{field.replace('_', '-')}{text.removeprefix(field)}"
+        raise click.UsageError(said, click.get_current_context(silent=True)) from error
 
 
 def _method(name: str, options: Mapping[str, Any]) -> Method:

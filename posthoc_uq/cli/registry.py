@@ -85,11 +85,30 @@ class RegistryCommand(Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         made = self._made(ctx)
+        self._refuse_options_of_others(ctx, made)
         values = {entry.field: ctx.params.pop(str(entry.option.name)) for entry in made.options}
         chosen = {n: None if value is NONE else value for n, value in values.items() if value is not None}
         ctx.params[f"{made.choices.word}_options"] = chosen
         ctx.params["arguments"] = {str(o.name): ctx.params[str(o.name)] for o in made.choices.options}
         return super().invoke(ctx)
+
+    @staticmethod
+    def _refuse_options_of_others(ctx: click.Context, made: _Made) -> None:
+        """Where a method or head is named, an option that it does not have is wrong usage."""
+        word = made.choices.word
+        name = ctx.params.get(word)
+        for entry in made.options:
+            if name is None or name in entry.names or ctx.params[str(entry.option.name)] is None:
+                continue
+            owners = (
+                f"{word} {entry.names[0]}"
+                if len(entry.names) == 1
+                else f"{word}s {' and '.join(entry.names)}"
+            )
+            raise click.UsageError(
+                f"{entry.option.opts[0]} is for the {owners} (--{word} {entry.names[-1]}), and this is {name}.",
+                ctx,
+            )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         made = self._made(ctx)

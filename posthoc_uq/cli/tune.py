@@ -16,7 +16,8 @@ from posthoc_uq.cli.registry import Choices, RegistryCommand
 
 def _heads() -> Choices:
     """Every head with its arguments, and the arguments of `posthoc_uq.tune`."""
-    from posthoc_uq.tuning import CRITERIA, PARAMETERS, tune
+    from posthoc_uq.tuning import CRITERIA, tune
+    from posthoc_uq.tuning_names import PARAMETERS
 
     spellings = {
         "criterion": Spelling(

@@ -1,4 +1,4 @@
-"""The dry run: find the weighted layers on a few samples, and prove that their full gradients are caught.
+"""The dry run: find the weighted layers on a few samples, and prove that their full gradients are layer_gradients.
 
 For every layer the caught pairs must rebuild autograd's gradient, of the batch and of one sample alone, up to rounding:
 ``sum_t g_st a_st^T``. A layer that fails is named, never silently missed.
@@ -213,17 +213,17 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
     failing = set(capture.tracked)
     recording = capture.run(probe, reference.samples)
 
-    def compare(caught: LayerGradients) -> None:
-        layer = caught.layer
+    def compare(layer_gradients: LayerGradients) -> None:
+        layer = layer_gradients.layer
         dtype = torch.promote_types(torch.float32, recording.outputs.dtype)
         try:
-            activations, gradients = caught.operands(dtype)
+            activations, gradients = layer_gradients.operands(dtype)
         except UnsupportedLayerError:
             return
         per_sample = activations.gradients(gradients, CPU_TEMPORARY)
         of_batch, of_last = per_sample.sum(0), per_sample[-1]
         # Terms may cancel in the sum, but rounding is relative to the terms.
-        terms_bound = float(torch.linalg.vector_norm(gradients)) * caught.norm_bound()
+        terms_bound = float(torch.linalg.vector_norm(gradients)) * layer_gradients.norm_bound()
         if _agrees(layer, of_batch, reference.total, terms_bound, tolerance) and _agrees(
             layer, of_last, reference.last, terms_bound, tolerance
         ):

@@ -98,14 +98,14 @@ class Reference:
         gradient = self.total[name]
         return gradient is not None and bool((gradient != 0).any())
 
-    def _missed(self, caught: set[str]) -> list[tuple[str, str]]:
+    def _missed(self, reached: set[str]) -> list[tuple[str, str]]:
         missed: list[tuple[str, str]] = []
         for name, gradient in self.total.items():
             module_name, module = self._home(name)
             if (
                 gradient is None
                 or gradient.ndim < 2
-                or name in caught
+                or name in reached
                 or not isinstance(module, HOLD_WEIGHTS)
             ):
                 continue
@@ -113,17 +113,17 @@ class Reference:
                 missed.append((module_name or name, name))
         return missed
 
-    def missed_weights(self, caught: set[str], selection: Selection) -> list[tuple[str, str]]:
+    def missed_weights(self, reached: set[str], selection: Selection) -> list[tuple[str, str]]:
         """The weights asked for that have a gradient but were not seen in use, each after its module's name."""
-        missed = self._missed(caught)
+        missed = self._missed(reached)
         if selection == "all":
             return missed
         if selection == "last":  # a missed layer after all caught ones would be the last
-            last_caught = max((self.order[name] for name in caught), default=-1)
+            last_reached = max((self.order[name] for name in reached), default=-1)
             return [
                 (module, name)
                 for module, name in missed
-                if self.order[name] > last_caught and isinstance(self._home(name)[1], WEIGHTED_MODULES)
+                if self.order[name] > last_reached and isinstance(self._home(name)[1], WEIGHTED_MODULES)
             ]
         if callable(selection):
             return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]

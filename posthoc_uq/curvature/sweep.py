@@ -292,12 +292,12 @@ def _feed(
     first_pass: bool,
     rows: dict[str, Tensor] | None,
 ) -> Callable[[LayerGradients], None]:
-    def sink(caught: LayerGradients) -> None:
-        name = caught.layer.name
-        activations, gradients = caught.operands(dtype)
+    def sink(layer_gradients: LayerGradients) -> None:
+        name = layer_gradients.layer.name
+        activations, gradients = layer_gradients.operands(dtype)
         check = gradients.sum()
         if first_pass:
-            check = check + sum(call.input.detach().sum(dtype=dtype) for call in caught.calls)
+            check = check + sum(call.input.detach().sum(dtype=dtype) for call in layer_gradients.calls)
         sums[name] = check if name not in sums else sums[name] + check
         for accumulator in accumulators.get(name, ()):
             accumulator.add(activations, gradients, first_pass)

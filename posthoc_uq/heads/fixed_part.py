@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from posthoc_uq.heads.cost import Cost, cost_of
 from posthoc_uq.heads.interception import ReplayError, intercept
-from posthoc_uq.heads.recording import Recorder, RewrittenError
+from posthoc_uq.heads.recording import FunctionRecorder, RewrittenError
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.stand_ins import writable_copy
 from posthoc_uq.loaders import Batch, output_tensor
@@ -146,7 +146,9 @@ class FixedPart:
     ) -> Features:
         for _ in range(_TRIES):
             try:
-                return Recorder(twin.changing, self._rewritten, known_modules).run(twin.model, args, kwargs)
+                return FunctionRecorder(twin.changing, self._rewritten, known_modules).run(
+                    twin.model, args, kwargs
+                )
             except RewrittenError as error:
                 self._rewritten = self._rewritten | error.names
         raise ReplayError("later code keeps writing into what modules returned")

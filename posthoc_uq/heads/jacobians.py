@@ -74,11 +74,11 @@ def pull(
     layers: dict[str, Pulled] = {}
     for place, number in enumerate(numbers):
 
-        def collect(caught: LayerGradients, place: int = place) -> None:
-            name = caught.layer.name
-            activations, gradients = caught.operands(dtype)
+        def collect(layer_gradients: LayerGradients, place: int = place) -> None:
+            name = layer_gradients.layer.name
+            activations, gradients = layer_gradients.operands(dtype)
             if name not in layers:
-                layers[name] = Pulled(caught.layer, activations)
+                layers[name] = Pulled(layer_gradients.layer, activations)
             layers[name].gradients[place] = gradients
 
         recording.pull_back(gradient(number), collect, last=last and place == len(numbers) - 1)

@@ -14,7 +14,7 @@ from posthoc_uq.heads.chosen_outputs import ChosenOutputs, check_shape
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, one_output, pull, random_signs
 from posthoc_uq.heads.predictor import GaussianOutputs
 from posthoc_uq.heads.products import Mode
-from posthoc_uq.heads.tracking import TrackedLayers, output_layer
+from posthoc_uq.heads.tracking import TrackedModel, output_layer
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
@@ -39,7 +39,7 @@ class Engine:
     """
 
     name: str
-    tracked: TrackedLayers
+    tracked: TrackedModel
     layers: tuple[str, ...]
     covariance: Callable[[torch.device], WeightCovariance]
     chosen: ChosenOutputs

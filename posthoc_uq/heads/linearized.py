@@ -23,7 +23,7 @@ from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.probes import Probes, drawn_outputs
 from posthoc_uq.heads.replay import FeatureBatch, Features
-from posthoc_uq.heads.tracking import TrackedLayers, track_layers
+from posthoc_uq.heads.tracking import TrackedModel, track_layers
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
@@ -121,7 +121,7 @@ class LinearizedPredictor(Predictor):
             # a copy whose weights are swapped while it runs, so that no other thread may run it meanwhile
             self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
         self._fixed_part = FixedPart(self._twin[0], posterior.mean)
-        self._ready: TrackedLayers | None = None
+        self._ready: TrackedModel | None = None
         self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
         self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
 
@@ -301,7 +301,7 @@ class LinearizedPredictor(Predictor):
                     self._drawn = cached = (settings, deviations)
         return cached[1]
 
-    def _prepared(self, batch: Batch) -> TrackedLayers:
+    def _prepared(self, batch: Batch) -> TrackedModel:
         if self._ready is None:
             with _PREPARING, isolated_random_state():
                 if self._ready is None:

@@ -13,7 +13,7 @@ from posthoc_uq.curvature.features import feature_rows, watching
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, pull
-from posthoc_uq.heads.tracking import TrackedLayers, track_layers
+from posthoc_uq.heads.tracking import TrackedModel, track_layers
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
@@ -131,7 +131,7 @@ class PosteriorRatio:
             smoothed, self._dtype, device, temporary_limit(self._budget, device)
         )
         with isolated_random_state():
-            self._tracked: TrackedLayers = track_layers(network, posterior, batch.copied(), self._dtype)
+            self._tracked: TrackedModel = track_layers(network, posterior, batch.copied(), self._dtype)
 
     def __call__(self, batch: Batch) -> Tensor:
         """``(samples,)`` in (0, 1].

@@ -105,7 +105,7 @@ class _RunningCall:
         self.written |= inner.written
 
 
-class Recorder(TorchFunctionMode):
+class FunctionRecorder(TorchFunctionMode):
     """Records one pass of an intercepted model.
 
     Args:

@@ -19,7 +19,7 @@ from posthoc_uq.warned import warn_user
 
 
 @dataclass(frozen=True)
-class TrackedLayers:
+class TrackedModel:
     """The posterior's layers as the first batch used them.
 
     Attributes:
@@ -31,12 +31,12 @@ class TrackedLayers:
     last: str | None
 
 
-def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> TrackedLayers:
-    """Find the posterior's layers in a pass of the model, and prove that their gradients are caught.
+def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> TrackedModel:
+    """Find the posterior's layers in a pass of the model, and prove that their gradients are layer_gradients.
 
     Raises:
         PosteriorMismatchError: a layer is used in another way than in the fit.
-        UnsupportedLayerError: a layer's gradient cannot be caught.
+        UnsupportedLayerError: a layer's gradient cannot be layer_gradients.
     """
     autocast = torch.is_autocast_enabled(model_device(model).type)
     chosen = prepare(
@@ -56,7 +56,7 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
         )
     capture = Capture(model)
     capture.track([replace(tracked, engine="hooks", module=None) for tracked in chosen.values()])
-    return TrackedLayers(capture, _find_last(capture, batch, dtype))
+    return TrackedModel(capture, _find_last(capture, batch, dtype))
 
 
 def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None:
@@ -75,9 +75,9 @@ def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None
         sent = sent.to(outputs)
         arrived: list[bool] = []
 
-        def compare(caught: LayerGradients) -> None:
-            if caught.layer.name == name:
-                gradient = caught.calls[0].output_gradient
+        def compare(layer_gradients: LayerGradients) -> None:
+            if layer_gradients.layer.name == name:
+                gradient = layer_gradients.calls[0].output_gradient
                 assert gradient is not None
                 same = gradient.numel() == sent.numel()
                 arrived.append(same and torch.allclose(gradient.reshape(sent.shape).to(sent), sent))

@@ -37,10 +37,10 @@ class FunctionSpaceOptions(TrainingOptions):
 
     Attributes:
         context: where the network is to be uncertain: ``"monochrome"`` images, a ``"uniform"`` box, the training
-            ``"batch"`` as it is or ``"corrupted"``, a loader or a tensor of unlabelled inputs, a callable ``(n,
-            generator)``, one of `posthoc_uq.contexts`, or a list of several: pairs ``(share, context)``, or ``(count,
-            context)`` where all numbers are whole, ``[(2, "batch"), (14, "corrupted")]``. By default half batch, half
-            monochrome for images (with an independent prior the counts above), the box for vectors.
+            ``"batch"`` as it is or ``"corrupted"``; from Python also a loader or a tensor of unlabelled inputs, a
+            callable ``(n, generator)``, one of `posthoc_uq.contexts`, or a list of several: pairs ``(share, context)``,
+            or ``(count, context)`` where all numbers are whole, ``[(2, "batch"), (14, "corrupted")]``. By default half
+            batch, half monochrome for images (with an independent prior the counts above), the box for vectors.
         n_context: context points a step; by default as many as a list of counts has; or 32, or the last layer's
             dimensions where these are fewer; or 16 with an independent prior.
         n_sets: sets of context points a step; the one with the largest divergence counts.

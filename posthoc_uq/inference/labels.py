@@ -35,13 +35,14 @@ def resolve_fisher(
     outputs: int,
     samples: int | None,
     likelihood: Likelihood | None = None,
+    has_targets: bool = False,
 ) -> tuple[Fisher, int]:
     """The kind of labels that the expectation is over, and how many are drawn for each sample.
 
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
     over the data, from 1 to `MOST_LABELS`. With ``n_samples`` above one it draws so many. Where a likelihood defines
-    only one of the two kinds, it takes that one.
+    only one of the two kinds, it takes that one; where it defines neither, the targets (``"empirical"``).
 
     Args:
         fisher: the kind of labels, or ``"auto"``.
@@ -49,6 +50,7 @@ def resolve_fisher(
         outputs: of the model for one sample.
         samples: in all processes, or None where the loader does not say; they then count as few.
         likelihood: of the targets; None for one that defines both kinds.
+        has_targets: whether the loader yields targets.
 
     Raises:
         PosthocUQError: the likelihood does not define the labels that are asked for.
@@ -57,11 +59,13 @@ def resolve_fisher(
         kind: likelihood is None or likelihood.defines(method)
         for kind, method in (("exact", "exact_factors"), ("mc", "draw"))
     }
-    possible = any(defined.values()) if fisher == "auto" else defined.get(fisher, True)
+    possible = has_targets or any(defined.values()) if fisher == "auto" else defined.get(fisher, True)
     if likelihood is not None and not possible:
         raise _undefined_labels(fisher, likelihood)
     if fisher != "auto":
         return fisher, n_samples
+    if not any(defined.values()):
+        return "empirical", 1
     if not defined["mc"]:
         return "exact", 1
     if n_samples > 1:
@@ -76,10 +80,20 @@ def resolve_fisher(
 
 def _undefined_labels(fisher: str, likelihood: Likelihood) -> PosthocUQError:
     """The error for labels that a likelihood does not define."""
+    other_kind, other_method = {"exact": ("mc", "draw"), "mc": ("exact", "exact_factors")}.get(
+        fisher, ("", "")
+    )
+    instead = f"fisher={other_kind!r} or " if other_kind and likelihood.defines(other_method) else ""
     missing = {
-        "exact": "has no exact expectation over labels; take fisher='mc', or give it a method exact_factors(outputs)",
-        "mc": "draws no labels; take fisher='exact', or give it a method draw(outputs, keys, draw)",
-    }.get(fisher, "gives no labels for the Fisher; give it a method draw(outputs, keys, draw)")
+        "exact": f"has no exact expectation over labels; take {instead}fisher='empirical', which needs targets, or "
+        f"give it a method exact_factors(outputs)",
+        "mc": f"draws no labels; take {instead}fisher='empirical', which needs targets, or give it a method "
+        f"draw(outputs, keys, draw)",
+    }.get(
+        fisher,
+        "gives no labels for the Fisher, and the loader yields no targets; pass a loader of (inputs, targets), which "
+        "fisher='empirical' takes, or give it a method draw(outputs, keys, draw)",
+    )
     return PosthocUQError(f"Likelihood {likelihood.name!r} {missing}.")
 
 

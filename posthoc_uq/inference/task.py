@@ -83,9 +83,16 @@ class Task:
             samples = samples_in_all(
                 together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
             )
+        likelihood, has_targets = self.settings.likelihood, all(gather(self.batch.targets is not None))
         kind, labels = resolve_fisher(
-            fisher, n_samples, self.prepared.outputs, samples, self.settings.likelihood
+            fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets
         )
+        if fisher == "auto" and kind == "empirical":
+            warn_user(
+                f"Likelihood {likelihood.name!r} has neither draw nor exact_factors, so the Fisher takes the data's "
+                f"own targets (fisher='empirical'), which is less accurate for a model far from its targets; give it a "
+                f"method draw(outputs, keys, draw)."
+            )
         self.settings = replace(self.settings, fisher=kind, n_samples=labels)
 
     def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:

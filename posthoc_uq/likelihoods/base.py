@@ -19,6 +19,7 @@ from torch import Tensor
 
 from posthoc_uq.devices import host_double, widest
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.fields import Field
 from posthoc_uq.likelihoods.outputs import plain_value, wide
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.drawn import DrawnPrediction
@@ -46,6 +47,7 @@ class Likelihood(ABC):
         softmax: outputs are logits of several classes. Adding a number to all of them changes nothing, and heads may
             use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
+        fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
     """
@@ -54,6 +56,7 @@ class Likelihood(ABC):
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False
     joint: ClassVar[bool] = True
+    fields: ClassVar[Mapping[str, Field]] = {}
     noise_variance: Tensor | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -267,8 +270,9 @@ class Likelihood(ABC):
             PosthocUQError: this likelihood has none.
         """
         raise PosthocUQError(
-            f"Likelihood {self.name!r} does not say how far a prediction is from the network's own; give it a method "
-            f"divergence(outputs, prediction), or choose prior_precision='evidence' or a number."
+            f"Likelihood {self.name!r} does not say how far a prediction is from the network's own, which a faithful "
+            f"prior needs; give it a method divergence(outputs, prediction), or find the prior precision by the "
+            f"evidence or by the likelihood of held-out data."
         )
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.devices import host_double
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.fields import Field, Items, Number
 from posthoc_uq.likelihoods.base import Likelihood
 from posthoc_uq.likelihoods.outputs import wide
 from posthoc_uq.predictions.links import DRAWS
@@ -30,6 +31,7 @@ class Gaussian(Likelihood):
 
     name = "regression"
     joint: ClassVar[bool] = False
+    fields: ClassVar[Mapping[str, Field]] = {"noise_variance": Items(Number(1 / 1e30, 1e30), 1)}
     noise_variance: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, noise_variance: Tensor | float = 1.0) -> None:

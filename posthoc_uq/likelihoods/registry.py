@@ -29,6 +29,8 @@ def resolve_likelihood(
         if noise_variance is not None:
             raise PosthocUQError("A Likelihood object brings its own noise; leave noise_variance out.")
         return likelihood
+    if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
+        raise PosthocUQError(f"likelihood is a class; make an object of it: {likelihood.__name__}().")
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
         raise PosthocUQError(
             f"likelihood must be one of {sorted(LIKELIHOODS)} or a Likelihood object, not {likelihood!r}."

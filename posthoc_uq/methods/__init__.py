@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from posthoc_uq.errors import PosthocUQError
@@ -70,6 +71,13 @@ for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, LatentBinary, UTVI
     register_method(_kind)
 
 
+def _meant(method: object) -> str:
+    """`` Did you mean 'inf'?`` for a name in other letters, that of a class, or a mistyped one; or nothing."""
+    known = {name: name for name in METHODS} | {kind.__name__.lower(): name for name, kind in METHODS.items()}
+    close = get_close_matches(method.lower(), known, n=1) if isinstance(method, str) else []
+    return f" Did you mean {known[close[0]]!r}?" if close else ""
+
+
 def method_of(method: str | Method, options: Mapping[str, Any] | None = None) -> Method:
     """The method of that name with these options, or the object itself.
 
@@ -92,7 +100,7 @@ def method_of(method: str | Method, options: Mapping[str, Any] | None = None) ->
         raise PosthocUQError(f"method is a class; make an object of it: uq.{method.__name__}().")
     if not isinstance(method, str) or method not in METHODS:
         raise PosthocUQError(
-            f"method must be one of {sorted(METHODS)} or a Method object, not {shown(method)}."
+            f"method must be one of {sorted(METHODS)} or a Method object, not {shown(method)}.{_meant(method)}"
         )
     kind = METHODS[method]
     names = sorted(f.name for f in fields(kind))

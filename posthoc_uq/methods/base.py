@@ -39,7 +39,7 @@ class Method(ABC):
         dtype: of the statistics: `torch.float32` or `torch.float64`; by default float32, or wider where the model is.
         memory_budget: bytes that one temporary of the statistics may take; by default a share of what is free, at most
             256 MiB.
-        checkpoint_every: batches between two writes of the checkpoint, where `posthoc_uq.fit` was given one.
+        checkpoint_every: batches between two writes of the checkpoint, where the fit has one.
     """
 
     name: ClassVar[str]

@@ -29,8 +29,8 @@ class Curvature(Method):
 
     Attributes:
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, ``"empirical"``
-            targets, or ``"auto"``: exact where outputs and samples are few, else drawn, up to three a sample; the
-            report says what was used.
+            targets, or ``"auto"``: exact where outputs and samples are few, else drawn, up to three a sample;
+            targets for a likelihood of your own that has neither. The report says what was used.
         n_samples: labels drawn per sample with ``fisher="mc"``; more than 1 with ``"auto"`` draws as many.
     """
 
@@ -67,7 +67,7 @@ class Curvature(Method):
         blocks, settings = self.blocks(task), task.settings
         tracked = task.prepared.capture.tracked.values()
         served = sum(t.engine == "backpack" for t in tracked)
-        record: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "fisher": settings.fisher,
             "seed": settings.seed,
             "samples": task.summary.samples,
@@ -75,10 +75,10 @@ class Curvature(Method):
             "layers caught by call interception": len(tracked) - served,
             **{f"seconds, {what}": value for what, value in task.seconds.items()},
         }
-        record |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
-        record |= self.described()
-        record |= {"processes": world()} if world() > 1 else {}
-        record |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
+        facts |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
+        facts |= self.described()
+        facts |= {"processes": world()} if world() > 1 else {}
+        facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
         posterior = Posterior(
             self.name,
             task.layers,
@@ -87,7 +87,7 @@ class Curvature(Method):
             {name: parameter.detach() for name, parameter in task.model.named_parameters()},
             settings.likelihood,
             _evidence(task),
-            History(fit=record, deterministic=dict(task.prepared.deterministic)),
+            History(fit=facts, deterministic=dict(task.prepared.deterministic)),
         )
         posterior.model = task.model
         return posterior

@@ -38,12 +38,12 @@ class Posterior(Adjustable):
     `tunable` names those that may be set. Setting one never needs the data again; factors are made anew when next used.
     Every computation uses the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
 
-    A method that optimises the variances themselves (``"function_space"``) has its prior and its noise in what it
-    optimises. There `prior_precision` says which prior that was and cannot be set, and of the other hyperparameters
-    only `scale` enters the variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
+    A method that optimises the variances themselves has its prior and its noise in what it optimises. There
+    `prior_precision` says which prior that was and cannot be set, and of the other hyperparameters only `scale`, where
+    there is one, enters the variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
 
     Attributes:
-        method: ``"diag"``, ``"kfac"``, ``"efb"``, ``"inf"``, ``"full"`` or ``"function_space"``.
+        method: the name of the method that fitted it.
         layers: the layers by name.
         blocks: block name to `Block`; a block has the name of its layer, except in the dense posterior.
         members: block name to the names of its layers.

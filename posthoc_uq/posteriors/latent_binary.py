@@ -157,17 +157,17 @@ class LatentBinaryBlock(LatentBlock):
         return self.inclusion
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {"means": self.means, "variances": self.variances, "inclusion": self.inclusion}
-        return own | self.scale_tensors()
+        tensors = {"means": self.means, "variances": self.variances, "inclusion": self.inclusion}
+        return tensors | self.scale_tensors()
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        own = {
+        specs = {
             "means": TensorSpec(shape),
             "variances": TensorSpec(shape, non_negative=True),
             "inclusion": TensorSpec(shape, non_negative=True, largest=1.0),
         }
-        return own | scale_specs(shape, attributes)
+        return specs | scale_specs(shape, attributes)
 
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:

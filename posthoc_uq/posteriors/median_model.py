@@ -71,24 +71,24 @@ class MedianBlock(LatentBlock):
         return self.mask().to(self.means)
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {"means": self.means, "variances": self.variances, "kept": self.kept}
-        return own | self.scale_tensors()
+        tensors = {"means": self.means, "variances": self.variances, "kept": self.kept}
+        return tensors | self.scale_tensors()
 
     def attributes(self) -> dict[str, Any]:
-        own = {"shape": list(self.shape), "kept": len(self.means), "certain": not len(self.variances)}
-        return super().attributes() | own
+        attributes = {"shape": list(self.shape), "kept": len(self.means), "certain": not len(self.variances)}
+        return super().attributes() | attributes
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         kept = bounded(attributes, "kept", 0, prod(shape))
         if tuple(attributes.get("shape", ())) != tuple(shape):
             raise CorruptPosteriorError(f"A median model of shape {shape} is described by another shape.")
-        own = {
+        specs = {
             "means": TensorSpec((kept,)),
             "variances": TensorSpec((0 if attributes.get("certain") else kept,), non_negative=True),
             "kept": TensorSpec((-(-prod(shape) // 8),), bits=True, largest=255.0),
         }
-        return own | scale_specs(shape, attributes)
+        return specs | scale_specs(shape, attributes)
 
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:

@@ -60,8 +60,10 @@ class RandomScale:
         mean = self.tensors["start_mean"]
         normal = torch.randn(count, len(mean), generator=generator, dtype=mean.dtype, device="cpu").to(mean)
         start = mean + (0.5 * self.tensors["start_log_variance"]).exp() * normal
-        own = {name.removeprefix("flow_"): t for name, t in self.tensors.items() if name.startswith("flow_")}
-        return self.flow.forward(start, own)[0]
+        flow_tensors = {
+            name.removeprefix("flow_"): t for name, t in self.tensors.items() if name.startswith("flow_")
+        }
+        return self.flow.forward(start, flow_tensors)[0]
 
     def matrix(self, values: Tensor, shape: Shape, rest: float) -> Tensor:
         """One number for each ``z``, ``(I,)``, over a layer's matrix ``(G, m, n)``, with `rest` for its bias."""

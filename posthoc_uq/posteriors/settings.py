@@ -97,7 +97,7 @@ class Hyperparameters:
         metadata=_about(
             "temperature",
             Number(1e-12, 1e12),
-            "it divides logits, and a regression has none",
+            "it divides logits, and this likelihood's outputs are none",
             of_weights=False,
             of_outputs=True,
             reported="always",
@@ -274,9 +274,10 @@ class Adjustable:
         if name in self.tunable:
             return valid
         if name in self.settled and present != valid:
+            instead = ", or set scale to widen or narrow the posterior" if "scale" in self.tunable else ""
             raise PosthocUQError(
                 f"The {ABOUT[name].label} was a part of what method={self.method!r} optimised, and is {present}; fit "
-                f"again with {name}={value}, or set scale to widen or narrow the posterior."
+                f"again with {name}={value}{instead}."
             )
         if present != valid:
             about = ABOUT[name]

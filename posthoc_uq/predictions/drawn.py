@@ -20,6 +20,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.draws import output_draws
 from posthoc_uq.predictions.measures import interval_quality, retained_losses, squared_errors
+from posthoc_uq.predictions.rows import check_rows
 from posthoc_uq.predictions.samples import (
     AT_ONCE,
     at_least_float32,
@@ -33,6 +34,8 @@ from posthoc_uq.predictions.tensors import ValueTensors
 from posthoc_uq.randomness import mix
 
 _OBSERVATIONS = 1000  # targets drawn for each input, at least, for an interval
+_FEWER = 250  # where the intervals of many inputs are only counted
+_IN_ALL = 2_000_000  # targets drawn for counted intervals, as long as each input has `_FEWER`
 
 
 class Observed(Protocol):
@@ -169,6 +172,8 @@ class DrawnPrediction(Prediction):
         self.likelihood.check(self.functional_mean, targets)
         outputs = self.outputs.transpose(0, 1)
         targets = targets.to(outputs.device)
+        if targets.shape != outputs.shape[1:] and not torch.compiler.is_compiling():  # they could broadcast
+            check_rows(self.likelihood.log_prob, outputs[0], targets, self.likelihood.name)
 
         def of_part(flat: Tensor) -> Tensor:
             copies = targets.unsqueeze(0).expand(len(flat) // max(1, len(targets)), *targets.shape)
@@ -213,12 +218,12 @@ class DrawnPrediction(Prediction):
         """
         if not 0 < level < 1:
             raise PosthocUQError(f"interval needs a level strictly between 0 and 1, not {level}.")
-        return self._intervals(level)[level]
+        return self._intervals((level,), _OBSERVATIONS)[level]
 
-    def _intervals(self, *levels: float) -> dict[float, tuple[Tensor, Tensor]]:
-        """The bounds by level, all from the same drawn targets."""
+    def _intervals(self, levels: Sequence[float], targets: int) -> dict[float, tuple[Tensor, Tensor]]:
+        """The bounds by level, all from the same drawn targets, at least so many an input."""
         draws, device = self.outputs.shape[1], self.outputs.device
-        rounds = -(-_OBSERVATIONS // draws)
+        rounds = -(-targets // draws)
         keys = mix(torch.arange(1, draws + 1, device=device)).unsqueeze(1)
         rows = max(1, AT_ONCE // (rounds * draws * max(1, math.prod(self.outputs.shape[2:]))))
         shares = [share for level in levels for share in ((1 - level) / 2, (1 + level) / 2)]
@@ -256,13 +261,16 @@ class DrawnPrediction(Prediction):
         return scores | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """NLL; RMSE where the mean is known; coverage and sharpness of intervals where targets can be drawn."""
+        """NLL; RMSE where the mean is known; coverage and sharpness of intervals where targets can be drawn. More than
+        2,000 inputs have intervals from fewer drawn targets each, at least 250.
+        """
         measures: dict[str, float] = {}
         if self._like_mean(targets) is not None:
             measures["RMSE"] = metrics.rmse(cast(Tensor, self.mean), cast(Tensor, self._like_mean(targets)))
         measures["NLL"] = -float(self.log_prob(targets).double().mean())
         if self.likelihood.defines("draw"):
-            bounds = self._intervals(0.5, 0.95)
+            drawn = min(_OBSERVATIONS, max(_FEWER, _IN_ALL // max(1, len(self))))
+            bounds = self._intervals((0.5, 0.95), drawn)
             shape = bounds[0.5][0].shape
             if shape.numel() == targets.numel():
                 measures |= interval_quality(bounds.__getitem__, targets.reshape(shape).double())

@@ -98,14 +98,12 @@ _FEATURES = Record(
     }
 )
 
-_OF_LIKELIHOODS: dict[str, dict[str, Field]] = {"regression": {"noise_variance": Items(_POSITIVE, 1)}}
-
 _LIKELIHOOD = OneOf(
     lambda value: isinstance(value, dict) and "class" in value,
     (
         ByName(
             "name",
-            {name: Record({"name": _NAME, **_OF_LIKELIHOODS.get(name, {})}) for name in LIKELIHOODS},
+            {name: Record({"name": _NAME, **kind.fields}) for name, kind in LIKELIHOODS.items()},
         ),
         # a user's own: these texts are compared with the object passed to `load`, and never imported
         Record(
