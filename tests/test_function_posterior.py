@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.inference.function_space import _initialised, _least
+from posthoc_uq.inference.function_space import _least
+from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.storage import userblock
@@ -546,7 +547,8 @@ def test_a_new_initialisation_is_one_of_the_statistics_too() -> None:
             parameter.fill_(5.0)
         model.norm.running_mean.fill_(3.0)
     with torch.random.fork_rng(), pytest.warns(UserWarning, match=r"keeps 1 trained parameters.*'position'"):
-        found = _initialised(model, {name: p.detach() for name, p in model.named_parameters()})
+        trained = {name: p.detach() for name, p in model.named_parameters()}
+        found = initialised(model, trained, 0, "prior_mean='random_init'")
     assert (
         float(model.norm.running_mean.mean()) == 3.0 and float(found["norm.running_mean"].abs().max()) == 0.0
     )

@@ -31,14 +31,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(results: Sequence[dict[str, dict[str, float]]], columns: Sequence[str], form: str = ".3g") -> str:
-    """A table of mean ± standard deviation over results, each by row and column."""
+    """A table of mean ± standard deviation over results, each by row and column; what a row lacks is a dash."""
     lines = [["", *columns]]
     for name in results[0]:
         cells: list[str] = []
         for column in columns:
-            values = [result[name][column] for result in results]
+            values = [result[name][column] for result in results if column in result[name]]
             error = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-            cells.append(f"{mean(values):{form}}{error}")
+            cells.append(f"{mean(values):{form}}{error}" if values else "-")
         lines.append([name, *cells])
     return markdown(lines)
 

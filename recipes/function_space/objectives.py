@@ -177,9 +177,6 @@ def main() -> None:
     results = [one_seed(data, seed, names, options) for seed in options.seeds]
     (options.output / "objectives.json").write_text(json.dumps(results, indent=1) + "\n")
     columns = list(results[0][names[0]])
-    for result in results:
-        for row in result.values():
-            row |= {column: float("nan") for column in columns if column not in row}
     print(f"\n{marked(spread(results, columns, '.4g'), options.smoke)}")
 
 
