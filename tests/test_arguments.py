@@ -127,7 +127,7 @@ def test_an_error_of_another_origin_is_passed_on(
     def broken(*_: Any) -> Any:
         raise RuntimeError("not the model's")
 
-    monkeypatch.setattr(LinearizedPredictor, "_at", broken)
+    monkeypatch.setattr(LinearizedPredictor, "_linearized", broken)
     with pytest.raises(RuntimeError, match="not the model's"):
         uq.wrap(net, posterior, "linearized")(_x())
 
