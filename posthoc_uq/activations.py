@@ -8,10 +8,11 @@ else both just call it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log
+from math import log, pi
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -56,13 +57,31 @@ def at_mean(x: Tensor) -> Tensor:
 
 
 def normal_quantile_of_sigmoid(t: Tensor) -> Tensor:
-    """``Phi^-1(sigmoid(t))``, as ``-sign(t) Phi^-1(sigmoid(-|t|))``: accurate for large t too, where the sigmoid itself
-    is 1. It stays where it is from the t on at which the smaller side has no more numbers (87 in float32).
+    """``Phi^-1(sigmoid(t))``, accurate for large t too, where the sigmoid itself is 1.
+
+    Its derivative, ``sigmoid(t) sigmoid(-t) / phi(y)``, is taken as a whole: of its factors one leaves the range of
+    float32 where the other vanishes, and autograd would multiply what comes to it by one after the other.
     """
-    limit = -log(torch.finfo(t.dtype).tiny)
-    t = t.clamp(-limit, limit)
-    side = torch.where(t > 0, -1.0, 1.0).to(t)
-    return side * torch.special.ndtri(torch.sigmoid(side * t))
+    with torch.no_grad():
+        fixed = t.detach()
+        value = _quantile_of_sigmoid(fixed)
+        slope = F.logsigmoid(fixed) + F.logsigmoid(-fixed) + 0.5 * value.square() + 0.5 * log(2 * pi)
+    return value + slope.exp() * (t - fixed)
+
+
+def _quantile_of_sigmoid(t: Tensor) -> Tensor:
+    """By the smaller side; where that nears the smallest number of the format, by the expansion of the normal tail,
+    ``Q(y) = phi(y) / y (1 - 1 / y^2 + 3 / y^4 - 15 / y^6)``, solved for y.
+    """
+    size, border = t.abs(), -0.7 * log(torch.finfo(t.dtype).tiny)
+    near = -torch.special.ndtri(torch.sigmoid(-size.clamp(max=border)))
+    twice = 2 * F.softplus(size.clamp(min=border))  # -2 log of the smaller side
+    far = twice.sqrt()
+    for _ in range(6):
+        inverse = 1 / far.square()
+        tail = inverse * (2 - inverse * (5 - inverse * (74 / 3)))
+        far = (twice - log(2 * pi) - 2 * far.log() - tail).sqrt()
+    return torch.where(size > border, far, near) * torch.sign(t)
 
 
 class InverseCDF(nn.Module):
@@ -102,7 +121,9 @@ class InverseCDF(nn.Module):
                 "mean and deviation are those of the normal prior; leave them out with quantile=."
             )
         self.mean, self.deviation, self.quantile = float(mean), POSITIVE("deviation", deviation), quantile
-        self.log_scale = nn.Parameter(torch.tensor(log(POSITIVE("scale", scale))))
+        self.log_scale = nn.Parameter(
+            torch.tensor(log(POSITIVE("scale", scale)), device=torch.get_default_device())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Values of the prior's units, shaped like the input."""
@@ -151,7 +172,9 @@ class ConditionalInverseCDF(nn.Module):
                 "prior must be a function of the other outputs that gives a mean and a deviation."
             )
         self.prior, self.given = prior, one_of("given", given, ("unscented", "mean"))
-        self.log_scale = nn.Parameter(torch.tensor(log(POSITIVE("scale", scale))))
+        self.log_scale = nn.Parameter(
+            torch.tensor(log(POSITIVE("scale", scale)), device=torch.get_default_device())
+        )
 
     def forward(self, x: Tensor, others: Tensor) -> Tensor:
         """Values ``(batch,)``.

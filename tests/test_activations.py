@@ -146,3 +146,19 @@ def test_what_is_refused() -> None:
         uq.ConditionalInverseCDF(photons, given="median")
     with pytest.raises(uq.PosthocUQError, match="prior must be a function"):
         uq.ConditionalInverseCDF(3.0)  # type: ignore[arg-type]
+
+
+def test_values_and_gradients_stay_finite_far_out() -> None:
+    """In float32, with large upstream gradients; against float64 within its range, and the tail's own equation."""
+    t = torch.tensor([-300.0, -87.0, -59.9, -20.0, 0.1, 0.5, 30.0, 60.1, 86.0, 87.0, 150.0, 300.0])
+    near, far = t.clone().requires_grad_(), t.double().requires_grad_()
+    value, wide = normal_quantile_of_sigmoid(near), normal_quantile_of_sigmoid(far)
+    torch.testing.assert_close(value.double(), wide, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(
+        torch.special.log_ndtr(-wide.abs()), torch.nn.functional.logsigmoid(-far.abs()), rtol=1e-6, atol=1e-6
+    )
+    (slope,) = torch.autograd.grad((1e10 * value).sum(), near)
+    (exact,) = torch.autograd.grad(torch.special.ndtri(torch.sigmoid(-far.abs())).sum(), far)
+    assert bool(torch.isfinite(slope).all()) and bool((slope > 0).all())
+    inside = t.abs() < 80
+    torch.testing.assert_close(slope[inside].double() / 1e10, exact[inside].abs(), rtol=1e-4, atol=1e-6)

@@ -410,7 +410,16 @@ def test_a_part_that_is_wrapped_is_named(tmp_path: Path) -> None:
 
 def test_what_the_module_of_contexts_shows() -> None:
     shown = dir(uq.contexts)
-    assert shown == ["Callback", "Context", "Mixture", "Monochrome", "Pool", "TrainingBatch", "UniformBox"]
+    assert shown == [
+        "Callback",
+        "Context",
+        "Corrupted",
+        "Mixture",
+        "Monochrome",
+        "Pool",
+        "TrainingBatch",
+        "UniformBox",
+    ]
     assert all(issubclass(getattr(uq.contexts, name), uq.contexts.Context) for name in shown)
 
 

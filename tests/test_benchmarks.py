@@ -245,29 +245,16 @@ def test_a_sketch_loses_next_to_nothing() -> None:
             assert 0 < exact[name] < 1
 
 
-def test_function_space_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("method", ["function_space", "utvi", "latent_binary"])
+def test_training_cost(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
-    _script("function_space_cost").main(["--smoke", "--json", str(path)])
+    _script("training_cost").main(["--method", method, "--smoke", "--json", str(path)])
     assert "multiples of a plain training step" in capsys.readouterr().out
     rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
+    assert len(rows) == 2
     assert all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows.values())
-    assert rows["last layer"]["step"] < rows["all layers"]["step"]
-
-
-def test_latent_binary_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "cost.json"
-    _script("latent_binary_cost").main(["--smoke", "--json", str(path)])
-    assert "multiples of a plain training step" in capsys.readouterr().out
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 and all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows)
-
-
-def test_utvi_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "cost.json"
-    _script("utvi_cost").main(["--smoke", "--json", str(path)])
-    assert "multiples of a plain training step" in capsys.readouterr().out
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 and all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows)
+    if method == "function_space":
+        assert rows["last layer"]["lowest"] < rows["all layers"]["highest"]
 
 
 @pytest.mark.slow

@@ -408,8 +408,8 @@ class TestPredict:
             )
             assert "antithetic" in said and "generator, " not in said
         assert "is no number format" in failure(*common, "--head-option", "dtype=number3")
-        assert "--link is for" in failure(*common, "--link", "mc")
-        assert "--n-samples is for" in failure(*common, "--head", "moments", "--n-samples", 3)
+        assert "--link is for" in run(*common, "--link", "mc", code=2).stderr
+        assert "--n-samples is for" in run(*common, "--head", "moments", "--n-samples", 3, code=2).stderr
 
     def test_the_head_of_the_threshold_is_the_default(self, place: Path, copy: Path) -> None:
         head = ["--head", "linearized", "--link", "mc", "--referral-score", "functional_variance"]

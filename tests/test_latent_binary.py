@@ -158,6 +158,19 @@ def test_gradients_of_moments_and_divergence(axis: int, monkeypatch: pytest.Monk
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8, msg=f"argument {index}")
 
 
+def test_gradients_reach_weights_that_are_nearly_certain_in_float32() -> None:
+    """Where ``1 - a`` has no digits left: against float64."""
+    logits = torch.tensor([[-40.0, -17.0, 16.0, 17.0, 40.0]])
+    gradients: list[Tensor] = []
+    for dtype in (torch.float32, torch.float64):
+        logit = logits.to(dtype, copy=True).requires_grad_()
+        mean, logs = torch.full_like(logit, 0.3), torch.full_like(logit, -2.0)
+        SpikeMoments.apply(mean.detach(), logs.detach(), logit, None, SlabPrior(0.1))[2].backward()
+        gradients.append(logit.grad.double())  # type: ignore[union-attr]
+    assert bool((gradients[0] != 0).all())
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=0)
+
+
 # Flows
 
 
@@ -201,7 +214,7 @@ def test_a_coupling_step() -> None:
 
 
 @pytest.mark.parametrize("form", ["autoregressive", "coupling"])
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
 def test_determinants_of_whole_flows(form: Any, size: int) -> None:
     """Against the Jacobian by autograd, of which a step of the autoregressive form sees one side alone."""
     flow = Flow(size, 7, 3, form)
@@ -218,6 +231,8 @@ def test_determinants_of_whole_flows(form: Any, size: int) -> None:
         single = Flow(size, 7, 1)
         jacobian = torch.autograd.functional.jacobian(lambda x: single.forward(x, tensors)[0], z)
         assert bool((jacobian.triu(1) == 0).all())
+        below = jacobian.tril(-1) != 0
+        assert size < 3 or bool(below[:, size // 2 :].any())  # later coordinates move others too
     many = torch.randn(4, 2, size, dtype=torch.float64)
     both = flow.forward(many, tensors)
     torch.testing.assert_close(both[0][3, 1], flow.forward(many[3, 1], tensors)[0])
@@ -349,7 +364,7 @@ def test_losses_of_the_batches_add_up_to_that_of_all_data(flow: bool) -> None:
     torch.testing.assert_close(torch.stack([part["KL"] for part in parts]).mean(), whole["KL"])
     fits = torch.stack([part["log likelihood"] for part in parts])
     torch.testing.assert_close(fits.mean(), whole["log likelihood"], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(whole["loss"], whole["KL"] - whole["log likelihood"])
+    torch.testing.assert_close(whole["loss"], 0.07 * whole["KL"] - whole["log likelihood"])
 
 
 def test_the_divergence_warms_up() -> None:

@@ -88,6 +88,11 @@ def last_layer_variances(
     return variances if bias_variances is None else variances + as_double(bias_variances)
 
 
+_LEAST_RATIO = 1e-12
+"""Function values that no weight moves, as those of a black image without biases, are as good as certain: their
+divergence is this one's, and has no gradient."""
+
+
 def marginal_kl(mean: Tensor, variances: Tensor, prior_mean: Tensor, prior_variance: float) -> FunctionKL:
     """``sum_kq KL(N(m_kq, v_kq) || N(p_kq, s))`` over inputs and outputs, from the marginals alone:
 
@@ -103,7 +108,7 @@ def marginal_kl(mean: Tensor, variances: Tensor, prior_mean: Tensor, prior_varia
         One divergence a set, without a function noise.
     """
     difference = as_double(mean) - as_double(prior_mean)
-    ratio = variances / prior_variance
+    ratio = (variances / prior_variance).clamp(min=_LEAST_RATIO)
     mean_part = 0.5 * (difference.square() / prior_variance).sum(dim=(-2, -1))
     covariance_part = 0.5 * (ratio - 1 - ratio.log()).sum(dim=(-2, -1))
     return FunctionKL(mean_part, covariance_part, torch.zeros_like(mean_part.detach()))

@@ -112,7 +112,7 @@ def _moments(
     """
     slab = mean if z is None else mean * z
     inclusion, variance = torch.sigmoid(logit), log_variance.exp()
-    excluded = 1 - inclusion
+    excluded = torch.sigmoid(-logit)  # 1 - inclusion has no digits left where the inclusion is near 1
     torch.mul(inclusion, slab, out=means)
     torch.mul(slab, slab, out=spreads).mul_(excluded).add_(variance).mul_(inclusion)
     squares = _squares(slab, variance, prior).mul_(0.5 / prior.deviation**2)
@@ -138,7 +138,7 @@ def _gradients(
     by_slab, by_log, by_logit = outgoing
     slab = mean if z is None else mean * z
     inclusion, variance = torch.sigmoid(logit), log_variance.exp()
-    excluded, precision = 1 - inclusion, 1 / prior.deviation**2
+    excluded, precision = torch.sigmoid(-logit), 1 / prior.deviation**2
     # by the inclusion probability, and through it by its logit
     torch.add(logit, log_variance, alpha=-0.5, out=by_logit)
     by_logit.add_(_squares(slab, variance, prior), alpha=0.5 * precision)

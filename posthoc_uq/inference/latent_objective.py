@@ -144,12 +144,13 @@ class LatentObjective(Objective):
             )
         fit = self._noisy().log_prob(outputs, targets).mean()
         divergence = torch.stack([draw.divergence for draw in draws.values()]).sum() / self._samples
-        (self.weight_of(step) * divergence.to(fit) - fit).backward()
+        loss = self.weight_of(step) * divergence.to(fit) - fit
+        loss.backward()
         weights = sum(layer.tensors["logit"].numel() for layer in self._layers.values())
         included = torch.stack([draw.included for draw in draws.values()]).sum() / weights
         divergence, fit = divergence.detach(), fit.detach()
         return {
-            "loss": divergence - fit.to(divergence),
+            "loss": loss.detach(),
             "log likelihood": fit,
             "KL": divergence,
             "mean inclusion": included,

@@ -136,8 +136,8 @@ def _of_flow(flow: Flow, like: Tensor, trained: bool, generator: torch.Generator
 
 def _between(bounds: tuple[float, float], like: Tensor, generator: torch.Generator) -> Tensor:
     low, high = bounds
-    return (torch.rand(like.shape, generator=generator) * (high - low) + low).to(like)
+    return (torch.rand(like.shape, generator=generator, device="cpu") * (high - low) + low).to(like)
 
 
 def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator).to(like)
+    return torch.randn(like.shape, generator=generator, device="cpu").to(like)

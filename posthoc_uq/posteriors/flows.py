@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log, pi
 from typing import Literal
 
 import torch
@@ -70,7 +71,7 @@ class Flow:
         tensors: dict[str, Tensor] = {}
         for name, shape in self.shapes().items():
             inputs = shape[-1] if len(shape) == 2 else tensors[name.replace("bias", "weight")].shape[-1]
-            tensors[name] = (torch.rand(shape, generator=generator) * 2 - 1) / inputs**0.5
+            tensors[name] = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / inputs**0.5
         for step in range(self.steps):
             weight, bias = tensors[f"step{step}_weight2"], tensors[f"step{step}_bias2"]
             bias[self.size :] = KEEPS
@@ -128,7 +129,11 @@ def _masks(flow: Flow, step: int, device: str) -> tuple[Tensor, Tensor, Tensor, 
         return every, every, every, moved.float()
     if step % 2:
         degrees = degrees.flip(0)
-    units = torch.arange(hidden, device=device) % max(size - 1, 1) + 1
+    units = torch.arange(hidden, device=device)
+    if hidden < size - 1:  # spread, so that the first coordinates are not the only ones that others depend on
+        units = units * (size - 1) // hidden + 1
+    else:
+        units = units % max(size - 1, 1) + 1
     first = units.unsqueeze(1) >= degrees
     second = units.unsqueeze(1) >= units
     last = degrees.unsqueeze(1) > units
@@ -141,4 +146,4 @@ def log_normal(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     return -0.5 * (_LOG_2PI + log_variance + squares).sum(-1)
 
 
-_LOG_2PI = float(torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64)))
+_LOG_2PI = log(2 * pi)

@@ -37,13 +37,15 @@ class SpikeFactor(Factor):
         self._mean, self._variances, self._inclusion, self._scale = mean, variances, inclusion, scale
 
     def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
-        options: dict[str, Any] = {"generator": generator, "dtype": like.dtype, "device": "cpu"}
+        options: dict[str, Any] = {"generator": generator, "dtype": like.dtype}
         slab = self._mean
         if self._scale is not None:
             z = self._scale.draws(generator, 1)[0]
             slab = slab * self._scale.matrix(z, cast(Shape, tuple(like.shape)), 1.0)
-        slab = slab + self._variances.sqrt() * torch.randn(like.shape, **options).to(like.device)
-        chosen = torch.rand(like.shape, **options).to(like.device) < self._inclusion
+        slab = slab + self._variances.sqrt() * torch.randn(like.shape, device="cpu", **options).to(
+            like.device
+        )
+        chosen = torch.rand(like.shape, device="cpu", **options).to(like.device) < self._inclusion
         return torch.where(chosen, slab, torch.zeros_like(slab))
 
     def mean(self) -> Tensor:

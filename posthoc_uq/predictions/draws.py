@@ -98,7 +98,9 @@ def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | N
         points = normals(n_draws, width).to(flat)
     else:
         points = placed_normals(n_draws, width, flat.dtype, flat.device)
-    draws = flat + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
+    # the root of a variance of 0 has an infinite derivative
+    deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt()
+    draws = flat + deviations * points[:, directions:].unsqueeze(1)
     if directions:
         draws = draws + torch.einsum("bkr,sr->sbk", spread.root, points[:, :directions])
     return draws.reshape(n_draws, *mean.shape)
