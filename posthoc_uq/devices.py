@@ -47,11 +47,11 @@ def placed(tensor: Tensor, device: torch.device) -> Tensor:
 def on_host(*tensors: Tensor) -> list[Tensor]:
     """The tensors on the CPU. Those of one device come in one copy, so that the host waits for it once."""
     copies = list(tensors)
-    places: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.device.type != "cpu":
-            places.setdefault(tensor.device, []).append(index)
-    for indices in places.values():
+            by_device.setdefault(tensor.device, []).append(index)
+    for indices in by_device.values():
         if any(tensors[index].requires_grad for index in indices):  # a copy that keeps the graph
             copies = [
                 tensor.cpu() if index in indices else copies[index] for index, tensor in enumerate(tensors)

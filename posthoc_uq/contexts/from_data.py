@@ -83,13 +83,13 @@ class Monochrome(Context):
             self._seen - further.shape[1] + 1, self._seen + 1, dtype=torch.float64, device="cpu"
         )
         for reservoir, candidates in zip(self.values, further, strict=True):
-            places = (
+            slots = (
                 torch.rand(len(ranks), generator=generator, dtype=torch.float64, device="cpu") * ranks
             ).long()
-            accepted = (places < self._kept).nonzero().flatten()
+            accepted = (slots < self._kept).nonzero().flatten()
             # Of several values for one place the last one stays, which plain indexing does not guarantee.
             final = torch.full((self._kept,), -1, device="cpu")
-            final.scatter_reduce_(0, places[accepted], accepted, "amax")
+            final.scatter_reduce_(0, slots[accepted], accepted, "amax")
             replaced = final >= 0
             reservoir[replaced] = candidates[final[replaced]]
 
@@ -98,8 +98,8 @@ class Monochrome(Context):
         channels, size = self.values.shape
         if size == 0:
             raise PosthocUQError("A monochrome context draws from training pixels, and has seen none yet.")
-        places = torch.randint(size, (channels, n), generator=generator, device="cpu")
-        colours = sent(self.values.gather(1, places).T.to(like.dtype), like.device)
+        chosen = torch.randint(size, (channels, n), generator=generator, device="cpu")
+        colours = sent(self.values.gather(1, chosen).T.to(like.dtype), like.device)
         # In the present batch's image size: a convolutional network may be trained on images of several sizes.
         return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
 

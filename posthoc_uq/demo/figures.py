@@ -138,13 +138,13 @@ def _histogram(axes: Axes, title: str, sets: Mapping[str, Tensor]) -> None:
 
 def _bars(axes: Axes, top: Sequence[tuple[str, float]]) -> None:
     """Classes and probabilities as text on bars, the most probable one on top."""
-    places = list(range(len(top)))[::-1]
-    axes.barh(places, [1.0] * len(top), color="#F0F0F0", height=0.86)
-    axes.barh(places, [probability for _, probability in top], color="#9CC9E8", height=0.86)
-    for place, (name, probability) in zip(places, top, strict=True):
+    heights = list(range(len(top)))[::-1]
+    axes.barh(heights, [1.0] * len(top), color="#F0F0F0", height=0.86)
+    axes.barh(heights, [probability for _, probability in top], color="#9CC9E8", height=0.86)
+    for height, (name, probability) in zip(heights, top, strict=True):
         short = name if len(name) <= 21 else f"{name[:20]}…"
-        axes.text(0.02, place, short, va="center", fontsize=9)
-        axes.text(0.99, place, f"{probability:.2f}", va="center", ha="right", fontsize=9)
+        axes.text(0.02, height, short, va="center", fontsize=9)
+        axes.text(0.99, height, f"{probability:.2f}", va="center", ha="right", fontsize=9)
     axes.set(xlim=(0, 1), ylim=(-0.6, len(top) - 0.4))
     axes.axis("off")
 

@@ -137,20 +137,20 @@ def _samples_at(batch: Batch, indices: Sequence[int], samples: int) -> list[_Sam
     """The samples of a batch at these indices, copied to the CPU together."""
     leaves, form = tree_flatten((batch.args, batch.kwargs))
     counted = tuple(isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves)
-    places = [place for place, value in enumerate(leaves) if isinstance(value, Tensor)]
+    positions = [position for position, value in enumerate(leaves) if isinstance(value, Tensor)]
     rows = [
-        torch.stack([leaves[place].detach()[index] for index in indices])
-        if counted[place]
-        else leaves[place].detach()
-        for place in places
+        torch.stack([leaves[position].detach()[index] for index in indices])
+        if counted[position]
+        else leaves[position].detach()
+        for position in positions
     ]
-    on_cpu = dict(zip(places, on_host(*rows), strict=True))
+    on_cpu = dict(zip(positions, on_host(*rows), strict=True))
     picked: list[_Sample] = []
     for row in range(len(indices)):
         sample = list(leaves)
-        for place, value in on_cpu.items():
-            sample[place] = (value[row : row + 1] if counted[place] else value).clone()
-        size = sum(sample[place].numel() * sample[place].element_size() for place in places)
+        for position, value in on_cpu.items():
+            sample[position] = (value[row : row + 1] if counted[position] else value).clone()
+        size = sum(sample[position].numel() * sample[position].element_size() for position in positions)
         picked.append(_Sample(sample, form, counted, size))
     return picked
 

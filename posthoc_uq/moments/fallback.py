@@ -91,15 +91,15 @@ def _refuse_in_place(func: Any) -> None:
 def _inputs(args: Any, kwargs: Any) -> tuple[list[MomentTensor], Callable[[list[Tensor]], tuple[Any, Any]]]:
     """The moment tensors among the arguments, and a function that puts plain tensors in their places."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, MomentTensor)]
+    positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, MomentTensor)]
 
     def build(values: list[Tensor]) -> tuple[Any, Any]:
         filled = list(leaves)
-        for place, value in zip(places, values, strict=True):
-            filled[place] = value
+        for position, value in zip(positions, values, strict=True):
+            filled[position] = value
         return cast(tuple[Any, Any], pytree.tree_unflatten(filled, spec))
 
-    return [leaves[place] for place in places], build
+    return [leaves[position] for position in positions], build
 
 
 def _call(func: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
