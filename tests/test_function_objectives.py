@@ -435,3 +435,14 @@ def test_a_checkpoint_of_another_weight_is_refused(tmp_path: Path) -> None:
         fitted(
             Interrupted(None), checkpoint=path, checkpoint_every=1, prior="independent", divergence_weight=5.0
         )
+
+
+def test_function_values_that_no_weight_moves_have_a_finite_divergence() -> None:
+    """As those of a black image in a network without biases: large, and without a gradient."""
+    mean, variances = torch.zeros(1, 2, 3), torch.tensor([0.0, 4.0]).reshape(1, 2, 1).expand(1, 2, 3)
+    variances = variances.clone().requires_grad_()
+    divergence = marginal_kl(mean, variances, mean, 10.0).total.sum()
+    divergence.backward()
+    assert bool(torch.isfinite(divergence)) and float(divergence.detach()) > 30
+    assert variances.grad is not None
+    assert bool((variances.grad[0, 0] == 0).all()) and bool((variances.grad[0, 1] < 0).all())

@@ -390,3 +390,25 @@ def test_a_layer_that_moments_do_not_reach() -> None:
         fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1))
     posterior = fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1, unknown="mc"))
     assert bool((posterior.variance()["first.weight"] > 0).all())
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_outputs_that_are_certain_have_finite_gradients(name: str) -> None:
+    """A variance of 0, as of an input of zeros without a bias: the root has no derivative there."""
+    likelihood = resolve_likelihood(name)
+    mean = torch.zeros(4, 3 if name == "classification" else 1, requires_grad=True)
+    variance = torch.zeros_like(mean).requires_grad_()
+    targets = likelihood.draw(mean.detach(), torch.arange(4), 0)
+    likelihood.expected_log_prob(mean, variance, targets).sum().backward()
+    for tensor in (mean, variance):
+        assert tensor.grad is not None and bool(torch.isfinite(tensor.grad).all())
+
+
+def test_a_training_goes_through_an_input_of_zeros() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3, bias=False)
+    x = inputs_of(4)
+    x[0] = 0
+    posterior = fit(model, batches(x, torch.arange(24) % 3), uq.UTVI(epochs=2))
+    assert bool(torch.isfinite(posterior.variance()["weight"]).all())
