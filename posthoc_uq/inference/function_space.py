@@ -27,7 +27,7 @@ from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import trained_posterior
+from posthoc_uq.inference.trained import check_trainable, trained_posterior
 from posthoc_uq.inference.training import train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
@@ -196,12 +196,7 @@ def _field(
     """The means and variances that the training begins with."""
     parameters = dict(network.twin.named_parameters())
     names = [name for layer in task.layers.values() for name in layer.parameter_names]
-    narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
-    if narrow:
-        raise PosthocUQError(
-            f"method='function_space' trains parameters in float32 or float64, and '{narrow[0]}' is of "
-            f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
-        )
+    check_trainable(FUNCTION_SPACE, parameters, names)
     means = {name: parameters[name].detach() for name in names}
     if options.train_mean:
         means = {name: mean.clone() for name, mean in means.items()}

@@ -19,6 +19,7 @@ from posthoc_uq.inference.latent_options import HIGH, LatentBinaryOptions
 from posthoc_uq.inference.latent_start import HIGH_LOGIT, begin
 from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
+from posthoc_uq.inference.trained import check_trainable
 from posthoc_uq.inference.training import best_epoch, train
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.history import Evidence, History
@@ -113,17 +114,8 @@ def _layers(
     task: Task, options: LatentBinaryOptions, prior_precision: float | None
 ) -> dict[str, LatentLayer]:
     parameters = {name: p.detach() for name, p in task.model.named_parameters()}
-    narrow = [
-        name
-        for layer in task.layers.values()
-        for name in layer.parameter_names
-        if parameters[name].dtype not in (torch.float32, torch.float64)
-    ]
-    if narrow:
-        raise PosthocUQError(
-            f"method='latent_binary' trains parameters in float32 or float64, and '{narrow[0]}' is of "
-            f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
-        )
+    names = [name for layer in task.layers.values() for name in layer.parameter_names]
+    check_trainable(LATENT_BINARY, parameters, names)
     deviation = None if prior_precision is None else prior_precision**-0.5
     seed = task.settings.seed
     return {

@@ -1,15 +1,39 @@
-"""Trained means and variances as a posterior of the model that a fit was given."""
+"""What trainings of weights share: the check of the parameters that they train, and the posterior that comes of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.task import Task
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.settings import Hyperparameters
+
+
+def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Refuse parameters of a number format that no optimiser moves by small steps.
+
+    Args:
+        method: its name.
+        parameters: of the model.
+        names: of those that are to be trained.
+
+    Raises:
+        PosthocUQError: one is of half precision.
+    """
+    narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
+    if narrow:
+        raise PosthocUQError(
+            f"method={method!r} trains parameters in float32 or float64, and '{narrow[0]}' is of "
+            f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
+        )
 
 
 def trained_posterior(

@@ -21,7 +21,7 @@ from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.moment_objective import MomentObjective
 from posthoc_uq.inference.moment_options import MomentOptions
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import trained_posterior
+from posthoc_uq.inference.trained import check_trainable, trained_posterior
 from posthoc_uq.inference.training import Group, best_epoch, train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
@@ -114,12 +114,7 @@ def _field(task: Task, options: MomentOptions) -> MeanField:
     """The means and variances that the training begins with."""
     parameters = dict(task.model.named_parameters())
     names = [name for layer in task.layers.values() for name in layer.parameter_names]
-    narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
-    if narrow:
-        raise PosthocUQError(
-            f"method='utvi' trains parameters in float32 or float64, and '{narrow[0]}' is of "
-            f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
-        )
+    check_trainable(UTVI, parameters, names)
     trained = {name: parameters[name].detach() for name in names}
     begin: Mapping[str, Tensor] = trained
     if options.start == "random":
