@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -326,9 +327,33 @@ def test_a_convolution() -> None:
     close(outputs, (0.503500, 0.613000, 0.722500))
     spread = torch.nn.functional.conv2d(images.square(), variance, wide(0.01)).flatten()[:3]
     close(spread, (0.052283, 0.073180, 0.099185))
-    wide_kernel = torch.arange(3 * 2 * 2 * 2, dtype=torch.float64).reshape(3, 2, 2, 2)
-    u = wide_kernel.movedim(0, -1).reshape(8, 3) @ E
-    torch.testing.assert_close((wide_kernel.movedim(0, -1) @ E).flatten(), u)
+
+
+def test_the_auxiliary_distribution_of_a_convolution() -> None:
+    """Rows are input channels and places of the kernel, with the output channels last; no hard tanh."""
+    weights = torch.randn(3, 2, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layer = describe("c", "conv2d", ("c.weight", weights), None, 1)
+    tensors = {"mean": weights, "log variance": torch.zeros_like(weights), "logit": torch.zeros_like(weights)}
+    tensors |= auxiliary()
+    latent = LatentLayer(
+        layer, {n: t.clone() for n, t in tensors.items()}, SlabPrior(0.1), 1.0, Flow(3, 2, 1)
+    )
+    rows = [
+        sum(float(weights[out, into, i, j]) * float(E[out]) for out in range(3))
+        for into in range(2)
+        for i in range(2)
+        for j in range(2)
+    ]
+    shared = sum(rows) / 8
+    z = wide(0.2, -0.1, 0.6)
+    expected = sum(
+        -0.5 * (math.log(2 * math.pi) + float(D2[k]) * shared)
+        - (float(z[k]) - float(D1[k]) * shared) ** 2 / (2 * math.exp(float(D2[k]) * shared))
+        for k in range(3)
+    )
+    certain = torch.zeros_like(weights)
+    found = latent.log_reverse(z, weights, certain, torch.Generator().manual_seed(0)).detach()
+    close(found, expected)
 
 
 # The whole objective

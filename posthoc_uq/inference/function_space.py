@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import ceil, exp, inf, isfinite
+from math import ceil, exp
 from typing import Any, cast
 
 import torch
@@ -27,8 +27,8 @@ from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import check_trainable, trained_posterior
-from posthoc_uq.inference.training import train
+from posthoc_uq.inference.trained import check_trainable, train_on, trained_posterior
+from posthoc_uq.inference.training import best_epoch
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
@@ -78,17 +78,7 @@ def train_over_functions(
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, task, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
-    history = train(
-        objective,
-        task.loader,
-        settings.reader,
-        options,
-        seed=settings.seed,
-        val_loader=task.val_loader,
-        checkpoint=task.checkpoint,
-        content=content,
-        progress=settings.progress,
-    )
+    history = train_on(task, objective, options, content)
     task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
     _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
@@ -276,12 +266,11 @@ def _fit_notes(
     if options.context is None:
         foreign = "corrupted" if options.prior == "independent" else "monochrome"
         context_name = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
-    losses = [entry["validation NLL"] for entry in history if "validation NLL" in entry]
     return {
         "samples": samples,
         "seed": task.settings.seed,
         "epochs": len(history),
-        "epoch taken": _least(losses) + 1 if losses else len(history),
+        "epoch taken": best_epoch(history),
         "mean": "trained" if options.train_mean else "frozen",
         "context": context_name,
         "n_context": options.n_context,
@@ -308,8 +297,3 @@ def _prior_notes(options: FunctionSpaceOptions) -> dict[str, Any]:
         "prior body variance": float(options.prior_body_variance),
         "function noise": options.noise_share,
     }
-
-
-def _least(losses: list[float]) -> int:
-    """Index of the least number; one that is not finite is never the least, as in the training."""
-    return min(range(len(losses)), key=lambda i: losses[i] if isfinite(losses[i]) else inf)

@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 
-from posthoc_uq.curvature.content import Content
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.latent_layers import LatentLayer
 from posthoc_uq.inference.latent_objective import LatentObjective
 from posthoc_uq.inference.latent_options import HIGH, LatentBinaryOptions
 from posthoc_uq.inference.latent_start import HIGH_LOGIT, begin
 from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import check_trainable
-from posthoc_uq.inference.training import best_epoch, train
+from posthoc_uq.inference.trained import check_trainable, count_data, train_on
+from posthoc_uq.inference.training import best_epoch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.latent_binary import LatentBinaryBlock
@@ -54,19 +52,9 @@ def train_latent_binary(task: Task, options: LatentBinaryOptions, prior_precisio
     with isolated_random_state(settings.seed):
         twin = replicate(model)
     layers = _layers(task, options, prior_precision)
-    samples, content = _count(task)
+    samples, content = count_data(task)
     objective = LatentObjective(twin, layers, settings.likelihood, samples, options)
-    history = train(
-        objective,
-        task.loader,
-        settings.reader,
-        options,
-        seed=settings.seed,
-        val_loader=task.val_loader,
-        checkpoint=task.checkpoint,
-        content=content,
-        progress=settings.progress,
-    )
+    history = train_on(task, objective, options, content)
     task.seconds["training"] = time.perf_counter() - began
     blocks = {
         name: _block(layer, mixed_seed(settings.seed, _MOMENTS, index))
@@ -136,15 +124,6 @@ def _priors(layers: dict[str, LatentLayer], prior_precision: float | None) -> fl
     if prior_precision is not None:
         return prior_precision
     return LayerPriors({name: layer.prior.deviation**-2 for name, layer in layers.items()})
-
-
-def _count(task: Task) -> tuple[int, Content | None]:
-    """The number of samples and, with a checkpoint, what tells these data from others."""
-    settings, content = task.settings, None if task.checkpoint is None else Content()
-    samples = show_to_context(task.loader, settings.reader, None, settings.seed, settings.progress, content)
-    if content is not None:
-        task.check_content(content.total)
-    return samples, content
 
 
 def _block(trained: LatentLayer, seed: int) -> LatentBinaryBlock:

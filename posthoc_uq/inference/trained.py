@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc_uq.curvature.content import Content
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.task import Task
+from posthoc_uq.inference.training import Objective, TrainingOptions, train
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.history import Evidence, History
@@ -34,6 +37,33 @@ def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterab
             f"method={method!r} trains parameters in float32 or float64, and '{narrow[0]}' is of "
             f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
         )
+
+
+def count_data(task: Task) -> tuple[int, Content | None]:
+    """The number of samples and, with a checkpoint, what tells these data from others."""
+    settings, content = task.settings, None if task.checkpoint is None else Content()
+    samples = show_to_context(task.loader, settings.reader, None, settings.seed, settings.progress, content)
+    if content is not None:
+        task.check_content(content.total)
+    return samples, content
+
+
+def train_on(
+    task: Task, objective: Objective, options: TrainingOptions, content: Content | None
+) -> list[dict[str, float]]:
+    """`train` on the data of a fit, with its seed, held-out data and checkpoint."""
+    settings = task.settings
+    return train(
+        objective,
+        task.loader,
+        settings.reader,
+        options,
+        seed=settings.seed,
+        val_loader=task.val_loader,
+        checkpoint=task.checkpoint,
+        content=content,
+        progress=settings.progress,
+    )
 
 
 def trained_posterior(

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from posthoc_uq.curvature.content import Content
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
-from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.moment_objective import MomentObjective
 from posthoc_uq.inference.moment_options import MomentOptions
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import check_trainable, trained_posterior
-from posthoc_uq.inference.training import Group, best_epoch, train
+from posthoc_uq.inference.trained import check_trainable, count_data, train_on, trained_posterior
+from posthoc_uq.inference.training import Group, best_epoch
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
@@ -53,7 +51,7 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
     with isolated_random_state(settings.seed):
         network = replicate(task.model)
     field = _field(task, options)
-    samples, content = _look_at_data(task)
+    samples, content = count_data(task)
     precision = PRIOR_PRECISION if prior_precision is None else prior_precision
     trained = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
     objective = MomentObjective(
@@ -66,17 +64,8 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
         samples,
         options,
     )
-    history = train(
-        objective,
-        task.loader,
-        settings.reader,
-        options if options.optimizer is not None else replace(options, optimizer=adamw),
-        seed=settings.seed,
-        val_loader=task.val_loader,
-        checkpoint=task.checkpoint,
-        content=content,
-        progress=settings.progress,
-    )
+    options = options if options.optimizer is not None else replace(options, optimizer=adamw)
+    history = train_on(task, objective, options, content)
     task.seconds["training"] = time.perf_counter() - began
     notes = _fit_notes(options, history, task, samples)
     posterior = trained_posterior(UTVI, task, field, objective.likelihood(), notes, samples, precision)
@@ -145,15 +134,6 @@ def _check_initial(initial: Posterior, trained: Mapping[str, Tensor], train_mean
             raise PosteriorMismatchError(
                 f"initial= is no posterior of this model's '{name}': fit it on the same model, with the same layers."
             )
-
-
-def _look_at_data(task: Task) -> tuple[int, Content | None]:
-    """The number of samples and, with a checkpoint, the hash of the data."""
-    settings, content = task.settings, None if task.checkpoint is None else Content()
-    samples = show_to_context(task.loader, settings.reader, None, settings.seed, settings.progress, content)
-    if content is not None:
-        task.check_content(content.total)
-    return samples, content
 
 
 def _fit_notes(

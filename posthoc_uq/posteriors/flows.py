@@ -137,7 +137,8 @@ def _masks(flow: Flow, step: int, device: str) -> tuple[Tensor, Tensor, Tensor, 
     first = units.unsqueeze(1) >= degrees
     second = units.unsqueeze(1) >= units
     last = degrees.unsqueeze(1) > units
-    return first.float(), second.float(), torch.cat([last, last]).float(), torch.ones(size, device=device)
+    # as truth values, since the masks of the last flows are kept
+    return first, second, torch.cat([last, last]), torch.ones(size, device=device)
 
 
 def log_normal(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
