@@ -46,7 +46,7 @@ def test_statistics_are_those_of_a_pass_by_hand() -> None:
     nn.init.uniform_(model[1].weight, 0.5, 2.0, generator=torch.Generator().manual_seed(1))
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     data = [x[:8], x[8:13], x[13:]]
-    twin = uq.recalibrated(model, data, progress=False)
+    twin: Any = uq.recalibrated(model, data, progress=False)
     expected = by_hand(model, dict(model.named_parameters()), data)
     for name, tensor in twin.state_dict().items():
         torch.testing.assert_close(tensor, expected.get(name, before[name]), rtol=1e-10, atol=1e-12)

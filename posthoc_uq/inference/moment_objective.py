@@ -51,16 +51,17 @@ def gaussian_divergence(
     ``1/2 sum(tau (sigma^2 + (mu - mu_p)^2) - 1 - log(tau sigma^2))``.
 
     Args:
-        means: mu, by parameter.
+        means: mu, by parameter; those without a variance are certain, and have no prior.
         log_variances: of the weights.
         variances: their exponentials.
         prior_means: those of ``mu_p`` that are not zero.
         precision: tau.
     """
     parts: list[Tensor] = []
-    for name, mean in means.items():
+    for name, variance in variances.items():
+        mean = means[name]
         moved = mean - prior_means[name] if name in prior_means else mean
-        spread = variances[name].sum() + moved.square().sum()
+        spread = variance.sum() + moved.square().sum()
         parts.append(precision * spread - log_variances[name].sum() - mean.numel() * (1 + log(precision)))
     return 0.5 * torch.stack(parts).sum()
 

@@ -47,8 +47,8 @@ class Posterior(Adjustable):
         layers: the layers by name.
         blocks: block name to `Block`; a block has the name of its layer, except in the dense posterior.
         members: block name to the names of its layers.
-        original: the model's own parameters by name, a view of them.
-        centre: trained parameters by name, where a method trained the mean; they replace the model's own.
+        original: the model's own parameters by name, a view of them: of the layers, and those of `centre`.
+        centre: trained parameters by name, which replace the model's own; some may be of no layer, and certain.
         mean: the parameters that the Gaussian is centred on: those of `centre`, and else of `original`.
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
@@ -77,7 +77,8 @@ class Posterior(Adjustable):
         self.layers = dict(layers)
         self.blocks = dict(blocks)
         self.members = {name: list(inner) for name, inner in members.items()}
-        self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
+        covered = [name for layer in self.layers.values() for name in layer.parameter_names]
+        self.original = {name: mean[name] for name in (*covered, *(centre or {}))}
         self._layout = Layout(self.layers, self.members)
         self.centre = dict(centre or {}) | self._layout.means(self.blocks, self.original)
         self.mean = {name: self.centre.get(name, parameter) for name, parameter in self.original.items()}
@@ -337,12 +338,12 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
-        self.require([can.LOG_DETERMINANT], "The log marginal likelihood", _TUNE)
+        tuned = _TUNE if self.widening is not None or self.likelihood.logits else ""
+        self.require([can.LOG_DETERMINANT], "The log marginal likelihood", tuned)
         if "prior_precision" not in self.blocks[block].tunable:
             raise PosthocUQError(
                 f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
-                f"is no log marginal likelihood to compute or to maximise. Fit again with another prior_precision, or "
-                f"tune on held-out data: uq.tune(posterior, val_loader)."
+                f"is no log marginal likelihood. Fit again with another prior_precision{tuned and f', or {tuned}'}."
             )
         settings = self._settings
         prior = settings.prior_precision if prior_precision is None else prior_precision
