@@ -15,7 +15,7 @@ from network import logits
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from variational import TRAINED, function_space, posterior_of
+from variational import function_space, posterior_of
 
 import posthoc_uq as uq
 
@@ -119,7 +119,9 @@ def function_space_rows(
         function_space(model, data.train, path, seed=seed, epochs=epochs)
         return uq.load(path, model)
 
-    return _rows(model, FUNCTION_SPACE, fitted, path, held_out, [head for head in HEADS if head != "sampling"])
+    return _rows(
+        model, FUNCTION_SPACE, fitted, path, held_out, [head for head in HEADS if head != "sampling"]
+    )
 
 
 def trained_rows(
@@ -160,7 +162,8 @@ def _rows(
             uq.tune(posterior, loader(held_out), head=head, progress=False, **options)
         found = posterior.prior_precision if posterior.takes_prior else posterior.scale
         settings = {"prior_precision or scale": found, "temperature": posterior.temperature}
-        shown = {"novelty": True} if head is None else {}  # asked for, since drawn weights do not give it unasked
+        # asked for, since drawn weights do not give it unasked
+        shown = {"novelty": True} if head is None else {}
         predictor = uq.wrap(model, posterior, head, **options, **shown)
         return Method(partial(in_batches, predictor), path.stat().st_size, settings)
 

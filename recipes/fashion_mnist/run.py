@@ -21,6 +21,7 @@ import torch
 from data import DEBIAN, Data, Labelled, load
 from network import trained, trained_on
 from table import write_table
+from variational import TRAINED
 
 from posthoc_uq.evaluation.measures import foreignness
 from posthoc_uq.metrics import joint_tail, ood_auroc, risk_coverage
@@ -132,7 +133,7 @@ def rows_of(
         rows |= methods.posterior_rows(model, data, folder, name, held_out, seed)
     if epochs:
         rows |= methods.function_space_rows(model, data, folder, held_out, seed, epochs)
-        for name in methods.TRAINED:
+        for name in TRAINED:
             rows |= methods.trained_rows(model, data, folder, name, held_out, seed, epochs)
         rows |= {
             methods.CONTROL: lambda: methods.plain(control()),
