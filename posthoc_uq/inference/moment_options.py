@@ -57,7 +57,8 @@ class MomentOptions(TrainingOptions):
         objective: ``"expected"`` is ``E_q[log p(y | f)]``, the term of the evidence lower bound; ``"predictive"`` is
             ``log E_q[p(y | f)]``, which rates the prediction itself, as the paper does.
         noise: of a regression: ``"fixed"`` at the noise of the fit, ``"learned"`` from there, or ``"none"``: the
-            propagated variance is all of the predictive one, so that the noise may depend on the input.
+            propagated variance is all of the predictive one, so that the noise may depend on the input; gradients then
+            see no residual above 10 deviations.
         kl_floor: least weight of the divergence, which is halved from epoch to epoch, beginning with 1. With 1 it has
             its full weight throughout.
         prior_mean: of the weights: ``"zero"``, or ``"trained"`` for the trained ones.

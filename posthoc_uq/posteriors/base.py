@@ -39,8 +39,8 @@ class Posterior(Adjustable):
     Every computation uses the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
 
     A method that optimises the variances themselves has its prior and its noise in what it optimises. There
-    `prior_precision` says which prior that was and cannot be set, and of the other hyperparameters only `scale`, where
-    there is one, enters the variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
+    `prior_precision` says which prior that was and cannot be set, and only `scale`, where there is one, enters the
+    variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
 
     Attributes:
         method: the name of the method that fitted it.
@@ -52,8 +52,7 @@ class Posterior(Adjustable):
         mean: the parameters that the Gaussian is centred on: those of `centre`, and else of `original`.
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
-        features: statistics of the last layer's inputs on the training data, by which novelty is measured; None where
-            the fit found no such layer, or took no such statistics.
+        features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
@@ -77,8 +76,8 @@ class Posterior(Adjustable):
         self.layers = dict(layers)
         self.blocks = dict(blocks)
         self.members = {name: list(inner) for name, inner in members.items()}
-        covered = [name for layer in self.layers.values() for name in layer.parameter_names]
-        self.original = {name: mean[name] for name in (*covered, *(centre or {}))}
+        self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
+        self.original |= {name: mean[name] for name in centre or {}}
         self._layout = Layout(self.layers, self.members)
         self.centre = dict(centre or {}) | self._layout.means(self.blocks, self.original)
         self.mean = {name: self.centre.get(name, parameter) for name, parameter in self.original.items()}
