@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe, write_fashion_mnist
 from torch import nn
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Namespace:
-    return recipe_modules("latent_binary", ["networks", "images", "variables"], ["fashion_mnist"])
+    return recipe_modules(
+        "latent_binary", ["networks", "images", "entropy_maps", "variables"], ["fashion_mnist"]
+    )
 
 
 def test_smoke_of_the_variables(tmp_path: Path) -> None:
@@ -34,6 +37,8 @@ def test_smoke_on_images(tmp_path: Path) -> None:
     done = run_recipe("latent_binary/images.py", *options)
     assert done.returncode == 0, done.stderr[-2000:]
     assert NO_RESULTS in done.stdout and "| lenet | pruned as flow, post hoc |" in done.stdout
+    with Image.open(tmp_path / "out" / "entropy_lenet.png") as picture:
+        assert picture.size[0] > 1500 and len(picture.convert("L").getcolors()) > 50
     (rows,) = json.loads((tmp_path / "out" / "images.json").read_text())["lenet"]
     assert rows["LRT, post hoc: median model"]["density"] == rows["pruned as LRT, post hoc"]["density"]
 
@@ -66,3 +71,19 @@ def test_pruning_keeps_the_share_that_was_asked_for(recipe: Namespace) -> None:
     weights = torch.cat([module.weight.flatten() for module in (twin[0], twin[2])])
     assert int((weights != 0).sum()) == 72  # of 720
     assert torch.equal(model[0].weight, before)
+
+
+def test_entropy_maps_lie_in_the_plane_of_three_images(recipe: Namespace) -> None:
+    """Corners and the middle of the triangle are the images and their mean; entropies are those of the definition."""
+    maps = recipe.entropy_maps
+    images = torch.eye(3).reshape(3, 1, 1, 3)
+    points = maps.plane(images, 601).reshape(601, 601, 3)
+    low, high = maps.CORNERS.min(0).values - maps.MARGIN, maps.CORNERS.max(0).values + maps.MARGIN
+    middle = maps.CORNERS.mean(0)
+    for place, weights in [*zip(maps.CORNERS, torch.eye(3), strict=True), (middle, torch.full((3,), 1 / 3))]:
+        column, row = ((place - low) / (high - low) * 600).round().long().tolist()
+        assert float((points[row, column] - weights).abs().max()) < 0.005
+    torch.testing.assert_close(points.sum(-1), torch.ones(601, 601))
+    probabilities = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
+    expected = torch.distributions.Categorical(probabilities).entropy()
+    torch.testing.assert_close(maps.entropy(probabilities), expected, atol=1e-6, rtol=0)

@@ -1,5 +1,6 @@
 """Digits: train a stand-in for the user's model; fit, tune, save; load in a fresh process; measure."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,11 @@ COPIES = 40
 """Distorted copies of each training digit; the posterior counts each copy as an observation."""
 
 PLAIN, FITTED, TUNED = "network alone", "INF as fitted", "INF tuned"
+TRAINED = {
+    "UTVI": uq.UTVI(epochs=2),
+    "latent binary": uq.LatentBinary(epochs=3, inclusion_lr=0.1),
+}
+"""Methods that train on from the network, with as few epochs as these data need."""
 SCORES = {"entropy": "entropy", "mutual_information": "mutual inf.", "novelty": "novelty"}
 """Scores that are shown, with what they are called."""
 
@@ -105,6 +111,12 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
     predictor = uq.wrap(model, posterior)
     predictions[TUNED] = {name: predictor(images) for name, images in inputs.items()}
 
+    for name, method in TRAINED.items():
+        with step(f"uq.fit(model, train_loader, {_written(method)})"):
+            trained = uq.fit(model, _loader(training, shuffle=True), method, seed=seed, progress=False)
+            predictor = uq.wrap(model, trained)
+            predictions[name] = {name: predictor(images) for name, images in inputs.items()}
+
     identical = _fresh_process_agrees(
         output, model, posterior, data.test.images, predictions[TUNED]["test digits"].probs
     )
@@ -120,8 +132,15 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
     return result
 
 
-def _loader(data: Labelled) -> DataLoader[tuple[Tensor, ...]]:
-    return DataLoader(TensorDataset(data.images, data.labels), batch_size=100)
+def _loader(data: Labelled, *, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(data.images, data.labels), batch_size=100, shuffle=shuffle)
+
+
+def _written(method: uq.Method) -> str:
+    """A method as one types it: its name and the options that are not the defaults."""
+    fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    given = [f"{k}={v!r}" for k, v in fields.items() if v != getattr(type(method)(), k)]
+    return f"uq.{type(method).__name__}({', '.join(given)})"
 
 
 def _plain(model: nn.Module, images: Tensor) -> ClassPrediction:

@@ -5,7 +5,8 @@
     python recipes/latent_binary/images.py --smoke
 
 For every posterior three predictions: averaged over the full posterior, averaged over the median probability model (the
-weights that are more likely on than off), and by that model's means, one sparse network. Magnitude pruning with
+weights that are more likely on than off), and by that model's means, one sparse network. `entropy_<network>.png` maps
+the predictive entropy over a plane of images through three classes. Magnitude pruning with
 training on, `torch.nn.utils.prune`, keeps as many weights as the median model does.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from common import OUTPUT
 from data import DEBIAN, Data, Labelled, load
+from entropy_maps import Probabilities, figure
 from networks import NETWORKS, Batches, new, pruned, train
 from smoke import marked
 from torch import Tensor, nn
@@ -48,16 +50,25 @@ def scores(probabilities: Tensor, part: Labelled) -> dict[str, float]:
     return {"accuracy": 100 * float(right), "NLL": -float(chosen.log().mean()), "ECE": error}
 
 
-def plain(model: nn.Module, part: Labelled) -> dict[str, float]:
-    """Of a network by itself."""
-    with torch.no_grad():
-        return scores(torch.cat([model(x).softmax(-1) for x in part.images.split(1000)]), part)
+def by_itself(model: nn.Module) -> Probabilities:
+    """The probabilities of a network."""
+
+    def predict(images: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(images).softmax(-1)
+
+    return predict
 
 
-def averaged(model: nn.Module, posterior: uq.Posterior, part: Labelled) -> dict[str, float]:
-    """Of drawn weights."""
+def drawn(model: nn.Module, posterior: uq.Posterior) -> Probabilities:
+    """The probabilities by drawn weights."""
     predictor = uq.wrap(model, posterior, "sampling", n_samples=SAMPLES)
-    return scores(torch.cat([predictor(x).probs for x in part.images.split(1000)]), part)  # type: ignore[union-attr]
+    return lambda images: predictor(images).probs  # type: ignore[union-attr]
+
+
+def scored(predict: Probabilities, part: Labelled) -> dict[str, float]:
+    """Of a prediction."""
+    return scores(torch.cat([predict(x) for x in part.images.split(1000)]), part)
 
 
 def fitted(
@@ -83,30 +94,38 @@ def rows_of(row: str, model: nn.Module, posterior: Any, part: Labelled, seconds:
     density = uq.density(posterior, part.images[:4]).total
     median, certain = uq.median_model(posterior), uq.median_model(posterior, certain=True)
     shared = {"density": density.density, "active": density.active_density, "seconds": seconds}
+    sparse = uq.sparse_model(model, certain, "masked")
     return {
-        f"{row}: full average": averaged(model, posterior, part) | {"density": 1.0, "seconds": seconds},
-        f"{row}: median model": averaged(model, median, part) | shared,
-        f"{row}: its means": plain(uq.sparse_model(model, certain, "masked"), part) | shared,
+        f"{row}: full average": scored(drawn(model, posterior), part) | {"density": 1.0, "seconds": seconds},
+        f"{row}: median model": scored(drawn(model, median), part) | shared,
+        f"{row}: its means": scored(by_itself(sparse), part) | shared,
     }
 
 
 def study(name: str, data: Data, options: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
-    """All rows of one network and seed."""
+    """All rows of one network and seed; of the first seed the entropy maps too."""
     model = new(name, seed)
     train(model, data.train, options.network_epochs, 1e-3, seed)
-    rows: dict[str, dict[str, Any]] = {"network": plain(model, data.test) | {"density": 1.0}}
+    rows: dict[str, dict[str, Any]] = {"network": scored(by_itself(model), data.test) | {"density": 1.0}}
     longer = pruned(model, 1.0, data.train, options.epochs, 1e-3, seed)
-    rows["trained on"] = plain(longer, data.test) | {"density": 1.0}
+    rows["trained on"] = scored(by_itself(longer), data.test) | {"density": 1.0}
+    maps = {"network": by_itself(model)}
     for row in options.rows or FITS:
         posterior, seconds = fitted(model, data, row, options, seed)
-        found = rows_of(row, model, posterior, data.test, seconds)
-        density = found[f"{row}: median model"]["density"]
-        rows |= found
+        own_rows = rows_of(row, model, posterior, data.test, seconds)
+        density = own_rows[f"{row}: median model"]["density"]
+        rows |= own_rows
+        maps[f"{row}: full average"] = drawn(model, posterior)
+        maps[f"{row}: median model"] = drawn(model, uq.median_model(posterior))
         if "post hoc" in row:
             twin = pruned(model, density, data.train, options.epochs, 1e-3, seed)
-            rows[f"pruned as {row}"] = plain(twin, data.test) | {"density": density}
-        for key in found:
+            rows[f"pruned as {row}"] = scored(by_itself(twin), data.test) | {"density": density}
+        for key in own_rows:
             print(f"{name}, seed {seed}: {key}: {_line(rows[key])}", flush=True)
+    if seed == options.seeds[0]:
+        options.output.mkdir(parents=True, exist_ok=True)
+        page = figure(maps, data, *((7, 20) if options.smoke else (61, 500)))
+        page.savefig(options.output / f"entropy_{name}.png", dpi=60 if options.smoke else 110)
     return rows
 
 
