@@ -114,7 +114,7 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
     for name, method in TRAINED.items():
         with step(f"uq.fit(model, train_loader, {_written(method)})"):
             trained = uq.fit(model, _loader(training, shuffle=True), method, seed=seed, progress=False)
-            predictor = uq.wrap(model, trained)
+            predictor = uq.wrap(model, trained, novelty=True)
             predictions[name] = {name: predictor(images) for name, images in inputs.items()}
 
     identical = _fresh_process_agrees(
@@ -212,7 +212,7 @@ def _print_tables(result: DigitsResult, foreign: list[str]) -> None:
 
 def _figure(predictions: dict[str, dict[str, ClassPrediction]], inputs: dict[str, Tensor], data: DigitsData):
     labels = data.test.labels
-    calibration = {name: (by_set["test digits"].probs, labels) for name, by_set in predictions.items()}
+    calibration = {name: (predictions[name]["test digits"].probs, labels) for name in (PLAIN, FITTED, TUNED)}
     fitted = predictions[FITTED]
     scores = {f"entropy, {PLAIN}": {name: p.entropy() for name, p in predictions[PLAIN].items()}}
     for score in ("mutual inf.", "novelty"):
