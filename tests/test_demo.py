@@ -34,7 +34,11 @@ def test_digits_end_to_end(tmp_path: Path) -> None:
     for name in digits.TRAINED:  # variational posteriors begun at the network
         assert result.quality[name]["NLL"] <= plain["NLL"]
         assert result.quality[name]["accuracy"] > plain["accuracy"] - 0.005
-    for model in (digits.FITTED, digits.TUNED, *digits.TRAINED):
+        for foreign in ("rotated digits", "letters"):
+            alone = result.auroc[digits.PLAIN, "entropy", foreign]
+            assert result.auroc[name, "entropy", foreign] >= alone
+            assert result.auroc[name, "novelty", foreign] > 0.7
+    for model in (digits.FITTED, digits.TUNED):
         for score in ("entropy", "mutual inf.", "novelty"):
             for foreign in ("rotated digits", "letters"):
                 assert result.auroc[model, score, foreign] > 0.7
