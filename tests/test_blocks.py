@@ -22,6 +22,7 @@ from posthoc_uq.posteriors.blocks import BLOCKS, Block, Factor, Settings
 from posthoc_uq.posteriors.capabilities import (
     DRAWS,
     FORM,
+    INDEPENDENT,
     LOG_DETERMINANT,
     QUADRATIC,
     ROWS,
@@ -222,7 +223,10 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
 def test_built_in_blocks_say_what_they_can_do() -> None:
     gaussian = {DRAWS, SYMMETRY, VARIANCES, QUADRATIC, ROWS, LOG_DETERMINANT}
     for kind in ("diagonal", "kfac", "efb", "inf", "dense", "mean_field"):
-        assert BLOCKS[kind].makes.capabilities() == gaussian | ({FORM} if kind != "dense" else set())
+        more = ({FORM} if kind != "dense" else set()) | (
+            {INDEPENDENT} if kind in ("diagonal", "mean_field") else set()
+        )
+        assert BLOCKS[kind].makes.capabilities() == gaussian | more
     assert {kind for kinds in FAMILIES.values() for kind in kinds} == BLOCKS.keys()
 
 
