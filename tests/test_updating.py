@@ -316,7 +316,7 @@ def grams_of(phi: Tensor, labels: Tensor, classes: int, budget: int = 2**28) -> 
     return grams
 
 
-@pytest.mark.parametrize(("size", "budget", "tolerance"), [(20, 2**28, 1e-9), (60, 2**28, 0.15), (60, 2**19, 0.25)])
+@pytest.mark.parametrize(("size", "budget", "tolerance"), [(20, 2**28, 1e-9), (60, 2**28, 0.25), (60, 2**19, 0.25)])
 def test_class_grams_add_up(size: int, budget: int, tolerance: float) -> None:
     """Exactly where every direction of a class is kept; else to the kept directions. The third is sketched."""
     phi, labels = clusters(3000, 20, size, 1)
@@ -330,6 +330,8 @@ def test_class_grams_add_up(size: int, budget: int, tolerance: float) -> None:
     assert found.samples == 3600 and torch.equal(found.totals[:, :2], wanted.totals[:, :2])  # type: ignore[index]
     ratio = (found.novelty(test) / wanted.novelty(test)).log().abs()
     assert float(ratio.mean()) < tolerance
+    order = torch.stack([found.novelty(test), wanted.novelty(test)]).argsort(1).argsort(1).double()
+    assert float(torch.corrcoef(order)[0, 1]) > 0.9
     back = changed(found, grams_of(new, of_new, 20, budget), -1)
     ratio = (back.novelty(test) / kept.novelty(test)).log().abs()
     assert float(ratio.mean()) < tolerance and back.samples == 3000
@@ -511,7 +513,7 @@ def test_what_else_is_refused() -> None:
     posterior = fit(model, OLD, "diag")
     with pytest.raises(uq.PosthocUQError, match="update takes a posterior"):
         update("posterior.h5", NEW)  # type: ignore[arg-type]
-    with pytest.raises(uq.PosthocUQError, match="no sample"):
+    with pytest.raises(uq.PosthocUQError, match="no batch of samples"):
         update(posterior, [])
     with pytest.raises(uq.PosthocUQError, match="Labels|labels"):
         update(posterior, [(NEW[0][0], NEW[0][1] + 5)])

@@ -163,12 +163,14 @@ class Summed:
     Attributes:
         grams: one a class, or one for several.
         total: their sum, ``(features, features)``.
+        basis: a complete one that is to be kept as long as there is room for all of it, or None.
         totals: of each, its class (or `ALL`, `RARE`), samples and trace, ``(classes, 3)``.
     """
 
     grams: Grams
     total: Tensor
     totals: Tensor
+    basis: Tensor | None = None
 
     def compressed(self, layer: Layer, source: str, dtype: torch.dtype) -> FeatureGrams:
         """The statistics for a posterior.
@@ -181,7 +183,7 @@ class Summed:
         Raises:
             NonFiniteError: a number is not finite in this dtype.
         """
-        found = compressed(self.grams, self.total)
+        found = compressed(self.grams, self.total, basis=self.basis)
         tensors = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise NonFiniteError(
@@ -249,16 +251,19 @@ def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
     return width, max(0, min(width, MOST_DIRECTIONS, left // (classes * width)))
 
 
-def compressed(grams: Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[str, Tensor]:
+def compressed(
+    grams: Grams, total: Tensor, most: int = MOST_NUMBERS, *, basis: Tensor | None = None
+) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `most` numbers.
 
-    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
+    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for, or a complete one that is given. In it every class keeps its exact
     diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room
     for, but at most `MOST_DIRECTIONS`.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size, most)
-    basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
+    if basis is None or basis.shape[1] != width:
+        basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
     scale = (grams.traces / size).unsqueeze(1).clamp(min=torch.finfo(total.dtype).tiny)
     diagonal = grams.diagonals(basis).clamp(min=0) / scale
     residual = ((size - diagonal.sum(1)) / max(1, size - width)).clamp(min=0)

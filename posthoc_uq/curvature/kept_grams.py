@@ -56,7 +56,7 @@ def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGram
     remaining = _Joined([(part, [of_part[i] for i in chosen], weight) for part, of_part, weight in parts])
     numbers = torch.tensor([labels[i] for i in chosen], dtype=counts.dtype, device=counts.device)
     totals = torch.stack([numbers, counts[left], remaining.traces], dim=1)
-    summed = Summed(remaining, kept.total() + sign * fresh.total, totals)
+    summed = Summed(remaining, kept.total() + sign * fresh.total, totals, kept.complete_basis())
     result = summed.compressed(features.layer, features.source, features.basis.dtype)
     result.smoothing = features.smoothing
     return result.to(features.basis.device)
@@ -86,6 +86,10 @@ class _Kept(Grams):
         self._diagonal = as_double(features.diagonal).to(device) * scale
         self._residual = as_double(features.residual).to(device).unsqueeze(1) * scale
         self._factors = as_double(features.factors).to(device) * scale.sqrt().unsqueeze(2)
+
+    def complete_basis(self) -> Tensor | None:
+        """The basis, if it has every direction: kept as it is, the diagonals in it stay exact however often they change."""
+        return self._basis if self._basis.shape[1] == self._basis.shape[0] else None
 
     def _turned(self, basis: Tensor, part: Tensor | slice) -> tuple[Tensor, Tensor]:
         """``U'^T U``, and the factors of some classes in the other basis U'."""
