@@ -48,16 +48,16 @@ def update(
     """Add new data to a posterior, in place and without the old data.
 
     The statistics of ``"diag"`` and ``"full"``, and of ``"kfac"`` with ``uq.KFAC(keep_grams=True)``, are sums over the
-    samples, so that the result is that of a fit on all data, to rounding. ``"efb"`` and ``"inf"`` keep their bases; what
-    is computed in them is exact, too, and so is the diagonal of ``"inf"``. How much of the new data's Fisher is outside
-    of these bases, `Posterior.report` says: of the trace for ``"inf"``; for ``"efb"``, whose bases are whole, of the
-    squared Frobenius norm of the Kronecker factors, which is not on their diagonal there.
+    samples, so that the result is that of a fit on all data, to rounding. ``"efb"`` and ``"inf"`` keep their bases;
+    what is computed in them is exact, too, and so is the diagonal of ``"inf"``. How much of the new data's Fisher is
+    outside of these bases, `Posterior.report` says: of the trace for ``"inf"``; for ``"efb"``, whose bases are whole,
+    of the squared Frobenius norm of the Kronecker factors, which is not on their diagonal there.
 
     The network, its weights and the bases are those of the fit, and so is every hyperparameter: only the scale follows
     the number of samples. The prior precision, the temperature and the noise variance of a regression stay; tune them
     again (`posthoc_uq.tune`) where the data have changed much. A referral threshold and the moments head's calibration
-    belong to the posterior as it was: they are cleared, with a warning. Novelty knows the new inputs. Predictors follow,
-    but for weights that are drawn already: `SamplingPredictor.redraw`.
+    belong to the posterior as it was: they are cleared, with a warning. Novelty knows the new inputs. Predictors
+    follow, but for weights that are drawn already: `SamplingPredictor.redraw`.
 
     The posterior's history keeps counts and a digest of what came in and went out, none of the inputs. If anything
     fails, the posterior stays as it was; `save` it to keep the result.
@@ -155,7 +155,9 @@ def _changed(
     _record(new.history, seen, sign)
     warnings = _cleared(new.history)
     if sign > 0 and posterior.history.changes.get("last") == seen.content:
-        warnings.append("These are the data of the last update, which now count twice; uq.forget takes them out again.")
+        warnings.append(
+            "These are the data of the last update, which now count twice; uq.forget takes them out again."
+        )
     vars(posterior).update({name: v for name, v in vars(new).items() if name not in _OF_THE_OBJECT})
     for warning in warnings:
         warn_user(warning)
@@ -215,7 +217,14 @@ class _Seen:
 
 def _record(history: History, seen: _Seen, sign: int) -> None:
     """Count a change of the data in a history; the record has the same size after any number of them."""
-    changes = {"updates": 0, "added": 0, "removals": 0, "removed": 0, "digest": "", "balance": 0}
+    changes: dict[str, Any] = {
+        "updates": 0,
+        "added": 0,
+        "removals": 0,
+        "removed": 0,
+        "digest": "",
+        "balance": 0,
+    }
     changes |= history.changes
     count, samples = ("updates", "added") if sign > 0 else ("removals", "removed")
     changes[count] += 1

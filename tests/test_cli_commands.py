@@ -709,7 +709,9 @@ class TestUpdateAndForget:
         assert (summary["changed"], summary["samples"], summary["output"]) == (36, 18, str(out))
         assert summary["changes"]["removed"] == 36
         assert uq.load(file, model).evidence.samples == 54
-        assert_same_posterior(uq.load(out, model), uq.fit(model, loader(place, "val"), "diag", **kwargs), 1e-4)
+        assert_same_posterior(
+            uq.load(out, model), uq.fit(model, loader(place, "val"), "diag", **kwargs), 1e-4
+        )
         assert "1 update added 18 samples, 1 removal took out 36 samples" in run("inspect", out).stdout
 
     def test_a_refusal_leaves_the_file(self, place: Path, copy: Path) -> None:

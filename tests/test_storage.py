@@ -193,7 +193,11 @@ def test_inspect_tells_all(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
     found = inspect(path)
     json.dumps(found)
-    assert found["method"] == "inf" and found["format_version"] == userblock.FORMAT_VERSION and found["bytes"] == path.stat().st_size
+    assert (
+        found["method"] == "inf"
+        and found["format_version"] == userblock.FORMAT_VERSION
+        and found["bytes"] == path.stat().st_size
+    )
     assert found["scale"] == posterior.scale and found["prior_precision"] == posterior.prior_precision
     assert found["likelihood"] == {"name": "classification"} and found["fit"] == posterior.history.fit
     assert found["parameters"] == sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Data that come into a posterior after its fit, and data that go out again: against fits on all data, and on those left.
+"""Data that come into a posterior after its fit, and go out again: against fits on all data, and on those left.
 
 What is computed in kept bases is checked against the dense Fisher of all data.
 """
@@ -205,7 +205,10 @@ def test_a_regression_keeps_its_noise() -> None:
     assert posterior.evidence.squared_residuals == pytest.approx(wanted.evidence.squared_residuals)
     inputs = torch.linspace(-4, 4, 12).reshape(6, 2)
     torch.testing.assert_close(
-        uq.wrap(model, posterior).novelty(inputs), uq.wrap(model, wanted).novelty(inputs), rtol=1e-5, atol=1e-7
+        uq.wrap(model, posterior).novelty(inputs),
+        uq.wrap(model, wanted).novelty(inputs),
+        rtol=1e-5,
+        atol=1e-7,
     )
 
 
@@ -257,7 +260,7 @@ def test_what_kept_bases_hold_is_exact(method: str) -> None:
 
 
 def test_what_efb_says_of_other_bases() -> None:
-    """Of a linear layer: 1 - |diag|^2 / |.|^2 of the Kronecker product of the new data's own Grams, in the kept bases."""
+    """Of a linear layer: 1 - |diag|^2 / |.|^2 of the Kronecker product of the new data's Grams, in the kept bases."""
     model = nn.Linear(3, 3).double().eval()
     posterior = fit(model, [(x.flatten(1)[:, :3].double(), y) for x, y in OLD], "efb")
     new = [(x.flatten(1)[:, :3].double() * torch.tensor([1.0, 3.0, 0.2]), y) for x, y in NEW]
@@ -289,7 +292,8 @@ def test_what_the_bases_miss() -> None:
         )
         errors = [
             sum(
-                float((p.blocks[n].dense(p.scale)[0] - fisher).norm() / fisher.norm()) for n, fisher in exact.items()
+                float((p.blocks[n].dense(p.scale)[0] - fisher).norm() / fisher.norm())
+                for n, fisher in exact.items()
             )
             for p in (fitted, updated, old)
         ]
@@ -316,7 +320,9 @@ def grams_of(phi: Tensor, labels: Tensor, classes: int, budget: int = 2**28) -> 
     return grams
 
 
-@pytest.mark.parametrize(("size", "budget", "tolerance"), [(20, 2**28, 1e-9), (60, 2**28, 0.25), (60, 2**19, 0.25)])
+@pytest.mark.parametrize(
+    ("size", "budget", "tolerance"), [(20, 2**28, 1e-9), (60, 2**28, 0.25), (60, 2**19, 0.25)]
+)
 def test_class_grams_add_up(size: int, budget: int, tolerance: float) -> None:
     """Exactly where every direction of a class is kept; else to the kept directions. The third is sketched."""
     phi, labels = clusters(3000, 20, size, 1)
@@ -405,7 +411,7 @@ def test_thresholds_are_cleared_and_predictors_follow() -> None:
     assert sum("referral threshold (entropy above" in text and "is cleared" in text for text in texts) == 1
     assert sum("calibration is cleared" in text for text in texts) == 1
     assert not posterior.history.referral and not posterior.history.calibration
-    with pytest.raises(uq.PosthocUQError, match="no threshold|threshold"):
+    with pytest.raises(uq.PosthocUQError, match="threshold"):
         uq.refer(predictors["linearized"], predictors["linearized"](x))
     for head, predictor in predictors.items():
         assert (predictor(x).probs - old[head]).abs().max() > 1e-4, head
@@ -429,7 +435,9 @@ def test_a_window_that_slides() -> None:
     forget(posterior, OLD)
     assert posterior.settings == settings
     assert (predictor(x).probs - old).abs().max() > 1e-4
-    torch.testing.assert_close(predictor(x).probs, uq.wrap(model, fit(model, newer, "full"))(x).probs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        predictor(x).probs, uq.wrap(model, fit(model, newer, "full"))(x).probs, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_hyperparameters_stay() -> None:
@@ -499,10 +507,14 @@ def test_methods_that_cannot(method: str) -> None:
     posterior = uq.fit(model, OLD[:1], short(method), progress=False)
     kind = METHODS[method]
     if kind.update is Method.update:
-        with pytest.raises(uq.PosthocUQError, match=rf"method='{method}' cannot take in more data.*fit again on all"):
+        with pytest.raises(
+            uq.PosthocUQError, match=rf"method='{method}' cannot take in more data.*fit again on all"
+        ):
             update(posterior, Unread())
     if kind.forget is Method.forget:
-        with pytest.raises(uq.PosthocUQError, match=rf"method='{method}' cannot forget data.*fit again on those"):
+        with pytest.raises(
+            uq.PosthocUQError, match=rf"method='{method}' cannot forget data.*fit again on those"
+        ):
             forget(posterior, Unread())
 
 
@@ -515,7 +527,7 @@ def test_what_else_is_refused() -> None:
         update("posterior.h5", NEW)  # type: ignore[arg-type]
     with pytest.raises(uq.PosthocUQError, match="no batch of samples"):
         update(posterior, [])
-    with pytest.raises(uq.PosthocUQError, match="Labels|labels"):
+    with pytest.raises(uq.PosthocUQError, match="abel"):
         update(posterior, [(NEW[0][0], NEW[0][1] + 5)])
     with torch.inference_mode(), pytest.raises(uq.PosthocUQError, match="inference_mode"):
         update(posterior, Unread())
@@ -650,7 +662,9 @@ def test_a_killed_update_leaves_the_old_file_whole(tmp_path: Path) -> None:
     uq.save(posterior, path)
     before = path.read_bytes()
     code = KILLED.format(tests=str(Path(__file__).parent))
-    killed = subprocess.run([sys.executable, "-c", code, str(path)], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    killed = subprocess.run(
+        [sys.executable, "-c", code, str(path)], env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert killed.returncode == -signal.SIGKILL and path.read_bytes() == before
     uq.save(update(uq.load(path, model), NEW), path)
     assert uq.load(path, model).evidence.samples == 90

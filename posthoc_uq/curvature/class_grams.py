@@ -256,9 +256,9 @@ def compressed(
 ) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `most` numbers.
 
-    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for, or a complete one that is given. In it every class keeps its exact
-    diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room
-    for, but at most `MOST_DIRECTIONS`.
+    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for, or a complete one that is given.
+    In it every class keeps its exact diagonal S and the leading directions of its correlations
+    ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room for, but at most `MOST_DIRECTIONS`.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size, most)

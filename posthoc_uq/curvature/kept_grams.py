@@ -88,7 +88,7 @@ class _Kept(Grams):
         self._factors = as_double(features.factors).to(device) * scale.sqrt().unsqueeze(2)
 
     def complete_basis(self) -> Tensor | None:
-        """The basis, if it has every direction: kept as it is, the diagonals in it stay exact however often they change."""
+        """The basis, if it has every direction: kept, the diagonals in it stay exact however often they change."""
         return self._basis if self._basis.shape[1] == self._basis.shape[0] else None
 
     def _turned(self, basis: Tensor, part: Tensor | slice) -> tuple[Tensor, Tensor]:

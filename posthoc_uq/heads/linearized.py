@@ -287,7 +287,7 @@ class LinearizedPredictor(Predictor):
         return cached[1]
 
     def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
-        """Draws of the weights' deviation from the trained ones, by parameter, the same until settings or data change."""
+        """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
         settings, cached = posterior.moment, self._drawn
         if cached is None or cached[0] != settings:
             with _PREPARING:

@@ -17,8 +17,8 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.warned import warn_user
 
 _STALE = (
-    "This posterior's statistics of the last layer's inputs are from a file of an older release, which says too little to "
-    "change them: novelty stays as it was. Fit again with this release."
+    "This posterior's statistics of the last layer's inputs are from a file of an older release, which says too little "
+    "to change them: novelty stays as it was. Fit again with this release."
 )
 _NONE = "by the posterior itself, top class: no layer with one row a sample comes last"
 
@@ -44,8 +44,8 @@ def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) ->
 
 
 def watch_other_features(task: Task, posterior: Posterior) -> ClassGrams | None:
-    """Let the sweeps over data that come in or go out show them to feature statistics like those of the posterior; None,
-    with a warning, where the posterior's cannot change, or where it has none.
+    """Let the sweeps over data that come in or go out show them to feature statistics like those of the posterior;
+    None, with a warning, where the posterior's cannot change, or where it has none.
     """
     features = posterior.features
     if features is None:
@@ -65,8 +65,8 @@ def watch_other_features(task: Task, posterior: Posterior) -> ClassGrams | None:
 def other_features(
     task: Task, grams: ClassGrams, posterior: Posterior, sign: int, network: nn.Module
 ) -> FeatureGrams:
-    """The posterior's feature statistics with those of the task's data, by an extra pass where no sweep showed the data,
-    or where the mean was trained.
+    """The posterior's feature statistics with those of the task's data, by an extra pass where no sweep showed the
+    data, or where the mean was trained.
 
     Args:
         task: of the data that come in or go out.

@@ -70,8 +70,8 @@ def _precision(posterior: Posterior) -> float:
 
 
 def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
-    """What the fit and a later sweep saw of the data, together, or what is left of it. Without labels on either side the
-    log likelihood is unknown.
+    """What the fit and a later sweep saw of the data, together, or what is left of it. Without labels on either side
+    the log likelihood is unknown.
 
     Raises:
         NotContainedError: the sum of the squared residuals would be negative.
@@ -99,8 +99,8 @@ def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likeliho
 
 
 def _outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:
-    """The shares of two Fishers that are outside of the kept bases, of all layers together: of the new data, and of what
-    was kept before, as far as it is known; nothing for blocks that keep all of it.
+    """The shares of two Fishers that are outside of the kept bases, of all layers together: of the new data, and of
+    what was kept before, as far as it is known; nothing for blocks that keep all of it.
     """
     shares: dict[str, float] = {}
     for name, statistics in (
@@ -113,4 +113,3 @@ def _outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:
         if known and whole > 0:
             shares[name] = min(1.0, max(0.0, 1 - sum(inside for inside, _ in known) / whole))
     return shares
-

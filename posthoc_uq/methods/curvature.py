@@ -16,8 +16,8 @@ from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGrad
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
-from posthoc_uq.inference.other_data import combined_posterior
 from posthoc_uq.inference.labels import FisherChoice
+from posthoc_uq.inference.other_data import combined_posterior
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Fisher

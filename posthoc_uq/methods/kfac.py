@@ -20,7 +20,6 @@ from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.kronecker import KroneckerBlock
 from posthoc_uq.posteriors.numerics import eigh_descending
 
-
 _FACTORS, _WITH_GRAMS = "Kronecker factors", "Kronecker factors and Grams"
 _OF_FACTORS = {
     "input_basis": StageTensor("Gnn", orthonormal=True),
@@ -75,7 +74,9 @@ class KFAC(Curvature):
 
     def check_change(self, posterior: Posterior, change: Change) -> None:
         super().check_change(posterior, change)
-        if any(isinstance(block, KroneckerBlock) and block.grams is None for block in posterior.blocks.values()):
+        if any(
+            isinstance(block, KroneckerBlock) and block.grams is None for block in posterior.blocks.values()
+        ):
             raise PosthocUQError(
                 "This posterior keeps the eigenvectors of its Grams alone, so that data cannot come in or go out; fit "
                 "with uq.KFAC(keep_grams=True), or by another method."

@@ -15,7 +15,7 @@ from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 
 _SLACK = 1e3
-"""Rounding errors of a sum over a data set, in units of its number format's precision, relative to its largest number."""
+"""Rounding errors of a sum over a data set, in units of its number format's precision, relative to its size."""
 
 
 class NotContainedError(PosthocUQError):
@@ -57,7 +57,11 @@ def combined(kept: Tensor, part: Tensor, weights: Weights, what: str) -> Tensor:
     """
     before = as_double(kept)
     total = weights.kept * before + weights.part * as_double(part).to(before.device)
-    if weights.part < 0 and total.numel() and bool(total.min() < -_rounding(kept, float(kept.abs().max()), weights)):
+    if (
+        weights.part < 0
+        and total.numel()
+        and bool(total.min() < -_rounding(kept, float(kept.abs().max()), weights))
+    ):
         raise NotContainedError(what)
     return total.clamp(min=0).to(kept)
 

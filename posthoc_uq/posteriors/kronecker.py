@@ -181,9 +181,14 @@ class KroneckerBlock(_EigenbasisBlock):
             for weight, grams in ((weights.kept, kept), (weights.part, part))
         ]
         grams = {
-            "input_gram": combined_matrices(kept["input_gram"], part["input_gram"], weights, "Gram of the inputs"),
+            "input_gram": combined_matrices(
+                kept["input_gram"], part["input_gram"], weights, "Gram of the inputs"
+            ),
             "output_gram": combined_matrices(
-                kept["output_gram"], part["output_gram"], Weights(*shares, weights.precision), "Gram of the output gradients"
+                kept["output_gram"],
+                part["output_gram"],
+                Weights(*shares, weights.precision),
+                "Gram of the output gradients",
             ),
             "positions": positions,
         }

@@ -182,7 +182,9 @@ def described_changes(changes: Mapping[str, Any]) -> str:
             parts.append(f"{changes[count]} {word}{plural} {verb} {changes[samples]} samples")
     if "outside" in changes:
         before = f" ({changes['outside before']:.1%} of that before)" if "outside before" in changes else ""
-        parts.append(f"{changes['outside']:.1%} of the last update's Fisher is outside of the kept bases{before}")
+        parts.append(
+            f"{changes['outside']:.1%} of the last update's Fisher is outside of the kept bases{before}"
+        )
     return ", ".join([*parts, f"digest {changes['digest'][:12]}"])
 
 

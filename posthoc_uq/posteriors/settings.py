@@ -184,7 +184,7 @@ class Adjustable:
 
     @property
     def moment(self) -> tuple[Hyperparameters, int]:
-        """What the covariance of the weights depends on: hyperparameters, and how often the data changed; by it is known
+        """What the covariance of the weights depends on: hyperparameters, and how often the data changed; it tells
         whether something that was computed from the posterior still holds.
         """
         return self._settings.of_weights(), self.history.revision

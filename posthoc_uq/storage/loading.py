@@ -136,7 +136,10 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: history[key] for key in ("fit", "tuning", "deterministic")},
-            **{key: history.get(key, {}) for key in ("head", "faithful", "calibration", "referral", "changes")},
+            **{
+                key: history.get(key, {})
+                for key in ("head", "faithful", "calibration", "referral", "changes")
+            },
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
             "features": None if state["features"] is None else dict(state["features"]["attributes"]),
