@@ -67,7 +67,7 @@ class KFAC(Curvature):
     def blocks(self, task: Task) -> dict[str, Block]:
         return {
             name: KroneckerBlock(
-                *(factors[part] for part in _OF_FACTORS), factors if self.keep_grams else None
+                **{part: factors[part] for part in _OF_FACTORS}, grams=factors if self.keep_grams else None
             )
             for name, factors in kronecker_factors(task, self.keep_grams).items()
         }

@@ -176,10 +176,12 @@ class KroneckerBlock(_EigenbasisBlock):
         if kept is None:
             return super().combined(part, weights)  # type: ignore[return-value]
         positions = combined(kept["positions"], part["positions"], weights, "number of positions")
-        shares = [
-            weight * float(as_double(grams["positions"]) / as_double(positions).clamp(min=_TINY))
-            for weight, grams in ((weights.kept, kept), (weights.part, part))
-        ]
+        whole = as_double(positions).clamp(min=_TINY)
+        by_positions = Weights(  # the second Gram is a mean over positions
+            weights.kept * float(as_double(kept["positions"]) / whole),
+            weights.part * float(as_double(part["positions"]) / whole),
+            weights.precision,
+        )
         grams = {
             "input_gram": combined_matrices(
                 kept["input_gram"], part["input_gram"], weights, "Gram of the inputs"
@@ -187,7 +189,7 @@ class KroneckerBlock(_EigenbasisBlock):
             "output_gram": combined_matrices(
                 kept["output_gram"],
                 part["output_gram"],
-                Weights(*shares, weights.precision),
+                by_positions,
                 "Gram of the output gradients",
             ),
             "positions": positions,
