@@ -49,6 +49,7 @@ from posthoc_uq.sparsity.models import sparse_model
 from posthoc_uq.sparsity.recalibration import recalibrated
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
+from posthoc_uq.updating import forget, update
 from posthoc_uq.version import __version__
 from posthoc_uq.wrapping import wrap
 
@@ -96,6 +97,7 @@ __all__ = [
     "export_onnx",
     "exportable",
     "fit",
+    "forget",
     "function_space_kl",
     "inclusion",
     "inspect",
@@ -112,5 +114,6 @@ __all__ = [
     "sparse_state_dict",
     "tune",
     "untied",
+    "update",
     "wrap",
 ]

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.content import batch_hash
-from posthoc_uq.curvature.dryrun import prepare
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.selection import Selection
-from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import together, world
 from posthoc_uq.drawn_models import warn_if_draws_differ
 from posthoc_uq.faithful import Faithful
@@ -29,10 +25,11 @@ from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilitie
 from posthoc_uq.inference.row_check import check_log_prob
 from posthoc_uq.inference.task import Task, check_common
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, no_sample
-from posthoc_uq.memory import default_budget, return_freed_memory
+from posthoc_uq.loaders import BatchFunction
+from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.methods import Method
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.preparing import prepared_task
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate, statistics_dtype, unwrap
 from posthoc_uq.request import Request, requested
@@ -136,32 +133,26 @@ def _prepared_task(
     progress: bool,
 ) -> tuple[Task, FeatureSource | None]:
     """The task of a fit, after a dry run on the first batch, and the source of the last layer's features, if any."""
-    method, likelihood, reader, seed = request.method, request.likelihood, request.reader, request.seed
-    device = reader.device
-    statistics = together(lambda: statistics_dtype(model, method.dtype), "checking dtype")
-    budget = default_budget(device) if method.memory_budget is None else method.memory_budget
+    method, likelihood, seed = request.method, request.likelihood, request.seed
+    task = prepared_task(
+        model,
+        loader,
+        layers,
+        method=method,
+        likelihood=likelihood,
+        reader=request.reader,
+        seed=seed,
+        dtype=together(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
+        progress=progress,
+    )
 
-    def dry_run() -> tuple[Task, FeatureSource | None, bool]:
+    def look() -> tuple[FeatureSource | None, bool]:
         with isolated_random_state(seed):
-            first, all_batches = _first_batch(loader, reader)
-            batch = first.copied()  # which is run several times
-            autocast = torch.is_autocast_enabled(device.type)
-            with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
-                prepared = prepare(
-                    model,
-                    batch,
-                    layers,
-                    unsupported=method.unsupported,
-                    autocast=autocast,
-                    prove=method.proves_gradients,
-                )
-            check_log_prob(model, batch, likelihood)
-            features = find_features(model, batch, autocast)
-            settings = SweepSettings(reader, likelihood, seed=seed, dtype=statistics, progress=progress)
-            task = Task(model, prepared, all_batches, batch, settings, device, budget)
-            return task, features, gives_probabilities(model, batch, likelihood)
+            check_log_prob(model, task.batch, likelihood)
+            features = find_features(model, task.batch, torch.is_autocast_enabled(task.device.type))
+            return features, gives_probabilities(model, task.batch, likelihood)
 
-    task, features, probabilities = together(dry_run, "the dry run")
+    features, probabilities = together(look, "the dry run")
     if task.prepared.warning is not None:
         warn_user(task.prepared.warning)
     if probabilities:
@@ -228,13 +219,3 @@ def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: 
         maximise_evidence(posterior)
         if task.val_loader is None:
             warn_if_draws_differ(posterior, task.batch, seed)
-
-
-def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:
-    """The first batch with samples, and a loader that still yields all batches."""
-    iterator = iter(loader)
-    for first in iterator:
-        batch = reader.read(first)
-        if not batch.empty:
-            return batch, (cast(Iterable[Any], chain([first], iterator)) if iterator is loader else loader)
-    raise no_sample()

@@ -689,3 +689,51 @@ def flat(place: Path) -> tuple[torch.Tensor, list[str]]:
     files = sorted((place / "flat").iterdir())
     arrays = np.stack([np.asarray(Image.open(path)).astype(np.float32) / 255 for path in files])
     return torch.from_numpy(arrays).permute(0, 3, 1, 2), [path.name for path in files]
+
+
+class TestUpdateAndForget:
+    def test_they_are_those_of_the_library(self, place: Path, tmp_path: Path) -> None:
+        file, options = tmp_path / "m.h5", model_options(place)
+        common = ["--method", "diag", "--prior-precision", 5.0, "--fisher", "exact"]
+        run("fit", place / "train", *options, *common, "-o", file)
+        model = trained(place)
+        both = [*loader(place, "train"), *loader(place, "val")]
+        kwargs: dict[str, Any] = {"fisher": "exact", "prior_precision": 5.0, "progress": False}
+        told = run("update", file, place / "val", *options).stdout
+        assert "Added 18 samples; the posterior has 54 now." in told and f"Written to {file}." in told
+        updated = uq.load(file, model)
+        assert_same_posterior(updated, uq.fit(model, both, "diag", **kwargs), 1e-5)
+        assert updated.prior_precision == 5.0 and updated.scale == 54
+        out = tmp_path / "less.h5"
+        summary = run_json("forget", file, place / "train", *options, "-o", out)
+        assert (summary["changed"], summary["samples"], summary["output"]) == (36, 18, str(out))
+        assert summary["changes"]["removed"] == 36
+        assert uq.load(file, model).evidence.samples == 54
+        assert_same_posterior(
+            uq.load(out, model), uq.fit(model, loader(place, "val"), "diag", **kwargs), 1e-4
+        )
+        assert "1 update added 18 samples, 1 removal took out 36 samples" in run("inspect", out).stdout
+
+    def test_a_refusal_leaves_the_file(self, place: Path, copy: Path) -> None:
+        before = copy.read_bytes()
+        assert "leaves none" in failure("forget", copy, place / "train", *model_options(place))
+        assert "There is no folder" in failure("update", copy, place / "nowhere", *model_options(place))
+        assert "does not exist" in failure("update", place / "no.h5", place / "val", *model_options(place))
+        assert copy.read_bytes() == before
+
+    def test_kfac_needs_its_grams(self, place: Path, tmp_path: Path) -> None:
+        file, options = tmp_path / "m.h5", model_options(place)
+        run("fit", place / "train", *options, "--method", "kfac", "-o", file)
+        assert "keep_grams=True" in failure("update", file, place / "val", *options)
+        run("fit", place / "train", *options, "--method", "kfac", "--keep-grams", "-o", file)
+        run("tune", file, *options, "--data", place / "val", "--no-search", "--referral-rate", 0.1)
+        told = run("update", file, place / "val", *options)
+        assert "The referral threshold" in told.stderr and "is cleared" in told.stderr
+
+    def test_a_half_file_becomes_whole(self, place: Path, tmp_path: Path) -> None:
+        """A few samples among many are less than bfloat16 resolves."""
+        file, options = tmp_path / "m.h5", model_options(place)
+        run("fit", place / "train", *options, "--method", "diag", "--save-dtype", "bfloat16", "-o", file)
+        run("update", file, place / "val", *options)
+        formats = {t["dtype"] for b in uq.inspect(file)["blocks"].values() for t in b["tensors"].values()}
+        assert formats == {"float32"}

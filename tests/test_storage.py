@@ -193,7 +193,11 @@ def test_inspect_tells_all(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
     found = inspect(path)
     json.dumps(found)
-    assert found["method"] == "inf" and found["format_version"] == 5 and found["bytes"] == path.stat().st_size
+    assert (
+        found["method"] == "inf"
+        and found["format_version"] == userblock.FORMAT_VERSION
+        and found["bytes"] == path.stat().st_size
+    )
     assert found["scale"] == posterior.scale and found["prior_precision"] == posterior.prior_precision
     assert found["likelihood"] == {"name": "classification"} and found["fit"] == posterior.history.fit
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
@@ -455,7 +459,7 @@ def test_foreign_files(saved: tuple[Path, nn.Module, Posterior], tmp_path: Path)
         load(foreign, model)
 
 
-@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (6, "version 6.*upgrade")])
+@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (7, "version 7.*upgrade")])
 def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, _ = saved
     of_version(path, version)

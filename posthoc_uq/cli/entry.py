@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from posthoc_uq.cli import demo, evaluate, fit, inspect, predict, tune
+from posthoc_uq.cli import demo, evaluate, fit, forget, inspect, predict, tune, update
 from posthoc_uq.cli.console import usage_in_one_line
 
 
@@ -49,14 +49,15 @@ def commands() -> None:
     """Honest uncertainty for a trained PyTorch model.
 
     `fit` a posterior over the weights and write it to a file, `tune` it on held-out data, `predict` a folder of images
-    into a CSV with their uncertainty, `evaluate` how good that is, `inspect` a file without its model.
+    into a CSV with their uncertainty, `evaluate` how good that is, `update` it with new data or let it `forget` some,
+    `inspect` a file without its model.
 
     \b
     Exit codes: 0 done, 1 error, 2 wrong usage, 3 predicted but for some unreadable images, 130 interrupted.
     """
 
 
-for _command in (fit, tune, predict, evaluate, inspect, demo):
+for _command in (fit, tune, predict, evaluate, update, forget, inspect, demo):
     commands.add_command(_command.command)
 
 

@@ -8,7 +8,13 @@ import click
 
 from posthoc_uq.cli.console import print_json, progress, say
 from posthoc_uq.cli.fields import OneOf, Spelling, argument_options, fields_of, literal
-from posthoc_uq.cli.options import data_options, divergence_option, model_options, several_options
+from posthoc_uq.cli.options import (
+    data_options,
+    divergence_option,
+    model_options,
+    several_options,
+    unlabelled_option,
+)
 from posthoc_uq.cli.registry import Choices, RegistryCommand
 
 _PASSED_BY_THE_COMMAND = ("progress",)  # arguments of the library's fit that no option is for
@@ -52,9 +58,7 @@ def _methods() -> Choices:
 
 _fit_options = several_options(
     [
-        click.option(
-            "--unlabelled", is_flag=True, help="Leave class folders aside: the model's own labels suffice."
-        ),
+        unlabelled_option,
         click.option(
             "--val-data",
             metavar="DATA",

@@ -149,6 +149,10 @@ referral_score_option = click.option(
     help="Which uncertainty; entropy, or standard_deviation of values. Of several, any may refer an input.",
 )
 
+unlabelled_option = click.option(
+    "--unlabelled", is_flag=True, help="Leave class folders aside: the model's own labels suffice."
+)
+
 names_option = click.option(
     "--class-names",
     metavar="PATH",

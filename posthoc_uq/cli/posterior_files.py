@@ -49,7 +49,8 @@ def _stored_dtype(path: str) -> torch.dtype | None:
     formats = {
         tensor["dtype"] for block in inspect(path)["blocks"].values() for tensor in block["tensors"].values()
     }
-    return _HALF.get(next(iter(formats))) if len(formats) == 1 else None
+    half = formats & _HALF.keys()  # some tensors keep their own format
+    return _HALF[half.pop()] if len(half) == 1 else None
 
 
 def check_output(path: str | None) -> None:

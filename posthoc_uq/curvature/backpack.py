@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backpack import backpack, extend
+from backpack.context import CTX
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from torch import Tensor, nn
 
@@ -48,8 +49,11 @@ class ActivationsAndGradients(FirstOrderBackpropExtension):
 
 def extend_modules(modules: list[nn.Module]) -> None:
     """Let BackPACK see these leaf modules. They must be a replica's, since BackPACK leaves hooks and attributes."""
-    for module in modules:
-        extend(module)
+    with _CONTEXT_LOCK:
+        # BackPACK keeps the handles of its hooks for good, also those of modules that are gone
+        CTX.hook_handles = [handle for handle in CTX.hook_handles if handle.hooks_dict_ref() is not None]
+        for module in modules:
+            extend(module)
 
 
 def backward(outputs: Tensor, gradient: Tensor, handler: Handler, retain_graph: bool) -> None:

@@ -8,6 +8,9 @@ samples: they depend neither on the batches nor on the order, and several proces
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,9 +19,10 @@ from posthoc_uq.curvature.features import FeatureSource, feature_rows
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.distributed import add_up
 from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
-from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.features import ALL, RARE, FeatureGrams
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom, positive_part
 
 MOST_NUMBERS = 2**20  # kept for all classes together, 4 MiB in float32
@@ -39,18 +43,26 @@ class ClassGrams:
         likelihood: of the targets.
         device: of the model.
         budget: bytes that the sums may take.
+        by_class: whether there is one Gram a class; None decides by the budget.
     """
 
     def __init__(
-        self, source: FeatureSource, likelihood: Likelihood, device: torch.device, budget: int
+        self,
+        source: FeatureSource,
+        likelihood: Likelihood,
+        device: torch.device,
+        budget: int,
+        by_class: bool | None = None,
     ) -> None:
         self.source = source
         self._likelihood = likelihood
         size, classes = source.size, likelihood.classes(source.outputs)
         zero = as_double(torch.zeros((), device=device))
         width = min(_WIDTHS[1], budget // (16 * classes * size))
-        if classes * size**2 * 8 > budget and width < _WIDTHS[0]:
-            classes = 1  # too many classes even for sketches
+        if by_class is None:
+            by_class = classes * size**2 * 8 <= budget or width >= _WIDTHS[0]
+        classes = classes if by_class else 1  # too many classes even for sketches
+        width = max(width, _WIDTHS[0])
         self._test: Tensor | None = None
         self.sums = {"counts": zero.new_zeros(classes)}
         if classes == 1 or classes * size**2 * 8 <= budget:
@@ -101,50 +113,94 @@ class ClassGrams:
             return torch.zeros(samples, dtype=torch.int64, device=outputs.device)
         return self._likelihood.predicted_class(outputs)
 
+    def summed(self, own: Collection[int] = (), least: int | None = FEW) -> Summed:
+        """The Grams of the samples of all processes; every process must call this, and only once.
+
+        Args:
+            own: classes that have a Gram of their own whatever their number of samples.
+            least: samples from which on every other class has one, too; None for never.
+        """
+        add_up(self.sums)
+        counts = self.sums["counts"].long().tolist()
+        if len(counts) == 1:
+            places, labels = {0: 0}, [ALL]
+        else:
+            enough = max(counts) + 1 if least is None else least
+            labels = [c for c, count in enumerate(counts) if count >= enough or (count and c in own)]
+            places = {c: place for place, c in enumerate(labels)}
+            rare = [c for c, count in enumerate(counts) if count and c not in places]
+            places |= dict.fromkeys(rare, len(labels))
+            labels += [RARE] if rare else []
+        present, groups = list(places), list(places.values())
+
+        def grouped(sums: Tensor) -> Tensor:
+            index = torch.tensor(groups, device=sums.device)
+            return sums.new_zeros(len(labels), *sums.shape[1:]).index_add_(0, index, sums[present])
+
+        if self._test is None:
+            grams: Grams = _Exact(grouped(self.sums["grams"]))
+            total = self.sums["grams"].sum(0)
+        else:
+            total = self.sums["total"]
+            grams = _Sketched(grouped(self.sums["sketches"]), self._test, grouped(self.sums["traces"]), total)
+        numbers = torch.tensor(labels, dtype=total.dtype, device=total.device)
+        totals = torch.stack([numbers, grouped(self.sums["counts"]), grams.traces], dim=1)
+        return Summed(grams, total, totals)
+
     def result(self, dtype: torch.dtype) -> FeatureGrams:
         """The compressed statistics of the samples of all processes, in `dtype`; every process must call this.
 
         Raises:
             NonFiniteError: a number is not finite in this dtype.
         """
-        add_up(self.sums)
-        sums = self.sums
-        if self._test is None:
-            grams: _Grams = _Exact(_with_rare_joined(sums["grams"], sums["counts"]))
-            total = sums["grams"].sum(0)
-        else:
-            sketches, traces = (
-                _with_rare_joined(sums[name], sums["counts"]) for name in ("sketches", "traces")
-            )
-            total = sums["total"]
-            grams = _Sketched(sketches, self._test, traces, total)
-        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in compressed(grams, total).items()}
+        return self.summed().compressed(self.source.layer, self.source.source, dtype)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The Grams of some samples, by class.
+
+    Attributes:
+        grams: one a class, or one for several.
+        total: their sum, ``(features, features)``.
+        basis: a complete one that is to be kept as long as there is room for all of it, or None.
+        totals: of each, its class (or `ALL`, `RARE`), samples and trace, ``(classes, 3)``.
+    """
+
+    grams: Grams
+    total: Tensor
+    totals: Tensor
+    basis: Tensor | None = None
+
+    def compressed(self, layer: Layer, source: str, dtype: torch.dtype) -> FeatureGrams:
+        """The statistics for a posterior.
+
+        Args:
+            layer: whose inputs these are.
+            source: see `FeatureGrams`.
+            dtype: of all tensors but the totals.
+
+        Raises:
+            NonFiniteError: a number is not finite in this dtype.
+        """
+        found = compressed(self.grams, self.total, basis=self.basis)
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise NonFiniteError(
-                f"The second moments of what enters layer '{self.source.layer.name}' are not finite in {dtype}: bring "
-                f"the inputs to about unit size, or fit with dtype=torch.float64."
+                f"The second moments of what enters layer '{layer.name}' are not finite in {dtype}: bring the inputs "
+                f"to about unit size, or fit with dtype=torch.float64."
             )
-        return FeatureGrams(
-            self.source.layer,
-            self.source.source,
-            int(sums["counts"].sum()),
-            tensors,
-        )
+        samples = round(float(self.totals[:, 1].sum()))
+        return FeatureGrams(layer, source, samples, {**tensors, "totals": self.totals})
 
 
-def _with_rare_joined(sums: Tensor, counts: Tensor) -> Tensor:
-    """Sums ``(classes, ...)`` in which all classes with few samples are added up into one, the last."""
-    rare, frequent = (counts < FEW) & (counts > 0), sums[counts >= FEW]
-    return torch.cat([frequent, sums[rare].sum(0, keepdim=True)]) if bool(rare.any()) else frequent
-
-
-class _Grams:
+class Grams:
     """One positive semidefinite matrix a class, with its trace."""
 
     traces: Tensor
 
-    def rotated(self, part: slice, basis: Tensor) -> Tensor:
-        """``U^T G_c U`` of some classes, ``(classes, width, width)``."""
+    def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
+        """``U^T G_c U`` of some classes, by their numbers, ``(classes, width, width)``."""
         raise NotImplementedError
 
     def diagonals(self, basis: Tensor) -> Tensor:
@@ -152,19 +208,19 @@ class _Grams:
         raise NotImplementedError
 
 
-class _Exact(_Grams):
+class _Exact(Grams):
     def __init__(self, matrices: Tensor) -> None:
         self._matrices = matrices
         self.traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
 
-    def rotated(self, part: slice, basis: Tensor) -> Tensor:
+    def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
         return basis.T @ self._matrices[part] @ basis
 
     def diagonals(self, basis: Tensor) -> Tensor:
         return torch.stack([((matrix @ basis) * basis).sum(0) for matrix in self._matrices])
 
 
-class _Sketched(_Grams):
+class _Sketched(Grams):
     """Each Gram by its leading directions; the rest of its trace is spread like the rest of the total Gram."""
 
     def __init__(self, sketches: Tensor, test: Tensor, traces: Tensor, total: Tensor) -> None:
@@ -176,7 +232,7 @@ class _Sketched(_Grams):
         remainder = positive_part(total - flat @ flat.T)
         self._remainder = remainder / remainder.trace().clamp(min=torch.finfo(remainder.dtype).tiny)
 
-    def rotated(self, part: slice, basis: Tensor) -> Tensor:
+    def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
         roots = basis.T @ self._roots[part]
         remainder = basis.T @ self._remainder @ basis
         return roots @ roots.transpose(1, 2) + self._remaining_traces[part, None, None] * remainder
@@ -189,28 +245,32 @@ class _Sketched(_Grams):
 
 def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
     """The width of the shared basis and the directions of each class that fit into `most` numbers."""
-    width = max(1, min(size, (most - classes) // (size + classes)))
-    left = most - classes - width * (size + classes)
+    most -= 4 * classes  # residuals and totals
+    width = max(1, min(size, most // (size + classes)))
+    left = most - width * (size + classes)
     return width, max(0, min(width, MOST_DIRECTIONS, left // (classes * width)))
 
 
-def compressed(grams: _Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[str, Tensor]:
+def compressed(
+    grams: Grams, total: Tensor, most: int = MOST_NUMBERS, *, basis: Tensor | None = None
+) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `most` numbers.
 
-    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
-    diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room
-    for, but at most `MOST_DIRECTIONS`.
+    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for, or a complete one that is given.
+    In it every class keeps its exact diagonal S and the leading directions of its correlations
+    ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room for, but at most `MOST_DIRECTIONS`.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size, most)
-    basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
+    if basis is None or basis.shape[1] != width:
+        basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
     scale = (grams.traces / size).unsqueeze(1).clamp(min=torch.finfo(total.dtype).tiny)
     diagonal = grams.diagonals(basis).clamp(min=0) / scale
     residual = ((size - diagonal.sum(1)) / max(1, size - width)).clamp(min=0)
     factors = diagonal.new_zeros(classes, width, rank)
     if rank:
         step = max(1, 2**22 // width**2)
-        for part in (slice(start, start + step) for start in range(0, classes, step)):
+        for part in torch.arange(classes, device=total.device).split(step):
             rotated = grams.rotated(part, basis) / scale[part].unsqueeze(2)
             factors[part] = _leading(rotated, diagonal[part], rank)
     left = (diagonal - factors.square().sum(2)).clamp(min=0)

@@ -64,11 +64,13 @@ class Content:
     Attributes:
         total: the sum, modulo 2^64.
         batches: their number.
+        samples: their number.
     """
 
     def __init__(self) -> None:
         self.total = 0
         self.batches = 0
+        self.samples = 0
 
     def see(
         self,
@@ -79,6 +81,7 @@ class Content:
     ) -> None:
         """See `Observer`; without `checks` the batch is looked at straight away."""
         pending = Checks() if checks is None else checks
+        self.samples += keys.shape[0]
         pending.later(sample_hashes(batch, keys).sum(), self._add)
         if checks is None:
             pending.look()

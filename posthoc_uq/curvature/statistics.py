@@ -81,6 +81,10 @@ class GradientGram(_Sums):
         """The Gram over all positions."""
         return self._sums["gram"] / self._sums["positions"].clamp(min=1).item()
 
+    def positions(self, samples: int) -> Tensor:
+        """The mean number of positions of a sample, a float64 scalar on the CPU."""
+        return self._sums["positions"] / samples
+
 
 class RangeSketch(_Sums):
     """``Y = sum a (a^T Omega)``, ``(groups, size, width)``: the range of a Gram that is never formed.

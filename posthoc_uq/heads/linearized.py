@@ -122,8 +122,8 @@ class LinearizedPredictor(Predictor):
             self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
         self._fixed_part = FixedPart(self._twin[0], posterior.mean)
         self._ready: TrackedModel | None = None
-        self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
-        self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
+        self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
+        self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
         """Move, or change the precision of, the network; all preparations are made anew."""
@@ -274,8 +274,8 @@ class LinearizedPredictor(Predictor):
         return drawn_outputs(self._swapped[0], self._fixed_part, batch, samples, deviations, self._dtype)
 
     def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
-        """The covariance of the weights, cached until settings change."""
-        settings, cached = posterior.settings.of_weights(), self._weights
+        """The covariance of the weights, cached until settings or data change."""
+        settings, cached = posterior.moment, self._weights
         if cached is None or cached[0] != settings:
             with _PREPARING:
                 cached = self._weights
@@ -287,8 +287,8 @@ class LinearizedPredictor(Predictor):
         return cached[1]
 
     def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
-        """Draws of the weights' deviation from the trained ones, by parameter, the same until settings change."""
-        settings, cached = posterior.settings.of_weights(), self._drawn
+        """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
+        settings, cached = posterior.moment, self._drawn
         if cached is None or cached[0] != settings:
             with _PREPARING:
                 cached = self._drawn

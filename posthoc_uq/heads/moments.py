@@ -83,12 +83,12 @@ class _Prepared:
     """What was computed from a posterior at certain settings.
 
     Attributes:
-        settings: the hyperparameters of the weights.
+        settings: the hyperparameters of the weights, and which data they belong to (`Posterior.moment`).
         layer_posteriors: one for each layer.
         calibration: the one made for these settings, or None.
     """
 
-    settings: Hyperparameters
+    settings: tuple[Hyperparameters, int]
     layer_posteriors: list[LayerPosterior]
     calibration: Calibration | None
 
@@ -172,7 +172,7 @@ class MomentsPredictor(Predictor):
         )
         self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
         calibration = fitting_calibration(posterior, self.settings())
-        return _Prepared(posterior.settings.of_weights(), layers, calibration)
+        return _Prepared(posterior.moment, layers, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -192,7 +192,7 @@ class MomentsPredictor(Predictor):
 
     def _follow(self, posterior: Posterior) -> _Prepared:
         """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
-        settings, prepared = posterior.settings.of_weights(), self._prepared
+        settings, prepared = posterior.moment, self._prepared
         if prepared.settings != settings:
             with _PREPARING:
                 prepared = self._prepared

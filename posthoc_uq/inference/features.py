@@ -7,12 +7,19 @@ from torch import nn
 from posthoc_uq.curvature.capture import Capture
 from posthoc_uq.curvature.class_grams import ClassGrams
 from posthoc_uq.curvature.features import FeatureSource
+from posthoc_uq.curvature.kept_grams import by_class, changed
 from posthoc_uq.curvature.sweep import show
 from posthoc_uq.distributed import gather, together
 from posthoc_uq.inference.task import Task
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.warned import warn_user
 
+_STALE = (
+    "This posterior's statistics of the last layer's inputs are from a file of an older release, which says too little "
+    "to change them: novelty stays as it was. Fit again with this release."
+)
 _NONE = "by the posterior itself, top class: no layer with one row a sample comes last"
 
 
@@ -36,6 +43,49 @@ def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) ->
     posterior.features = grams.result(task.settings.dtype)
 
 
+def watch_other_features(task: Task, posterior: Posterior) -> ClassGrams | None:
+    """Let the sweeps over data that come in or go out show them to feature statistics like those of the posterior;
+    None, with a warning, where the posterior's cannot change, or where it has none.
+    """
+    features = posterior.features
+    if features is None:
+        return None
+    if features.totals is None:
+        warn_user(_STALE)
+        return None
+    source = FeatureSource(features.layer, features.source, task.prepared.outputs)
+    likelihood, budget = task.settings.likelihood, task.memory_budget
+    grams = ClassGrams(source, likelihood, task.device, budget, by_class(features))
+    if not posterior.centre:
+        task.prepared.capture.watched = features.layer
+        task.observers.append(grams)
+    return grams
+
+
+def other_features(
+    task: Task, grams: ClassGrams, posterior: Posterior, sign: int, network: nn.Module
+) -> FeatureGrams:
+    """The posterior's feature statistics with those of the task's data, by an extra pass where no sweep showed the
+    data, or where the mean was trained.
+
+    Args:
+        task: of the data that come in or go out.
+        grams: from `watch_other_features`.
+        posterior: whose statistics they are added to.
+        sign: 1 where they come in, -1 where they go out.
+        network: the model at the posterior's mean.
+
+    Raises:
+        NotContainedError: the data cannot all be among those of the posterior.
+    """
+    if posterior.centre:
+        _show(task, grams, network)
+    else:
+        task.observe()
+    assert posterior.features is not None
+    return changed(posterior.features, grams, sign)
+
+
 def trained_features(
     task: Task, source: FeatureSource | None, posterior: Posterior, network: nn.Module
 ) -> None:
@@ -52,12 +102,17 @@ def trained_features(
         return
     settings = task.settings
     grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
+    _show(task, grams, network)
+    posterior.features = grams.result(settings.dtype)
+
+
+def _show(task: Task, grams: ClassGrams, network: nn.Module) -> None:
+    """Show the task's data to feature statistics, by a pass of a network of its own."""
     capture = Capture(network)
-    capture.watched = source.layer
+    capture.watched = grams.source.layer
 
     def work() -> None:
-        with isolated_random_state(settings.seed):
-            show(capture, task.loader, settings, [grams])
+        with isolated_random_state(task.settings.seed):
+            show(capture, task.loader, task.settings, [grams])
 
     together(work, "the novelty's statistics")
-    posterior.features = grams.result(settings.dtype)

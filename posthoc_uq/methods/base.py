@@ -25,6 +25,7 @@ WITHOUT_EFFECT = {"without effect": True}
 """Metadata of a field that does not change the result, and so is no part of a fit's identity."""
 
 Unsupported = Literal["raise", "skip"]
+Change = Literal["update", "forget"]
 
 _BUDGET = Number(f"a whole number of bytes, at least {2**20}", least=2**20, most=2**63 - 1, whole=True)
 
@@ -94,24 +95,43 @@ class Method(ABC):
             PosthocUQError: data or model do not suit the method; the message says how to go on.
         """
 
+    def check_change(self, posterior: Posterior, change: Change) -> None:
+        """Refuse, before any work is done, a posterior whose data cannot change. A method that overrides the hook is
+        taken to serve all of its posteriors.
+
+        Raises:
+            PosthocUQError: the method, or this posterior, cannot take in more data, or forget some.
+        """
+        if getattr(type(self), change) is getattr(Method, change):
+            raise self._fixed(change)
+
     def update(self, posterior: Posterior, task: Task) -> Posterior:
-        """A posterior of the data that `posterior` was fitted on and those of the task together.
+        """A posterior of the data that `posterior` was fitted on and those of the task together; `posterior` stays as
+        it is. See `posthoc_uq.update`, which calls this.
 
         Raises:
             PosthocUQError: the method cannot take in more data.
         """
-        raise PosthocUQError(
-            f"A posterior of method={self.name!r} cannot take in more data after its fit; fit again on all data."
-        )
+        raise self._fixed("update")
 
     def forget(self, posterior: Posterior, task: Task) -> Posterior:
-        """A posterior of the data that `posterior` was fitted on without those of the task.
+        """A posterior of the data that `posterior` was fitted on without those of the task; `posterior` stays as it is.
+        See `posthoc_uq.forget`, which calls this.
 
         Raises:
+            NotContainedError: the data cannot all be among those of the posterior.
             PosthocUQError: the method cannot take data out again.
         """
-        raise PosthocUQError(
-            f"A posterior of method={self.name!r} cannot forget data after its fit; fit again on those left."
+        raise self._fixed("forget")
+
+    def _fixed(self, change: Change) -> PosthocUQError:
+        """The error of a method whose posteriors belong to the data of their fit."""
+        what, way_out = {
+            "update": ("take in more data", "all data"),
+            "forget": ("forget data", "those left"),
+        }[change]
+        return PosthocUQError(
+            f"A posterior of method={self.name!r} cannot {what} after its fit; fit again on {way_out}."
         )
 
     def identity(self) -> dict[str, Any]:

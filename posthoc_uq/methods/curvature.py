@@ -7,16 +7,21 @@ This is Laplace's approximation: ``N(theta, (scale I + prior_precision)^-1)`` ar
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, get_args
+
+from torch import Tensor
 
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGradients
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.labels import FisherChoice
+from posthoc_uq.inference.other_data import combined_posterior
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
-from posthoc_uq.methods.base import Method
+from posthoc_uq.likelihoods import Fisher
+from posthoc_uq.methods.base import Change, Method
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.history import Evidence, History
@@ -61,6 +66,37 @@ class Curvature(Method):
     def described(self) -> dict[str, Any]:
         """Lines of the report on how the posterior was fitted, as plain values."""
         return {}
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        """Means over the samples of a task, by block and name of the tensor, in the form and in the bases of the
+        posterior's blocks, as `Block.combined` takes them. A method that defines it can update, and forget.
+
+        Args:
+            posterior: whose blocks they are to be added to.
+            task: of the data that come in or go out, with the labels of the fit.
+        """
+        raise self._fixed("update")
+
+    def check_change(self, posterior: Posterior, change: Change) -> None:
+        if type(self).added is Curvature.added:
+            raise self._fixed(change)
+        if posterior.history.fit.get("fisher") not in get_args(Fisher):
+            raise PosthocUQError(
+                "This posterior does not say which labels its Fisher was taken with (history.fit['fisher']), so that "
+                "data cannot come in or go out; fit again."
+            )
+
+    def update(self, posterior: Posterior, task: Task) -> Posterior:
+        return self._changed(posterior, task, 1)
+
+    def forget(self, posterior: Posterior, task: Task) -> Posterior:
+        return self._changed(posterior, task, -1)
+
+    def _changed(self, posterior: Posterior, task: Task, sign: int) -> Posterior:
+        facts = posterior.history.fit
+        labels = int(facts.get("labels drawn per sample", 1))
+        task.settings = replace(task.settings, fisher=facts["fisher"], n_samples=labels)
+        return combined_posterior(posterior, self.added(posterior, task), task.summary, sign)
 
     def fit(self, task: Task) -> Posterior:
         task.take_labels(self.fisher, self.n_samples)
@@ -126,3 +162,12 @@ def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
         InputGram(groups, inputs, dtype, device, budget),
         GradientGram(groups, outputs, dtype, device, budget),
     )
+
+
+def kept_bases(posterior: Posterior, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
+    """The bases of the inputs and of the outputs that the posterior keeps of every layer, for a sweep of the task."""
+    device, dtype = task.device, task.settings.dtype
+    return {
+        name: tuple(block.tensors()[side].to(device, dtype) for side in ("input_basis", "output_basis"))
+        for name, block in posterior.blocks.items()
+    }  # type: ignore[return-value]

@@ -11,6 +11,7 @@ from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import Curvature
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import LARGEST_BYTES, DenseBlock
 
@@ -47,8 +48,18 @@ class Dense(Curvature):
                 f"({8 * parameters**2 / 2**30:.0f} GiB); use method='inf', or layers='last'."
             )
 
-        def work() -> Tensors:
-            joint = JointFisher(parameters, task.settings.dtype, task.device)
-            return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}
+        return {_JOINT: DenseBlock(_fisher(task)[_JOINT]["fisher"])}
 
-        return {_JOINT: DenseBlock(task.stage("Fisher", work)[_JOINT]["fisher"])}
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        return _fisher(task)
+
+
+def _fisher(task: Task) -> Tensors:
+    """The Fisher of all layers together, in one sweep."""
+    parameters = sum(layer.parameters for layer in task.layers.values())
+
+    def work() -> Tensors:
+        joint = JointFisher(parameters, task.settings.dtype, task.device)
+        return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}
+
+    return task.stage("Fisher", work)

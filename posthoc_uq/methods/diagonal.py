@@ -9,6 +9,7 @@ from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.curvature import Curvature, squares_of
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 
@@ -33,9 +34,18 @@ class Diagonal(Curvature):
         return 1
 
     def blocks(self, task: Task) -> dict[str, Block]:
-        def work() -> Tensors:
-            squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
-            samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
-            return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
+        return {name: DiagonalBlock(means["diagonal"]) for name, means in _diagonals(task).items()}
 
-        return {name: DiagonalBlock(sums["diagonal"]) for name, sums in task.stage("diagonal", work).items()}
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        return _diagonals(task)
+
+
+def _diagonals(task: Task) -> Tensors:
+    """The exact diagonal of every layer, in one sweep."""
+
+    def work() -> Tensors:
+        squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
+        samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
+        return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
+
+    return task.stage("diagonal", work)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
+from posthoc_uq.devices import as_double
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import Curvature, squares_of
+from posthoc_uq.methods.curvature import Curvature, grams_of, kept_bases, squares_of
 from posthoc_uq.methods.kfac import KFAC, kronecker_factors
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
 
@@ -53,3 +57,28 @@ class EFB(Curvature):
             name: EigenvalueCorrectedBlock(*bases[name], tensors["eigenvalues"])
             for name, tensors in moments.items()
         }
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        bases = kept_bases(posterior, task)
+        squares = {
+            name: squares_of(layer, task, bases[name], diagonal=False) for name, layer in task.layers.items()
+        }
+        grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
+        samples = task.sweep({name: [s, *grams[name]] for name, s in squares.items()}, "eigenvalues")
+        return {
+            name: {
+                "eigenvalues": s.eigenvalues(samples),
+                "inside": _on_diagonal(grams[name][0].mean(samples), bases[name][0])
+                * _on_diagonal(grams[name][1].mean(samples), bases[name][1]),
+            }
+            for name, s in squares.items()
+        }
+
+
+def _on_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
+    """The share of a Gram's squared Frobenius norm that is on its diagonal in an orthonormal basis; a scalar."""
+    wide = as_double(basis)
+    rotated = wide.transpose(-1, -2) @ as_double(gram) @ wide
+    whole = rotated.square().sum()
+    inside = rotated.diagonal(dim1=-2, dim2=-1).square().sum()
+    return (inside / whole.clamp(min=1e-300)).clamp(max=1) if bool(whole > 0) else whole + 1

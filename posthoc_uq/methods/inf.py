@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.sparsify import checked_rank, kept_entries, sparsify
 from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import Curvature, squares_of
+from posthoc_uq.methods.curvature import Curvature, kept_bases, squares_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.information import Correction, InformationBlock
@@ -88,21 +89,15 @@ class INF(Curvature):
 
     def blocks(self, task: Task) -> dict[str, Block]:
         bases = self._bases(task)
-
-        def find_moments() -> Tensors:
-            squares = {name: squares_of(layer, task, bases[name]) for name, layer in task.layers.items()}
-            samples = task.sweep({name: [s] for name, s in squares.items()}, "eigenvalues and diagonal")
-            return {
-                name: {"eigenvalues": s.eigenvalues(samples), "diagonal": s.diagonal(samples)}
-                for name, s in squares.items()
-            }
-
-        moments = task.stage("eigenvalues and diagonal", find_moments)
+        moments = _moments(task, bases)
 
         def build() -> dict[str, Block]:
             return {name: self._sparsified(name, bases.pop(name), **moments[name]) for name in moments}
 
         return task.timed("sparsification", build)
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        return _moments(task, kept_bases(posterior, task))
 
     def _bases(self, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
         """Orthonormal directions of inputs and outputs of every layer, in one sweep."""
@@ -145,3 +140,17 @@ class INF(Curvature):
                 f"{_GRID_LIMIT / 2**30:.0f} GiB; rank {rank} is kept instead. Fit with a smaller rank."
             )
         return block
+
+
+def _moments(task: Task, bases: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
+    """Eigenvalues in these bases, and the exact diagonal, of every layer, in one sweep."""
+
+    def work() -> Tensors:
+        squares = {name: squares_of(layer, task, bases[name]) for name, layer in task.layers.items()}
+        samples = task.sweep({name: [s] for name, s in squares.items()}, "eigenvalues and diagonal")
+        return {
+            name: {"eigenvalues": s.eigenvalues(samples), "diagonal": s.diagonal(samples)}
+            for name, s in squares.items()
+        }
+
+    return task.stage("eigenvalues and diagonal", work)

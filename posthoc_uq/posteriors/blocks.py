@@ -28,6 +28,7 @@ from posthoc_uq.posteriors.capabilities import (
     SYMMETRY,
     VARIANCES,
 )
+from posthoc_uq.posteriors.combining import Weights
 from posthoc_uq.posteriors.covariance_form import CovarianceForm
 from posthoc_uq.posteriors.row_covariance import RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
@@ -167,6 +168,8 @@ class Block(ABC):
     """The class of the factors that `factor` makes; it determines what posteriors of such blocks can do."""
     fields: ClassVar[Mapping[str, Field]] = {}
     """What each of its `attributes` may be in a file."""
+    optional_fields: ClassVar[Mapping[str, Field]] = {}
+    """What those of its `attributes` may be that not every block of the kind has."""
     joint: ClassVar[bool] = False
     """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
     trained: ClassVar[bool] = False
@@ -247,6 +250,28 @@ class Block(ABC):
             PosthocUQError: the block keeps none.
         """
         raise PosthocUQError(f"A block of the kind {self.kind!r} keeps no Fisher information.")
+
+    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> Block:
+        """The block of this block's data and others together, or without some of its own.
+
+        Args:
+            part: means over the other data, by the name of the tensor; in this block's bases, if it has some.
+            weights: of the two means.
+
+        Raises:
+            NotContainedError: data were to be taken out that cannot all have been in.
+            PosthocUQError: such blocks cannot be added up.
+        """
+        raise PosthocUQError(f"Blocks of the kind {self.kind!r} cannot be added up.")
+
+    def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
+        """How much of a Fisher's trace is inside of the block's bases, and the whole trace; None for a block that keeps
+        all of it.
+
+        Args:
+            part: means by the name of the tensor, as for `combined`.
+        """
+        return None
 
     def numbers(self) -> int:
         """Numbers stored."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, reached
+from posthoc_uq.posteriors.combining import Weights, combined_matrices
 from posthoc_uq.posteriors.numerics import cholesky, positive_part
 from posthoc_uq.posteriors.row_covariance import DenseRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
@@ -108,6 +109,9 @@ class DenseBlock(Block):
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DenseBlock:
         return cls(tensors["fisher"])
+
+    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DenseBlock:
+        return DenseBlock(combined_matrices(self.fisher, part["fisher"], weights, "matrix"))
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * self.fisher.unsqueeze(0)

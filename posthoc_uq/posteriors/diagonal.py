@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, largest_of, log_sum, reached
+from posthoc_uq.posteriors.combining import Weights, combined
 from posthoc_uq.posteriors.covariance_form import CovarianceForm
 from posthoc_uq.posteriors.row_covariance import IndependentRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
@@ -74,6 +75,9 @@ class DiagonalBlock(Block):
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DiagonalBlock:
         return cls(tensors["diagonal"])
+
+    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DiagonalBlock:
+        return DiagonalBlock(combined(self.diagonal, part["diagonal"], weights, "diagonal"))
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * torch.diag_embed(self.diagonal.flatten(1))

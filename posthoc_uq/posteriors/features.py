@@ -16,6 +16,8 @@ from posthoc_uq.posteriors.specs import TensorSpec
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "pooled")
+RARE = -1  # in the place of a class: all classes with few samples together
+ALL = -2  # in the place of a class: all samples, where Grams are not by class
 
 
 class FeatureGrams:
@@ -36,6 +38,9 @@ class FeatureGrams:
         diagonal: d, ``(classes, width)``.
         factors: F, ``(classes, width, rank)``.
         residual: rho, ``(classes,)``.
+        totals: of each Gram before it was scaled, the number of its class (or `RARE`, `ALL`), its samples and its
+            trace, ``(classes, 3)`` in float64; None in files of earlier releases. With them, data can come in and go
+            out.
         smoothing: r, the ridge on every Gram as a share of its mean eigenvalue; may be set at any time.
     """
 
@@ -50,6 +55,7 @@ class FeatureGrams:
         self.layer, self.source, self.samples = layer, source, samples
         self.basis, self.diagonal = tensors["basis"], tensors["diagonal"]
         self.factors, self.residual = tensors["factors"], tensors["residual"]
+        self.totals = tensors.get("totals")
         self.smoothing = smoothing
         self._ready: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -127,7 +133,8 @@ class FeatureGrams:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
-        return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
+        tensors = {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
+        return tensors | ({} if self.totals is None else {"totals": self.totals})
 
     def numbers(self) -> int:
         """Numbers stored."""
@@ -147,6 +154,7 @@ class FeatureGrams:
             "classes": self.classes,
             "width": self.basis.shape[1],
             "rank": self.factors.shape[2],
+            **({} if self.totals is None else {"totals": True}),
         }
 
     @staticmethod
@@ -166,6 +174,7 @@ class FeatureGrams:
             "diagonal": TensorSpec((classes, width), non_negative=True),
             "factors": TensorSpec((classes, width, rank)),
             "residual": TensorSpec((classes,), non_negative=True),
+            **({"totals": TensorSpec((classes, 3), exact=True)} if attributes.get("totals") else {}),
         }
 
     @classmethod

@@ -70,6 +70,11 @@ class History:
             (`posthoc_uq.posteriors.referral`); or empty.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
             used; or empty.
+        changes: of the data since the fit: how many ``updates`` and ``removals`` there were, and how many samples were
+            ``added`` and ``removed``; a ``digest`` of all of them in their order; the ``balance``, a sum of hashes of
+            the samples that came in less that of those that went out; the hash of the ``last`` ones; and for the last
+            update of a posterior with fixed bases the share of the new data's Fisher ``outside`` of them, and
+            ``outside before``, that of the Fisher of the data before; or empty.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
@@ -80,3 +85,9 @@ class History:
     calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     novelty: str = ""
+    changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+
+    @property
+    def revision(self) -> int:
+        """How often the data changed since the fit; what depends on them belongs to one revision."""
+        return sum(self.changes.get(name, 0) for name in ("updates", "removals"))

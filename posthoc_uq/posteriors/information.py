@@ -25,6 +25,7 @@ from posthoc_uq.devices import as_double
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.fields import Field, Text, Whole
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum, reached
+from posthoc_uq.posteriors.combining import Weights, combined
 from posthoc_uq.posteriors.covariance_form import CovarianceForm, LowRank
 from posthoc_uq.posteriors.numerics import cholesky
 from posthoc_uq.posteriors.row_covariance import InformationRows, RowCovariance
@@ -321,6 +322,18 @@ class InformationBlock(Block):
             tensors["diagonal"],
             attributes["correction"],
         )
+
+    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> InformationBlock:
+        return InformationBlock(
+            self.input_basis,
+            self.output_basis,
+            combined(self.eigenvalues, part["eigenvalues"], weights, "low rank"),
+            combined(self.diagonal, part["diagonal"], weights, "diagonal"),
+            self.correction,
+        )
+
+    def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
+        return float(as_double(part["eigenvalues"]).sum()), float(as_double(part["diagonal"]).sum())
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis).flatten(3).flatten(1, 2)

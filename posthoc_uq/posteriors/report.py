@@ -159,9 +159,33 @@ def build_report(
         summary | history.fit,
         rows,
         dict(history.deterministic),
-        dict(history.tuning) | _calibrated(history.calibration) | _referred(history.referral),
+        _settled(history),
         {name: text for block in blocks.values() for name, text in block.columns.items()},
     )
+
+
+def _settled(history: History) -> dict[str, str]:
+    """What was found, set and changed after the fit, in words."""
+    changed = {"data since the fit": described_changes(history.changes)} if history.changes else {}
+    return dict(history.tuning) | _calibrated(history.calibration) | _referred(history.referral) | changed
+
+
+def described_changes(changes: Mapping[str, Any]) -> str:
+    """What came in and went out since the fit, in words."""
+    parts: list[str] = []
+    for count, samples, word, verb in (
+        ("updates", "added", "update", "added"),
+        ("removals", "removed", "removal", "took out"),
+    ):
+        if changes[count]:
+            plural = "" if changes[count] == 1 else "s"
+            parts.append(f"{changes[count]} {word}{plural} {verb} {changes[samples]} samples")
+    if "outside" in changes:
+        before = f" ({changes['outside before']:.1%} of that before)" if "outside before" in changes else ""
+        parts.append(
+            f"{changes['outside']:.1%} of the last update's Fisher is outside of the kept bases{before}"
+        )
+    return ", ".join([*parts, f"digest {changes['digest'][:12]}"])
 
 
 def _novelty(features: FeatureGrams) -> str:

@@ -182,6 +182,13 @@ class Adjustable:
         """The prior precision of one layer."""
         return self._settings.layer_prior(layer)
 
+    @property
+    def moment(self) -> tuple[Hyperparameters, int]:
+        """What the covariance of the weights depends on: hyperparameters, and how often the data changed; it tells
+        whether something that was computed from the posterior still holds.
+        """
+        return self._settings.of_weights(), self.history.revision
+
     @contextmanager
     def searching(self, way_out: str | None = None) -> Generator[None]:
         """For trying many settings: one warning at its end if referral thresholds that applied before no longer do. In

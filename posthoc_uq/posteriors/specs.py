@@ -21,6 +21,8 @@ class TensorSpec:
         padded: whether columns of zeros may stand among the orthonormal ones.
         symmetric: whether its matrices are symmetric, with a diagonal that is not negative.
         largest: no number is larger, whatever its sign.
+        exact: whether a file keeps it in its own number format, also where it is saved in a narrower one: sums that
+            data are to be taken out of again, and counts.
         bits: whether it holds bytes of packed bits (uint8), which are kept as they are, rather than numbers.
     """
 
@@ -31,6 +33,7 @@ class TensorSpec:
     symmetric: bool = False
     largest: float = LARGEST
     bits: bool = False
+    exact: bool = False
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape has the right one."""

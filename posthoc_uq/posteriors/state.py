@@ -52,6 +52,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "calibration": dict(posterior.history.calibration),
                 "referral": dict(posterior.history.referral),
                 "novelty": posterior.history.novelty,
+                "changes": dict(posterior.history.changes),
             },
         },
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
@@ -330,4 +331,5 @@ def _history(history: Mapping[str, Any], layers: Collection[str]) -> History:
         checked_referral(history.get("referral", {})),
         # older files only have it in words, in the fit's facts
         str(history.get("novelty", "posterior" if "novelty" in history["fit"] else "")),
+        dict(history.get("changes", {})),
     )

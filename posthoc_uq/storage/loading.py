@@ -115,7 +115,8 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         A dictionary of plain values, which prints as a summary: ``format_version``, ``library_version``, ``bytes``,
         ``fingerprint``, ``method``, ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``,
         ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
-        ``calibration``, ``referral``, ``parameters``, ``centre`` (names of parameters with a trained mean),
+        ``calibration``, ``referral``, ``changes`` (of the data since the fit), ``parameters``, ``centre`` (names of
+        parameters with a trained mean),
         ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes) and
         ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and dtype, and
         bytes).
@@ -138,7 +139,10 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             "fingerprint": state["fingerprint"],
             **attributes,
             **{key: history[key] for key in ("fit", "tuning", "deterministic")},
-            **{key: history.get(key, {}) for key in ("head", "faithful", "calibration", "referral")},
+            **{
+                key: history.get(key, {})
+                for key in ("head", "faithful", "calibration", "referral", "changes")
+            },
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),
             "features": None if state["features"] is None else dict(state["features"]["attributes"]),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import CorruptPosteriorError
 from posthoc_uq.posteriors.blocks import Block, Settings, largest_of
+from posthoc_uq.posteriors.features import ALL
 from posthoc_uq.posteriors.numerics import as_double
 from posthoc_uq.posteriors.specs import TensorSpec
 
@@ -92,11 +93,17 @@ def check_blocks(attributes: Mapping[str, Any], blocks: Mapping[str, Block]) -> 
 
 
 def check_features(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1.
+    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1, or whose totals are not those
+    of different classes.
 
     Raises:
         CorruptPosteriorError: they are.
     """
+    if "totals" in tensors:
+        labels, samples, traces = as_double(tensors["totals"]).unbind(1)
+        whole = bool((labels == labels.round()).all()) and len(set(labels.tolist())) == len(labels)
+        if not whole or bool((labels < ALL).any()) or bool((samples <= 0).any()) or bool((traces < 0).any()):
+            raise CorruptPosteriorError("its features are not of different classes with samples in each")
     most = 1.5 * tensors["basis"].shape[0]
     traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
     if float(traces.max()) > most or largest_of(tensors["residual"]) > most:

@@ -80,7 +80,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         formats: dict[str, str] = {}
         for tensor_name, tensor in block["tensors"].items():
             spec = specs[name][tensor_name]
-            wanted = tensor.dtype if spec.bits else dtype or tensor.dtype
+            wanted = tensor.dtype if spec.bits or spec.exact else dtype or tensor.dtype
             _check(name, tensor_name, spec, tensor, wanted)
             formats[tensor_name] = schema.dtype_name(wanted)
             arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, wanted)
@@ -96,8 +96,9 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         for name, tensor in state["features"]["tensors"].items():
             # scaled to fit any number format; numbers that become zero are below the smoothing
             _check("features", name, feature_specs[name], tensor, None)
-            formats[name] = schema.dtype_name(dtype or tensor.dtype)
-            arrays[schema.features_path(name)] = partial(as_array, tensor, dtype or tensor.dtype)
+            wanted = tensor.dtype if feature_specs[name].exact else dtype or tensor.dtype
+            formats[name] = schema.dtype_name(wanted)
+            arrays[schema.features_path(name)] = partial(as_array, tensor, wanted)
         features = {"attributes": state["features"]["attributes"], "dtypes": formats}
     described = {
         "library_version": __version__,

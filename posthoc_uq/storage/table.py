@@ -72,7 +72,7 @@ class _Block(Field):
                 {
                     "kind": Text((kind,)),
                     "members": Items(_NAME, 1),
-                    "attributes": Record(block_class.fields),
+                    "attributes": Record(block_class.fields, block_class.optional_fields),
                     "dtypes": Named(_FORMAT),
                 }
             )
@@ -92,7 +92,8 @@ _FEATURES = Record(
                 "classes": Whole(1, 2**31),
                 "width": Whole(1, 2**40),
                 "rank": Whole(0, 2**40),
-            }
+            },
+            {"totals": Flag()},
         ),
         "dtypes": Named(_FORMAT),
     }
@@ -185,6 +186,16 @@ _REFERRAL = OneOf(
     ),
 )
 
+_CHANGES = Record(
+    {
+        **{name: Whole(0) for name in ("updates", "added", "removals", "removed")},
+        "digest": _DIGEST,
+        "balance": _HASH,
+        "last": _HASH,
+    },
+    {name: Number(0.0, 1.0) for name in ("outside", "outside before")},
+)
+
 _HISTORY = Record(
     {
         "fit": Named(
@@ -207,6 +218,7 @@ _HISTORY = Record(
         "calibration": or_empty(_CALIBRATION),
         "referral": or_empty(_REFERRAL),
         "novelty": Text(NOVELTIES),
+        "changes": or_empty(_CHANGES),
     },
 )
 

@@ -1,0 +1,36 @@
+"""Data that come into a posterior's file or go out of it, from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posthoc_uq.cli.data import data_of
+from posthoc_uq.cli.models import source_of
+from posthoc_uq.cli.posterior_files import check_output, check_posterior_file, posterior_of
+from posthoc_uq.posteriors.report import described_changes
+from posthoc_uq.storage import save
+from posthoc_uq.updating import forget, update
+
+
+def change_file(
+    path: str, spec: str, options: Mapping[str, Any], kind: str, progress: bool
+) -> dict[str, Any]:
+    """Update, or forget, and rewrite the file; the facts that the command prints, as plain values."""
+    check_posterior_file(path)
+    check_output(options["output"] or path)
+    source = source_of(options)
+    posterior = posterior_of(path, source)
+    data = data_of(spec, source, options, labels=not options["unlabelled"], split="train")
+    before = posterior.evidence.samples
+    (update if kind == "update" else forget)(posterior, data.loader, progress=progress)
+    # in full precision: a few samples among many are less than a half format resolves
+    save(posterior, options["output"] or path)
+    changes = posterior.history.changes
+    return {
+        "output": options["output"] or path,
+        "changed": abs(posterior.evidence.samples - before),
+        "samples": posterior.evidence.samples,
+        "changes": changes,
+        "described": described_changes(changes),
+    }
