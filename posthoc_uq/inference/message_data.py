@@ -186,6 +186,11 @@ class Batches(Sequence[tuple[Tensor, Tensor]]):
         order = torch.randperm(len(examples.inputs), generator=generator, device="cpu")
         self._parts = order.to(examples.inputs.device).split(size)
 
+    @property
+    def samples(self) -> int:
+        """In all batches."""
+        return len(self._examples.inputs)
+
     def __len__(self) -> int:
         return len(self._parts)
 

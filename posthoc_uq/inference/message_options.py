@@ -14,6 +14,8 @@ FULL = "full"
 PRETRAINED = "pretrained"
 
 _EPOCHS = {LAST: 4, ALL: 18}  # visits of every batch where none are given
+_MANY = 20_000  # samples from which on a last layer's batches are visited once
+_GROUP_ITERATIONS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,14 @@ class MessagePassingOptions:
             for all layers), or ``"pretrained"``, the trained weights, for data that were not used to train them.
         prior_factor: on the prior variances where the means are pretrained.
         consistent_prior: the prior variances of hidden layers by the corrected constant.
-        epochs: visits of every batch; by default 4 for a last layer and 18 for all.
-        iterations: in a visit; by default ``ceil(epoch / 2)``.
-        batch_size: examples of a batch, whose messages are kept one by one during a visit and as one sum after it.
+        epochs: visits of every batch; by default 18 for all layers; for a last layer 4, or 1 from 20,000 samples
+            on.
+        iterations: in a visit; by default 2 for groups, and else ``ceil(epoch / 2)``.
+        group_size: examples whose messages to a last layer with the diagonal posterior are made together, with the
+            correlations of their logits (`posthoc_uq.message_passing.groups`), which needs no damping; 1 for messages
+            one by one, as the paper has them.
+        batch_size: examples of a batch where messages are made one by one; these are kept during a visit, and after it
+            only their sum.
         chunk_size: examples that pass at the same time; 1 is the paper's schedule.
         message_damping: share of a new message to a weight; by default ``min(1, 2 / chunk_size)``.
         regularize: pull the label's logit towards 1 and the others towards -1 as well, for the signal ``"argmax"``.
@@ -49,6 +56,7 @@ class MessagePassingOptions:
     consistent_prior: bool = False
     epochs: int | None = None
     iterations: int | None = None
+    group_size: int = 64
     batch_size: int = 320
     chunk_size: int = 1
     message_damping: float | None = None
@@ -56,7 +64,7 @@ class MessagePassingOptions:
     matmul: bool = False
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("epochs", "iterations", "batch_size", "chunk_size"), COUNT)
+        counts = dict.fromkeys(("epochs", "iterations", "group_size", "batch_size", "chunk_size"), COUNT)
         put_numbers(self, {**counts, "message_damping": SHARE, "prior_factor": POSITIVE})
         if self.layers == ALL and self.posterior == FULL:
             raise PosthocUQError("posterior='full' is for the last layer; take layers='last'.")
@@ -73,12 +81,18 @@ class MessagePassingOptions:
         """Of the prior, by name."""
         return self.prior or ("zero" if self.layers == LAST else "spectral")
 
-    def schedule(self) -> Schedule:
-        """Of the training."""
-        epochs = _EPOCHS[self.layers] if self.epochs is None else self.epochs
+    @property
+    def grouped(self) -> bool:
+        """Whether messages are made in groups."""
+        return self.layers == LAST and self.group_size > 1
+
+    def schedule(self, samples: int) -> Schedule:
+        """Of the training on so many samples."""
+        usual = 1 if self.layers == LAST and samples >= _MANY else _EPOCHS[self.layers]
+        iterations = _GROUP_ITERATIONS if self.grouped and self.iterations is None else self.iterations
         return Schedule(
-            epochs=epochs,
-            iterations=self.iterations,
+            epochs=usual if self.epochs is None else self.epochs,
+            iterations=iterations,
             chunk_size=self.chunk_size,
             message_damping=self.message_damping,
             shuffle=True,

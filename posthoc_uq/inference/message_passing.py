@@ -26,7 +26,7 @@ from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.message_passing import joint, priors
 from posthoc_uq.message_passing.gaussian import Message, from_moments
-from posthoc_uq.message_passing.network import Belief, Stage, Weighted
+from posthoc_uq.message_passing.network import Belief, Stage, Weighted, quotient
 from posthoc_uq.message_passing.passes import Forms
 from posthoc_uq.message_passing.signals import NOISE_VARIANCE
 from posthoc_uq.message_passing.targets import Argmax, Regression, Signal, Softargmax
@@ -147,33 +147,28 @@ def _last(
     prior = _prior_of_last(task, options, prior_precision, layer, units)
     signal = signal_of(task, options, units)
     if options.posterior == FULL:
-        told = _joint_evidence(task, layer, units, examples, signal, prior)
+        told = _told_jointly(task, layer, units, examples, signal, prior)
         return {layer.name: joint_block(task, layer, units, prior, told, len(examples.inputs))}, {}
     stages: list[Stage] = [Weighted(layer.name, layer.inputs - bias, layer.outputs, bias=bias)]
-    belief = _as_belief(*prior, bias)
-    trainer = _trained(
-        task,
-        options,
-        stages,
-        {0: belief},
-        Batches(examples, units, options.batch_size, _order_seed(task)),
-        signal,
-    )
-    said = Belief(
-        Message(*(a - b for a, b in zip(trainer.posterior[0].weights, belief.weights, strict=True))),
-        Message(*(a - b for a, b in zip(trainer.posterior[0].bias, belief.bias, strict=True))),
-    )
-    told_matrix = tuple(_matrix(w[0].T, b[0], bias) for w, b in zip(said.weights, said.bias, strict=True))
-    block = diagonal_block(task, layer, units, prior, Message(*told_matrix), len(examples.inputs))
+    belief = as_belief(*prior, bias)
+    size = options.group_size if options.grouped else options.batch_size
+    data = Batches(examples, units, size, _order_seed(task))
+    trainer = _trained(task, options, stages, {0: belief}, data, signal)
+    said = as_matrix(quotient(trainer.posterior[0], belief), bias)
+    block = diagonal_block(task, layer, units, prior, said, len(examples.inputs))
     return {layer.name: block}, _visits(trainer)
 
 
-def _matrix(weights: Tensor, bias: Tensor, has_bias: bool) -> Tensor:
-    """``(J, n)`` from weights ``(J, I)`` and biases ``(J,)``."""
-    return torch.cat([weights, bias.unsqueeze(1)], 1) if has_bias else weights
+def as_matrix(belief: Belief, bias: bool) -> Message:
+    """Messages ``(1, I, J)`` and ``(1, J)`` as ``(J, n)``, the inverse of `as_belief` in natural parameters."""
+    parts = (
+        torch.cat([w[0].T, b[0].unsqueeze(1)], 1) if bias else w[0].T
+        for w, b in zip(belief.weights, belief.bias, strict=True)
+    )
+    return Message(*parts)
 
 
-def _as_belief(mean: Tensor, precision: Tensor, bias: bool) -> Belief:
+def as_belief(mean: Tensor, precision: Tensor, bias: bool) -> Belief:
     """A prior ``(J, n)`` as messages to ``(1, I, J)`` and ``(1, J)``."""
     field, split = mean * precision, mean.shape[1] - bias
     weights = Message(*(part[:, :split].T.unsqueeze(0).contiguous() for part in (field, precision)))
@@ -209,7 +204,7 @@ def _prior_of_last(
     return mean, precision
 
 
-def _joint_evidence(
+def _told_jointly(
     task: Task,
     layer: Layer,
     units: Units,
@@ -243,10 +238,15 @@ def joint_block(
 ) -> JointMessagesBlock:
     """A block of the layer's weights from a prior and evidence in the units of the data."""
     bias = layer.bias is not None
+    said = joint_evidence(units, told, bias)
+    return _block(task, JointMessagesBlock, units, prior, said, samples, bias)
+
+
+def joint_evidence(units: Units, told: joint.Joint, bias: bool) -> tuple[Tensor, Tensor]:
+    """Field ``(J, n)`` and precision ``(J, n, n)`` of the layer's weights, from those in the units of the data."""
     factors, offset = units.factors(bias), units.offset(bias)
     precision = told.precision / (factors.unsqueeze(2) * factors.unsqueeze(1))
-    field = told.field / factors + torch.einsum("jab,jb->ja", precision, offset)
-    return _block(task, JointMessagesBlock, units, prior, (field, precision), samples, bias)
+    return told.field / factors + torch.einsum("jab,jb->ja", precision, offset), precision
 
 
 def diagonal_block(
@@ -254,11 +254,15 @@ def diagonal_block(
 ) -> MessagesBlock:
     """The same for independent weights."""
     bias = layer.bias is not None
+    said = diagonal_evidence(units, told, bias)
+    return _block(task, MessagesBlock, units, prior, said, samples, bias)
+
+
+def diagonal_evidence(units: Units, told: Message, bias: bool) -> tuple[Tensor, Tensor]:
+    """Field and precision ``(J, n)`` of the layer's weights, from those in the units of the data."""
     factors, offset = units.factors(bias), units.offset(bias)
     precision = told.rho / factors.square()
-    return _block(
-        task, MessagesBlock, units, prior, (told.tau / factors + precision * offset, precision), samples, bias
-    )
+    return told.tau / factors + precision * offset, precision
 
 
 def _block(
@@ -368,15 +372,18 @@ def _trained(
     signal: Signal,
 ) -> Trainer:
     numbers = sum(part.rho.numel() for belief in prior.values() for part in belief)
-    size = 16 * numbers * (len(data) + 1)
-    if size > LARGEST_BYTES:
+    schedule = options.schedule(data.samples)
+    size = 16 * numbers * len(data)
+    if schedule.epochs > 1 and size > LARGEST_BYTES:
         raise PosthocUQError(
             f"The messages of {len(data)} batches to {numbers:,} weights take {size / 2**30:.1f} GiB, more than "
-            f"{LARGEST_BYTES / 2**30:.0f}; raise batch_size."
+            f"{LARGEST_BYTES / 2**30:.0f}; raise {'group_size' if options.grouped else 'batch_size'}, or take epochs=1."
         )
-    forms = Forms(matmul=options.matmul, numbers=max(2**14, task.memory_budget // 64))
+    forms = Forms(
+        grouped=options.grouped, matmul=options.matmul, numbers=max(2**14, task.memory_budget // 64)
+    )
     seed = mixed_seed(task.settings.seed, _VISITS) % 2**63
-    trainer = Trainer(stages, prior, data, signal, options.schedule(), forms, seed)
+    trainer = Trainer(stages, prior, data, signal, schedule, forms, seed)
     with torch.no_grad():
         trainer.run()
     return trainer
@@ -421,6 +428,7 @@ def _posterior(
         else options.signal.replace("auto", "softargmax"),
         "prior": ALL_WEIGHTS,
         "prior means": options.means,
+        **({"regularize": True} if options.regularize else {}),
         **notes,
         **{f"seconds, {what}": value for what, value in task.seconds.items()},
     }

@@ -31,12 +31,15 @@ class Forms:
     """How the messages of layers are computed.
 
     Attributes:
+        grouped: all messages of a batch together, for a network of one linear layer
+            (`posthoc_uq.message_passing.groups`).
         matmul: by matrix products alone where a layer has `MATMUL_FROM` inputs, which leaves out terms of about one
             over their number.
         least_mass: see `posthoc_uq.message_passing.activations.forward`.
         numbers: that a temporary may have.
     """
 
+    grouped: bool = False
     matmul: bool = False
     least_mass: float = activations.LEAST_MASS
     numbers: int = 2**22

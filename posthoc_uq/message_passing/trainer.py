@@ -14,8 +14,9 @@ from math import ceil, exp
 import torch
 from torch import Tensor
 
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.message_passing.gaussian import FLOOR
+from posthoc_uq.message_passing.groups import group_message
 from posthoc_uq.message_passing.network import Belief, Stage, Weighted, combined, product, quotient, silent
 from posthoc_uq.message_passing.passes import Forms, Memory, Pass
 from posthoc_uq.message_passing.targets import Signal
@@ -80,7 +81,8 @@ class Trainer:
         schedule: of the visits.
         forms: how messages are computed.
         seed: of all orders.
-        evidence: the aggregated message of every batch, ``G_b``.
+        evidence: the aggregated message of every batch, ``G_b``; in a single epoch nothing divides it out again, and
+            it is not kept.
         posterior: ``Q``.
         share: of a new message to a weight at present.
         restarts: visits that began anew.
@@ -122,7 +124,8 @@ class Trainer:
                 self.visit(place, epoch)
                 if after_visit is not None:
                     after_visit()
-            self.posterior = self.assembled()
+            if self.schedule.epochs > 1:
+                self.posterior = self.assembled()
         return self.posterior
 
     def assembled(self) -> Beliefs:
@@ -146,11 +149,15 @@ class Trainer:
             inputs, targets = inputs[order], targets[order]
         new = self._told(inputs, targets, cavity, epoch)
         share = batch_damping(epoch)
-        self.evidence[place] = {index: combined(old[index], new[index], share) for index in old}
-        self.posterior = {index: product(cavity[index], self.evidence[place][index]) for index in old}
+        told = {index: combined(old[index], new[index], share) for index in old}
+        if self.schedule.epochs > 1:
+            self.evidence[place] = told
+        self.posterior = {index: product(cavity[index], told[index]) for index in old}
 
     def _told(self, inputs: Tensor, targets: Tensor, prior: Beliefs, epoch: int) -> Beliefs:
         iterations = self.schedule.iterations_of(epoch)
+        if self.forms.grouped:
+            return self._told_by_group(inputs, targets, prior, iterations)
         for _ in range(self.schedule.retries + 1):
             try:
                 return self._tell(inputs, targets, prior, iterations)
@@ -162,6 +169,15 @@ class Trainer:
             f"{self.schedule.chunk_size}. Lower chunk_size (1 is the paper's schedule), standardise the inputs, or "
             f"take posterior='full' for a last layer."
         )
+
+    def _told_by_group(self, inputs: Tensor, targets: Tensor, prior: Beliefs, iterations: int) -> Beliefs:
+        (index,) = prior
+        told = group_message(inputs, targets, prior[index], self.signal, iterations)
+        if not all(bool(message.finite.all()) for message in told):
+            raise NonFiniteError(
+                "The messages to the weights are not finite; bring the inputs to about unit size."
+            )
+        return {index: told}
 
     def _tell(self, inputs: Tensor, targets: Tensor, prior: Beliefs, iterations: int) -> Beliefs:
         """What a batch tells all weights, under the cavity without it.

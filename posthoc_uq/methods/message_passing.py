@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from posthoc_uq.curvature.selection import Selection
+from posthoc_uq.inference.message_changes import changed, check_last
 from posthoc_uq.inference.message_options import ALL, LAST, MessagePassingOptions
 from posthoc_uq.inference.message_passing import MESSAGE_PASSING, fit_by_messages
 from posthoc_uq.inference.task import Task
@@ -63,3 +64,31 @@ class MessagePassing(MessagePassingOptions, Method):
 
     def fit(self, task: Task) -> Posterior:
         return fit_by_messages(task, self, self.prior_precision)
+
+    def check_change(self, posterior: Posterior, change: str) -> None:
+        """Refuse a posterior of a whole network, whose data cannot change.
+
+        Raises:
+            PosthocUQError: it is one.
+        """
+        check_last(posterior)
+
+    def update(self, posterior: Posterior, task: Task) -> Posterior:
+        """The last layer's posterior with new data: it is the prior of their messages.
+
+        For a regression with ``posterior="full"`` that is the fit on all data. Else messages of the data that were in
+        before stay as they were, so that the result is near that fit.
+
+        Raises:
+            PosthocUQError: the posterior is of a whole network.
+        """
+        return changed(posterior, task, 1)
+
+    def forget(self, posterior: Posterior, task: Task) -> Posterior:
+        """The last layer's posterior without these data: their messages, as they are under the posterior, are divided
+        out.
+
+        Raises:
+            PosthocUQError: the posterior is of a whole network, or the data cannot all have been in it.
+        """
+        return changed(posterior, task, -1)
