@@ -47,6 +47,7 @@ from posthoc_uq.sparsity.density import Density, LayerDensity, density
 from posthoc_uq.sparsity.inclusion import Inclusion, LayerInclusion, inclusion
 from posthoc_uq.sparsity.median import median_model, sparse_state_dict
 from posthoc_uq.sparsity.models import sparse_model
+from posthoc_uq.sparsity.recalibration import recalibrated
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
 from posthoc_uq.version import __version__
@@ -102,6 +103,7 @@ __all__ = [
     "inspect",
     "load",
     "median_model",
+    "recalibrated",
     "refer",
     "referral_reasons",
     "referral_tail",

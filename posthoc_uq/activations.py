@@ -121,9 +121,12 @@ class InverseCDF(nn.Module):
                 "mean and deviation are those of the normal prior; leave them out with quantile=."
             )
         self.mean, self.deviation, self.quantile = float(mean), POSITIVE("deviation", deviation), quantile
-        self.log_scale = nn.Parameter(
-            torch.tensor(log(POSITIVE("scale", scale)), device=torch.get_default_device())
-        )
+        self._start = log(POSITIVE("scale", scale))
+        self.log_scale = nn.Parameter(torch.tensor(self._start, device=torch.get_default_device()))
+
+    def reset_parameters(self) -> None:
+        """Put the scale back to where it starts."""
+        nn.init.constant_(self.log_scale, self._start)
 
     def forward(self, x: Tensor) -> Tensor:
         """Values of the prior's units, shaped like the input."""
@@ -172,9 +175,12 @@ class ConditionalInverseCDF(nn.Module):
                 "prior must be a function of the other outputs that gives a mean and a deviation."
             )
         self.prior, self.given = prior, one_of("given", given, ("unscented", "mean"))
-        self.log_scale = nn.Parameter(
-            torch.tensor(log(POSITIVE("scale", scale)), device=torch.get_default_device())
-        )
+        self._start = log(POSITIVE("scale", scale))
+        self.log_scale = nn.Parameter(torch.tensor(self._start, device=torch.get_default_device()))
+
+    def reset_parameters(self) -> None:
+        """Put the scale back to where it starts."""
+        nn.init.constant_(self.log_scale, self._start)
 
     def forward(self, x: Tensor, others: Tensor) -> Tensor:
         """Values ``(batch,)``.

@@ -14,7 +14,7 @@ from posthoc_uq.heads.ensemble import Batched, Keep
 from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.heads.sampling import Drawn, SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.links import DRAWS
@@ -46,6 +46,7 @@ def wrap(
     dtype: torch.dtype | None = None,
     batched: Batched = "auto",
     novelty: bool = False,
+    drawn: Drawn = "weights",
 ) -> SamplingPredictor: ...
 
 
@@ -112,7 +113,9 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
             drawn weights and the forward pass;
             ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
-            ``novelty`` (False), whether predictions have a novelty, for one more forward pass.
+            ``novelty`` (False), whether predictions have a novelty, for one more forward pass;
+            ``drawn`` (``"weights"``), or ``"outputs"`` to draw each layer's outputs by local reparametrisation, where
+            weights are independent.
         **options: of the head; an unknown one is an error that names those that the head takes.
 
     Returns:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
 from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.inference.function_space import _least
 from posthoc_uq.inference.initialisation import initialised
+from posthoc_uq.inference.training import best_epoch
 from posthoc_uq.posteriors.blocks import Settings
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 from posthoc_uq.storage import userblock
@@ -562,7 +562,9 @@ def test_a_new_initialisation_is_one_of_the_statistics_too() -> None:
     ("losses", "place"), [([3.0, 1.0, 2.0], 1), ([nan, 3.0, nan, 2.0], 3), ([nan, nan], 0), ([inf, 4.0], 1)]
 )
 def test_the_epoch_taken_is_the_one_that_the_training_keeps(losses: list[float], place: int) -> None:
-    assert _least(losses) == place
+    history = [{"validation NLL": loss} for loss in losses]
+    assert best_epoch(history) == place + 1
+    assert best_epoch([{"loss": 1.0}] * 3) == 3  # without validation data the last one is kept
 
 
 def test_a_tensor_of_inputs_is_a_context() -> None:

@@ -363,8 +363,8 @@ def test_held_out_data_choose_the_epoch() -> None:
     losses = posterior.history.fit["validation NLL"]
     assert posterior.history.fit["epoch taken"] == losses.index(min(losses)) + 1 and len(losses) == 4
     mean, variance, _ = uq.wrap(model, posterior).propagate(x)  # type: ignore[operator]
-    found = -uq.Categorical().predictive_log_prob(mean, variance, torch.cat([y for _, y in data])).mean()
-    assert float(found) == pytest.approx(min(losses), rel=1e-4)
+    loss = -uq.Categorical().predictive_log_prob(mean, variance, torch.cat([y for _, y in data])).mean()
+    assert float(loss) == pytest.approx(min(losses), rel=1e-4)
 
 
 def test_what_does_not_go_together() -> None:
@@ -412,3 +412,46 @@ def test_a_training_goes_through_an_input_of_zeros() -> None:
     x[0] = 0
     posterior = fit(model, batches(x, torch.arange(24) % 3), uq.UTVI(epochs=2))
     assert bool(torch.isfinite(posterior.variance()["weight"]).all())
+
+
+# Nearly certain outputs without a noise
+
+
+def test_gradients_without_a_noise_are_bounded() -> None:
+    """By the definition, for a residual of one at a variance of zero, where they would be 1e10 and 5e19; and exact
+    where residuals are below ten deviations.
+    """
+    likelihood = uq.Gaussian(torch.tensor([1e-10], dtype=torch.float64))
+    objective = objective_of(mlp(1, dtype=torch.float64), likelihood, objective="predictive", noise="none")
+    for variance, bounded in ((0.0, True), (0.25, False)):
+        mean = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+        spread = torch.full((2, 1), variance, dtype=torch.float64, requires_grad=True)
+        objective._bound_gradients(mean, spread)  # pyright: ignore[reportPrivateUsage]
+        y = torch.ones(2, 1, dtype=torch.float64)
+        likelihood.predictive_log_prob(mean, spread, y).mean().backward()
+        total = variance + 1e-10
+        by_mean = 10 / total**0.5 if bounded else 1 / total
+        by_variance = 101 / (2 * total) if bounded else (1 / total - 1) / (2 * total)
+        assert mean.grad is not None and spread.grad is not None
+        torch.testing.assert_close(mean.grad, torch.full_like(mean, by_mean / 2))
+        torch.testing.assert_close(spread.grad, torch.full_like(mean, by_variance / 2))
+
+
+@pytest.mark.parametrize("start", [-40.0, -20.0])
+def test_a_training_without_a_noise_leaves_a_start_of_no_variance(start: float) -> None:
+    """Also without `clip`: AdamW's second moments stay small enough for its entries to move on. Unbounded gradients
+    ended with an NLL of 6e5 and of 113.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.rand(1000, 1, generator=generator) - 1
+    y = x + (0.1 + 0.9 * (x > 0)) * torch.randn(1000, 1, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [nn.Linear(1, 32), nn.LeakyReLU(), nn.Linear(32, 32), nn.LeakyReLU(), nn.Linear(32, 1)]
+    model = nn.Sequential(*layers).eval()
+    method = uq.UTVI(
+        epochs=40, lr=0.01, log_variance_lr=0.2, initial_log_variance=start, clip=None, noise="none",
+        objective="predictive", start="random",
+    )  # fmt: skip
+    posterior = fit(model, batches(x, y, 100), method, likelihood="regression", noise_variance=1.0)
+    assert -float(uq.wrap(model, posterior)(x).log_prob(y).mean()) < 1.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
 from posthoc_uq.heads.novelty import NOT_KEPT
+from posthoc_uq.heads.output_draws import OutputDraws
 from posthoc_uq.heads.prediction import divisor_of, summarise
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.capabilities import SYMMETRY
+from posthoc_uq.posteriors.capabilities import INDEPENDENT, SYMMETRY
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.samples import at_least_float32
 from posthoc_uq.values import COUNT, SEED, flag, one_of, shown
+
+Drawn = Literal["weights", "outputs"]
 
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
 
@@ -55,12 +58,18 @@ class SamplingPredictor(Predictor):
             expected to be faster (small models on small batches; the rule is in `posthoc_uq.heads.ensemble`). A model
             that cannot be run like that is run draw by draw; `repr` says so, and why.
         novelty: whether predictions know their novelty, if the posterior does: one forward pass more.
+        drawn: ``"weights"``, or ``"outputs"`` for those of every layer with a posterior, from the mean and the variance
+            that independent weights give them, by two products in place of one: local reparametrisation (Kingma,
+            Salimans, Welling 2015), as trainings of latent binary networks draw. Every sample and position then has
+            noise of its own, in place of weights that all have in common. Mean and variance of a layer's outputs are
+            exact; that they are Gaussian, and that positions of a convolution are independent, is not. The options of
+            drawn weights (`keep`, `antithetic`, `dtype`, `batched`) do not go with it.
 
     Raises:
         PosthocUQError: no draws, or an option with another value than those listed.
     """
 
-    ensemble: Ensemble
+    ensemble: Ensemble | OutputDraws
 
     head = "sampling"
 
@@ -77,6 +86,7 @@ class SamplingPredictor(Predictor):
         dtype: torch.dtype | None = None,
         batched: Batched = "auto",
         novelty: bool = False,
+        drawn: Drawn = "weights",
     ) -> None:
         super().__init__(model, posterior)
         self._tells_novelty = flag("novelty", novelty)
@@ -89,6 +99,10 @@ class SamplingPredictor(Predictor):
             raise PosthocUQError(f"dtype must be one of {DTYPES}, not {shown(dtype)}.")
         if not isinstance(batched, (bool, str)) or batched not in (True, False, "auto"):
             raise PosthocUQError(f"batched must be True, False or 'auto', not {shown(batched)}.")
+        if one_of("drawn", drawn, get_args(Drawn)) == "outputs":
+            posterior.require([INDEPENDENT], "drawn='outputs'", "take drawn='weights'")
+            _check_outputs(keep, antithetic, dtype, batched)
+        self._drawn_outputs = drawn == "outputs"
         self.n_samples: int = COUNT("n_samples", n_samples)
         self._keep: Keep = keep
         self._antithetic = flag("antithetic", antithetic)
@@ -113,6 +127,9 @@ class SamplingPredictor(Predictor):
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = [1, -1] * pairs
         self._drawn_with = posterior.settings.plain()
+        if self._drawn_outputs:
+            self.ensemble = OutputDraws(self._model[0], posterior, seeds)
+            return
         self.ensemble = Ensemble(
             self._model[0],
             posterior,
@@ -126,12 +143,13 @@ class SamplingPredictor(Predictor):
     def identity(self) -> dict[str, Any]:
         """See `Predictor`; without the seed."""
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
-        return {
+        identity: dict[str, Any] = {
             "head": self.head,
             "n_samples": self.n_samples,
             "antithetic": self._antithetic,
             "dtype": dtype or "own",
         }
+        return identity | ({"drawn": "outputs"} if self._drawn_outputs else {})
 
     def hyperparameters(self) -> dict[str, Any]:
         """See `Predictor`: those of the draws; temperature and noise variance are the posterior's present ones."""
@@ -140,6 +158,8 @@ class SamplingPredictor(Predictor):
 
     def extra_repr(self) -> str:
         """How it samples, and why draws are not batched if the model refused that."""
+        if self._drawn_outputs:
+            return f"n_samples={self.n_samples}, drawn='outputs'"
         text = f"n_samples={self.n_samples}, keep={self._keep!r}, antithetic={self._antithetic}, batched="
         refused = self.ensemble.refused
         return text + (repr(self._batched) if refused is None else f"False ({refused})")
@@ -182,3 +202,13 @@ class SamplingPredictor(Predictor):
     def distribution_from(self, features: Features) -> Tensor:
         """See `Predictor`."""
         return torch.cat([at_least_float32(block) for block in self.ensemble.from_features(features)])
+
+
+def _check_outputs(keep: str, antithetic: bool, dtype: torch.dtype | None, batched: Batched) -> None:
+    """Refuse options of drawn weights where outputs are drawn."""
+    given = {"keep": keep != "weights", "antithetic": antithetic, "dtype": dtype, "batched": batched is True}
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise PosthocUQError(
+            f"drawn='outputs' draws no weights, so that {wrong[0]}= says nothing; leave it out."
+        )

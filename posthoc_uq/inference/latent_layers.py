@@ -19,11 +19,7 @@ from posthoc_uq.inference.latent_moments import SlabPrior, SpikeMoments, gaussia
 from posthoc_uq.inference.mean_field import LOG_VARIANCE
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.flows import Flow, log_normal
-
-LEAST_VARIANCE = 1e-16
-"""Below it the variance of an output is not taken to its root, whose gradient is infinite at 0."""
-
-_CONVOLUTIONS = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
+from posthoc_uq.reparametrised import LEAST_VARIANCE, WeightMoments, drawn_outputs, normal
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class LatentLayer:
         if self.flow is None:
             return None, None
         mean, log_variance = self.tensors["start_mean"], self.tensors["start_log_variance"]
-        start = mean + (0.5 * log_variance).exp() * _normal(mean, generator)
+        start = mean + (0.5 * log_variance).exp() * normal(mean, generator)
         z, determinant = self.flow.forward(start, self._of_flow("flow_"))
         return z, log_normal(start, mean, log_variance) - determinant
 
@@ -130,7 +126,7 @@ class LatentLayer:
         along, axis = self.tensors["along"], self._axis
         drawn = (mean.movedim(axis, -1) @ along).flatten()
         spread = (variance.movedim(axis, -1) @ along.square()).flatten()
-        drawn = drawn + spread.clamp(min=LEAST_VARIANCE).sqrt() * _normal(drawn, generator)
+        drawn = drawn + spread.clamp(min=LEAST_VARIANCE).sqrt() * normal(drawn, generator)
         return self.log_reverse_of(z, drawn)
 
     def log_reverse_of(self, z: Tensor, drawn: Tensor) -> Tensor:
@@ -142,30 +138,23 @@ class LatentLayer:
         return log_normal(back, means, self.tensors["reverse log variance"] * shared) + determinant
 
     def outputs(self, call: AffineCall, draw: LayerDraw, generator: torch.Generator) -> Tensor:
-        """The layer's outputs, drawn independently for every sample and position:
-        ``N(E[W] o + E[b], Var[W] o^2 + Var[b])`` (Kingma, Salimans, Welling 2015, "Variational dropout and the local
-        reparameterization trick").
-        """
-        bias, spread = call.bias, None
+        """The layer's outputs, drawn by local reparametrisation."""
+        biases: tuple[Tensor, ...] = ()
         if self.layer.bias is not None:
-            bias, spread = self.tensors["bias mean"], self.tensors["bias log variance"].exp()
-        mean = _apply(call, call.input, draw.mean, bias)
-        with torch.autocast(mean.device.type, enabled=False):  # squares leave the range of half precision
-            squares = call.input.to(draw.variance).square()
-            variance = _apply(call, squares, draw.variance, spread).clamp(min=LEAST_VARIANCE)
-        return mean + (variance.sqrt_() * _normal(variance, generator)).to(mean)
+            biases = self.tensors["bias mean"], self.tensors["bias log variance"].exp()
+        return drawn_outputs(call, WeightMoments(draw.mean, draw.variance, *biases), generator)
 
     @torch.no_grad()
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
         """One draw of weights and biases by name: ``g (mu z + sd e)``, exact."""
         tensors, (z, _) = self.tensors, self.draw_z(generator)
         slab = tensors["mean"] if z is None else tensors["mean"] * self.along_weights(z)
-        slab = slab + (0.5 * tensors["log variance"]).exp() * _normal(slab, generator)
+        slab = slab + (0.5 * tensors["log variance"]).exp() * normal(slab, generator)
         chance = torch.rand(slab.shape, generator=generator, dtype=slab.dtype, device=slab.device)
         drawn = {self.layer.weight: slab * (chance < torch.sigmoid(tensors["logit"]))}
         if self.layer.bias is not None:
             mean = tensors["bias mean"]
-            drawn[self.layer.bias] = mean + (0.5 * tensors["bias log variance"]).exp() * _normal(
+            drawn[self.layer.bias] = mean + (0.5 * tensors["bias log variance"]).exp() * normal(
                 mean, generator
             )
         return drawn
@@ -179,14 +168,3 @@ class LatentLayer:
 
     def _of_flow(self, prefix: str) -> Mapping[str, Tensor]:
         return {role.removeprefix(prefix): t for role, t in self.tensors.items() if role.startswith(prefix)}
-
-
-def _apply(call: AffineCall, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The call with another input, weight and bias."""
-    if call.kind in _CONVOLUTIONS:
-        return _CONVOLUTIONS[call.kind](input, weight, bias, **call.options)
-    return F.linear(input, weight.t() if call.kind == "matmul" else weight, bias)
-
-
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)

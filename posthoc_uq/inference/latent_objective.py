@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import log
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
-from torch.overrides import TorchFunctionMode
 
-from posthoc_uq.affine import affine_call
-from posthoc_uq.attention import open_attention
 from posthoc_uq.devices import Checks, host_double
-from posthoc_uq.inference.latent_layers import LatentLayer, LayerDraw
+from posthoc_uq.inference.latent_layers import LatentLayer
 from posthoc_uq.inference.latent_options import LatentBinaryOptions
 from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch, output_tensor
 from posthoc_uq.randomness import mixed_seed
+from posthoc_uq.reparametrised import AffineCalls
 
 _NOISE, _VALIDATION = 1, 2  # streams of a step's seed
-
-
-class LatentCalls(TorchFunctionMode):
-    """Gives the outputs of latent layers, drawn by local reparametrisation, wherever their weights are used.
-
-    Args:
-        layers: by the identity of the weight that the running network holds.
-        draws: of this pass, likewise.
-        generator: of the outputs.
-    """
-
-    def __init__(
-        self, layers: Mapping[int, LatentLayer], draws: Mapping[int, LayerDraw], generator: torch.Generator
-    ) -> None:
-        super().__init__()
-        self._layers, self._draws, self._generator = layers, draws, generator
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.multi_head_attention_forward:
-            with self:
-                return open_attention(*args, **kwargs)
-        call = affine_call(func, args, kwargs)
-        if call is None or id(call.parameter) not in self._layers:
-            return func(*args, **kwargs)
-        key = id(call.parameter)
-        return self._layers[key].outputs(call, self._draws[key], self._generator)
 
 
 class LatentObjective(Objective):
@@ -134,7 +106,11 @@ class LatentObjective(Objective):
         targets, generator = cast(Tensor, batch.targets), self._generator(step.seed, _NOISE)
         draws = {key: layer.draw(generator) for key, layer in self._by_weight.items()}
         copied = batch.copied()
-        with LatentCalls(self._by_weight, draws, generator):
+        outputs_of = {
+            key: partial(layer.outputs, draw=draws[key], generator=generator)
+            for key, layer in self._by_weight.items()
+        }
+        with AffineCalls(outputs_of):
             outputs = output_tensor(self._twin(*copied.args, **copied.kwargs))
         fault = self._likelihood.fault(outputs.detach(), targets)
         if fault is not None:

@@ -41,7 +41,7 @@ class MeanField:
         return means | {f"{LOG_VARIANCE}{name}": t for name, t in self.log_variances.items()}
 
     def groups(self, lr: float, log_variance_lr: float) -> list[dict[str, Any]]:
-        """The optimiser's groups: the means, if they are trained, and the log variances."""
+        """The optimiser's groups: the means, if they are trained, and the log variances; certain parameters apart."""
         variances = {
             "params": list(self.log_variances.values()),
             "lr": log_variance_lr,
@@ -49,7 +49,10 @@ class MeanField:
         }
         if not self.train_mean:
             return [variances]
-        return [{"params": list(self.means.values()), "lr": lr, "name": "means"}, variances]
+        uncertain = [mean for name, mean in self.means.items() if name in self.log_variances]
+        certain = [mean for name, mean in self.means.items() if name not in self.log_variances]
+        groups = [{"params": uncertain, "lr": lr, "name": "means"}, variances]
+        return groups + ([{"params": certain, "lr": lr, "name": "certain"}] if certain else [])
 
     @torch.no_grad()
     def deviations(self, generator: torch.Generator) -> dict[str, Tensor]:

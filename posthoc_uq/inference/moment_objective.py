@@ -29,6 +29,9 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
 from posthoc_uq.warned import warn_user
 
+MOST_RESIDUAL = (
+    10.0  # in deviations of the prediction, where noise="none": what gradients see of a larger one
+)
 DRAWS = 64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
 
 
@@ -51,16 +54,17 @@ def gaussian_divergence(
     ``1/2 sum(tau (sigma^2 + (mu - mu_p)^2) - 1 - log(tau sigma^2))``.
 
     Args:
-        means: mu, by parameter.
+        means: mu, by parameter; those without a variance are certain, and have no prior.
         log_variances: of the weights.
         variances: their exponentials.
         prior_means: those of ``mu_p`` that are not zero.
         precision: tau.
     """
     parts: list[Tensor] = []
-    for name, mean in means.items():
+    for name, variance in variances.items():
+        mean = means[name]
         moved = mean - prior_means[name] if name in prior_means else mean
-        spread = variances[name].sum() + moved.square().sum()
+        spread = variance.sum() + moved.square().sum()
         parts.append(precision * spread - log_variances[name].sum() - mean.numel() * (1 + log(precision)))
     return 0.5 * torch.stack(parts).sum()
 
@@ -173,6 +177,8 @@ class MomentObjective(Objective):
         variances = {name: value.exp() for name, value in field.log_variances.items()}
         mean, variance = self.moments(batch, variances)
         self._check(mean.detach(), targets, checks)
+        if self._options.noise == "none":
+            self._bound_gradients(mean, variance)
         fit = self._score(mean, variance, targets).mean()
         divergence = gaussian_divergence(
             field.means, field.log_variances, variances, self._prior_means, self._precision
@@ -181,6 +187,22 @@ class MomentObjective(Objective):
         loss = divergence * (weight / self._samples) - fit
         loss.backward()
         return {"loss": loss.detach(), "log likelihood": fit.detach(), "KL": divergence.detach()}
+
+    def _bound_gradients(self, mean: Tensor, variance: Tensor) -> None:
+        """Have gradients see no residual above `MOST_RESIDUAL` deviations.
+
+        Without a noise nothing else bounds them: by a log density of variance V and residual r they are ``r / V`` and
+        ``(r^2 / V - 1) / (2 V)``, which at a V of nearly zero leave an optimiser with second moments by which the entry
+        moves no more. With ``|r| <= k sqrt(V)`` they are at most ``k / sqrt(V)`` and ``(k^2 + 1) / (2 V)``.
+        """
+        total = variance.detach() + self._likelihood.variance(mean.detach()).to(variance)
+        share = 1 / mean.shape[0]  # of a sample in the mean over the batch
+        for tensor, most in (
+            (mean, MOST_RESIDUAL * share * total.rsqrt()),
+            (variance, (MOST_RESIDUAL**2 + 1) / 2 * share / total),
+        ):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient, most=most: gradient.clamp(-most, most))
 
     def _check(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
         fault = self._likelihood.fault(outputs, targets)

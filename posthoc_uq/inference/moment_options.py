@@ -50,11 +50,15 @@ class MomentOptions(TrainingOptions):
         initial: a fitted posterior whose variances, and mean if it has one of its own, are those of the start, in place
             of a constant variance.
         initial_log_variance: the constant that the log variances start at.
-        train_mean: False trains the variances only, and predictions at the mean stay what they were.
+        train_mean: False trains the variances and nothing else, and predictions at the mean stay what they were.
+        train_rest: whether to train with the means, as numbers without uncertainty, what else the network uses after
+            the first of the layers: scales and shifts of normalisations, scales of activations such as
+            `posthoc_uq.InverseCDF`. They have no prior. Affine layers that were left out stay as they are.
         objective: ``"expected"`` is ``E_q[log p(y | f)]``, the term of the evidence lower bound; ``"predictive"`` is
             ``log E_q[p(y | f)]``, which rates the prediction itself, as the paper does.
         noise: of a regression: ``"fixed"`` at the noise of the fit, ``"learned"`` from there, or ``"none"``: the
-            propagated variance is all of the predictive one, so that the noise may depend on the input.
+            propagated variance is all of the predictive one, so that the noise may depend on the input; gradients then
+            see no residual above 10 deviations.
         kl_floor: least weight of the divergence, which is halved from epoch to epoch, beginning with 1. With 1 it has
             its full weight throughout.
         prior_mean: of the weights: ``"zero"``, or ``"trained"`` for the trained ones.
@@ -72,6 +76,7 @@ class MomentOptions(TrainingOptions):
     initial: Posterior | None = None
     initial_log_variance: float = -10.0
     train_mean: bool = True
+    train_rest: bool = True
     objective: Objective = "expected"
     noise: Noise = "fixed"
     kl_floor: float = 0.0
@@ -85,7 +90,8 @@ class MomentOptions(TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         put_numbers(self, _NUMBERS)
-        object.__setattr__(self, "train_mean", flag("train_mean", self.train_mean))
+        for name in ("train_mean", "train_rest"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
         for name, choices in _CHOICES.items():
             one_of(name, getattr(self, name), get_args(choices))
         if self.noise == "none" and self.objective != "predictive":

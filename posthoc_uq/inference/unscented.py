@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.inference.certain_parameters import certain_parameters
 from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.moment_objective import MomentObjective
@@ -50,7 +51,11 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
     began = time.perf_counter()
     with isolated_random_state(settings.seed):
         network = replicate(task.model)
-    field = _field(task, options)
+    rest: list[str] = []
+    if options.train_mean and options.train_rest:
+        chosen = [name for layer in task.layers.values() for name in layer.parameter_names]
+        rest = certain_parameters(network, chosen, task.batch)
+    field = _field(task, options, rest)
     samples, content = count_data(task)
     precision = PRIOR_PRECISION if prior_precision is None else prior_precision
     trained = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
@@ -67,7 +72,7 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
     options = options if options.optimizer is not None else replace(options, optimizer=adamw)
     history = train_on(task, objective, options, content)
     task.seconds["training"] = time.perf_counter() - began
-    notes = _fit_notes(options, history, task, samples)
+    notes = _fit_notes(options, history, task, samples) | {"trained without uncertainty": rest}
     posterior = trained_posterior(UTVI, task, field, objective.likelihood(), notes, samples, precision)
     posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
     if options.noise != "fixed":
@@ -99,8 +104,8 @@ def _likelihood(likelihood: Likelihood, options: MomentOptions) -> Likelihood:
     return likelihood.with_noise(noise * _NO_NOISE) if options.noise == "none" else likelihood
 
 
-def _field(task: Task, options: MomentOptions) -> MeanField:
-    """The means and variances that the training begins with."""
+def _field(task: Task, options: MomentOptions, rest: list[str]) -> MeanField:
+    """The means and variances that the training begins with; the parameters of `rest` have means alone."""
     parameters = dict(task.model.named_parameters())
     names = [name for layer in task.layers.values() for name in layer.parameter_names]
     check_trainable(UTVI, parameters, names)
@@ -112,14 +117,15 @@ def _field(task: Task, options: MomentOptions) -> MeanField:
     elif options.initial is not None:
         _check_initial(options.initial, trained, options.train_mean)
         begin = options.initial.mean
-    means = {name: begin[name].to(own) for name, own in trained.items()}
+    trained |= {name: parameters[name].detach() for name in rest}
+    means = {name: begin.get(name, own).to(own) for name, own in trained.items()}
     if options.train_mean:
         means = {name: mean.clone() for name, mean in means.items()}
     if options.initial is None:
-        logs = {name: torch.full_like(mean, options.initial_log_variance) for name, mean in means.items()}
+        logs = {name: torch.full_like(means[name], options.initial_log_variance) for name in names}
     else:
         variances = options.initial.variance()
-        logs = {name: variances[name].to(mean).clamp(min=exp(-80.0)).log() for name, mean in means.items()}
+        logs = {name: variances[name].to(means[name]).clamp(min=exp(-80.0)).log() for name in names}
     return MeanField(means, logs, options.train_mean)
 
 

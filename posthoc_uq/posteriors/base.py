@@ -39,21 +39,20 @@ class Posterior(Adjustable):
     Every computation uses the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
 
     A method that optimises the variances themselves has its prior and its noise in what it optimises. There
-    `prior_precision` says which prior that was and cannot be set, and of the other hyperparameters only `scale`, where
-    there is one, enters the variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
+    `prior_precision` says which prior that was and cannot be set, and only `scale`, where there is one, enters the
+    variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
 
     Attributes:
         method: the name of the method that fitted it.
         layers: the layers by name.
         blocks: block name to `Block`; a block has the name of its layer, except in the dense posterior.
         members: block name to the names of its layers.
-        original: the model's own parameters by name, a view of them.
-        centre: trained parameters by name, where a method trained the mean; they replace the model's own.
+        original: the model's own parameters by name, a view of them: of the layers, and those of `centre`.
+        centre: trained parameters by name, which replace the model's own; some may be of no layer, and certain.
         mean: the parameters that the Gaussian is centred on: those of `centre`, and else of `original`.
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
-        features: statistics of the last layer's inputs on the training data, by which novelty is measured; None where
-            the fit found no such layer, or took no such statistics.
+        features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
@@ -78,6 +77,7 @@ class Posterior(Adjustable):
         self.blocks = dict(blocks)
         self.members = {name: list(inner) for name, inner in members.items()}
         self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
+        self.original |= {name: mean[name] for name in centre or {}}
         self._layout = Layout(self.layers, self.members)
         self.centre = dict(centre or {}) | self._layout.means(self.blocks, self.original)
         self.mean = {name: self.centre.get(name, parameter) for name, parameter in self.original.items()}
@@ -337,12 +337,12 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
-        self.require([can.LOG_DETERMINANT], "The log marginal likelihood", _TUNE)
+        tuned = _TUNE if self.widening is not None or self.likelihood.logits else ""
+        self.require([can.LOG_DETERMINANT], "The log marginal likelihood", tuned)
         if "prior_precision" not in self.blocks[block].tunable:
             raise PosthocUQError(
                 f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
-                f"is no log marginal likelihood to compute or to maximise. Fit again with another prior_precision, or "
-                f"tune on held-out data: uq.tune(posterior, val_loader)."
+                f"is no log marginal likelihood. Fit again with another prior_precision{tuned and f', or {tuned}'}."
             )
         settings = self._settings
         prior = settings.prior_precision if prior_precision is None else prior_precision

@@ -21,6 +21,7 @@ from posthoc_uq.fields import Field
 from posthoc_uq.posteriors.capabilities import (
     DRAWS,
     FORM,
+    INDEPENDENT,
     LOG_DETERMINANT,
     QUADRATIC,
     ROWS,
@@ -60,6 +61,8 @@ class Factor:
 
     centred: ClassVar[bool] = True
     """Whether a draw is a deviation from the posterior's mean; otherwise it is the weights themselves."""
+    shared: bool = False
+    """Whether weights have something random in common, so that `independent` differs from draw to draw."""
 
     @classmethod
     def capabilities(cls) -> frozenset[str]:
@@ -84,6 +87,15 @@ class Factor:
     def transform(self, normals: Tensor) -> Tensor:
         """Turn standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
         raise self._cannot("draws from normals")
+
+    def independent(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor]:
+        """Mean and variance of the weights, ``(G, m, n)`` each, that are independent of each other once what they have
+        in common is drawn; the mean of deviations, which is zero, as None.
+
+        Args:
+            generator: as in `draw`, of what they have in common.
+        """
+        raise self._cannot(INDEPENDENT)
 
     def variance(self) -> Tensor:
         """The variances of the weights, ``(G, m, n)``: the diagonal of ``P^-1``."""
@@ -128,6 +140,7 @@ class Factor:
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "draw": (DRAWS,),
     "transform": (DRAWS, SYMMETRY),
+    "independent": (INDEPENDENT,),
     "variance": (VARIANCES,),
     "quadratic": (QUADRATIC,),
     "rows": (ROWS,),

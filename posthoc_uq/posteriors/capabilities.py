@@ -15,6 +15,7 @@ VARIANCES = "variances"  # of every weight
 QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
 ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
 LOG_DETERMINANT = "a log-determinant"  # of the precision
+INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
 FORM = "a covariance form"  # contracts Jacobians without forming them
 
 

@@ -25,6 +25,9 @@ class DiagonalFactor(Factor):
     def transform(self, normals: Tensor) -> Tensor:
         return normals * self.precision.rsqrt()
 
+    def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
+        return None, self.variance()
+
     def variance(self) -> Tensor:
         return self.precision.reciprocal()
 

@@ -35,18 +35,29 @@ class SpikeFactor(Factor):
 
     def __init__(self, mean: Tensor, variances: Tensor, inclusion: Tensor, scale: RandomScale | None) -> None:
         self._mean, self._variances, self._inclusion, self._scale = mean, variances, inclusion, scale
+        self.shared = scale is not None
+
+    def _slab(self, generator: torch.Generator) -> Tensor:
+        """The means where the weights are on, for a draw of ``z``."""
+        if self._scale is None:
+            return self._mean
+        z = self._scale.draws(generator, 1)[0]
+        return self._mean * self._scale.matrix(z, cast(Shape, tuple(self._mean.shape)), 1.0)
 
     def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
         options: dict[str, Any] = {"generator": generator, "dtype": like.dtype}
-        slab = self._mean
-        if self._scale is not None:
-            z = self._scale.draws(generator, 1)[0]
-            slab = slab * self._scale.matrix(z, cast(Shape, tuple(like.shape)), 1.0)
+        slab = self._slab(generator)
         slab = slab + self._variances.sqrt() * torch.randn(like.shape, device="cpu", **options).to(
             like.device
         )
         chosen = torch.rand(like.shape, device="cpu", **options).to(like.device) < self._inclusion
         return torch.where(chosen, slab, torch.zeros_like(slab))
+
+    def independent(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """``a c`` and ``a (v + (1 - a) c^2)`` with ``c = mu z``."""
+        slab = self._slab(generator)
+        spread = self._variances + (1 - self._inclusion) * slab.square()
+        return self._inclusion * slab, self._inclusion * spread
 
     def mean(self) -> Tensor:
         """``E w``, ``(G, m, n)``."""

@@ -26,6 +26,9 @@ class MeanFieldFactor(Factor):
     def transform(self, normals: Tensor) -> Tensor:
         return normals * self.variances.sqrt()
 
+    def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
+        return None, self.variance()
+
     def variance(self) -> Tensor:
         return self.variances
 

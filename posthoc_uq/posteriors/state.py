@@ -65,6 +65,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
             for name, block in posterior.blocks.items()
         },
         "centre": _own_centre(posterior),
+        "certain": _certain(posterior),
         "features": None
         if posterior.features is None
         else {"attributes": posterior.features.attributes(), "tensors": posterior.features.tensors()},
@@ -81,6 +82,12 @@ def _own_centre(posterior: Posterior) -> dict[str, Tensor]:
         for parameter in posterior.layers[layer].parameter_names
     }
     return {name: tensor for name, tensor in posterior.centre.items() if name not in known}
+
+
+def _certain(posterior: Posterior) -> dict[str, list[int]]:
+    """The shapes of the centre's parameters that no layer has."""
+    covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
+    return {name: list(tensor.shape) for name, tensor in posterior.centre.items() if name not in covered}
 
 
 def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
@@ -131,14 +138,20 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Sp
     """What each tensor of the centre must be, by parameter name; needs no tensor.
 
     Raises:
-        CorruptPosteriorError: a parameter belongs to none of the layers.
+        CorruptPosteriorError: a parameter belongs to none of the layers, and is not described as certain either.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in layers.values():
         shapes[layer.weight] = layer.weight_shape
         if layer.bias is not None:
             shapes[layer.bias] = (layer.groups * layer.outputs,)
-    named = [str(name) for name in state.get("centre", {})]
+    named, certain = [str(name) for name in state.get("centre", {})], dict(state.get("certain", {}))
+    odd = [name for name in certain if name in shapes or name not in named]
+    if odd:
+        raise CorruptPosteriorError(
+            f"Certain parameters must be of the centre and of no layer, unlike {odd[:5]}."
+        )
+    shapes |= {str(name): tuple(int(side) for side in shape) for name, shape in certain.items()}
     stray = [name for name in named if name not in shapes]
     if stray:
         raise CorruptPosteriorError(f"The centre has parameters that no layer has: {stray[:5]}.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.devices import has_double
-from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
@@ -28,11 +28,12 @@ from posthoc_uq.posteriors.state import (
     posterior_from_state,
     state_blocks,
 )
-from posthoc_uq.replica import model_device, other_name, unwrap
+from posthoc_uq.replica import model_device, unwrap
 from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.attributes import check_attributes
 from posthoc_uq.storage.consistency import checked_layers
 from posthoc_uq.storage.hdf5 import ImageReader, Structure
+from posthoc_uq.storage.model_checks import check_fingerprint, check_model, parameters_of
 from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
 from posthoc_uq.storage.plain import read_plain
 from posthoc_uq.storage.sandbox import SandboxReader
@@ -40,15 +41,16 @@ from posthoc_uq.storage.sizes import size_limit
 from posthoc_uq.storage.summary import Inspection
 from posthoc_uq.storage.table import check_posterior
 
-_REMEDY = "Load it with the model that it was fitted on."
-
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a file's tensors must be, by its description: of every block, of the centre, of the features."""
+    """What a file's tensors must be, by its description: of every block, of the centre, of the part of it that no layer
+    has, of the features.
+    """
 
     blocks: dict[str, Specs]
     centre: Specs
+    certain: Specs
     features: Specs
 
 
@@ -79,16 +81,17 @@ def load(
     """
     model = unwrap(model)
     place = torch.device(device) if device is not None else model_device(model)
-    mean = _parameters(model)
+    mean = parameters_of(model)
     data, header = _read(path, lambda kind: size_limit(kind, model))
     with _translated(path):
         source = SandboxReader(data) if untrusted else ImageReader(data)
         with source as reader:
             structure = reader.structure()
             state, layers, expected = _described(structure, header)
-            _check_model(layers, mean, path)
+            check_model(layers, expected.certain, mean, path)
             names = {name for layer in layers.values() for name in layer.parameter_names}
-            _check_fingerprint(state, {name: mean[name] for name in names}, path)
+            named = {name: mean[name] for name in names | set(expected.certain)}
+            check_fingerprint(state["fingerprint"], named, path)
             likelihood = _likelihood(state, likelihood, path)
             tensors: dict[str, Tensor] = {}
             for dataset, stored in structure.datasets.items():
@@ -175,6 +178,7 @@ def _described(
     if state.get("kind") == schema.CHECKPOINT:
         raise _checkpoint()
     state.setdefault("centre", {})  # version 1 lacks it
+    state.setdefault("certain", {})  # versions 1 to 4 lack it
     state.setdefault("features", None)  # versions 1 and 2 lack it
     check_posterior(state)
     if header.kind not in (None, state["attributes"]["method"]):
@@ -182,9 +186,9 @@ def _described(
             f"its user block says method={header.kind!r}, and its description {state['attributes']['method']!r}"
         )
     layers = checked_layers(state)
-    expected = _Expected(
-        expected_blocks(state, layers), expected_centre(state, layers), expected_features(state)
-    )
+    centre = expected_centre(state, layers)
+    certain = {name: centre[name] for name in state["certain"]}
+    expected = _Expected(expected_blocks(state, layers), centre, certain, expected_features(state))
     _check_structure(state, expected, structure)
     check_attributes(state, structure)
     return state, layers, expected
@@ -263,57 +267,6 @@ def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         raise PosthocUQError(f"'{path}' does not fit into memory.") from None
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CorruptPosteriorError(f"'{path}' cannot be loaded: {error or type(error).__name__}.") from error
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    parameters: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise PosthocUQError(
-                f"Parameter '{name}' is not initialised yet; run the model on a batch first."
-            )
-        parameters[name] = parameter.detach()
-    return parameters
-
-
-def _check_model(
-    layers: Mapping[str, Layer], mean: Mapping[str, Tensor], path: str | os.PathLike[str]
-) -> None:
-    for name, layer in layers.items():
-        shapes = {layer.weight: layer.weight_shape}
-        if layer.bias is not None:
-            shapes[layer.bias] = (layer.groups * layer.outputs,)
-        called = None if layer.weight in mean else other_name(layer.weight, mean)
-        if called is not None:
-            raise PosteriorMismatchError(
-                f"'{path}' names a parameter '{layer.weight}' that the model calls '{called}': a part of the model is "
-                f"wrapped, as torch.compile does it, and was not when the posterior was fitted, or the other way "
-                f"round. Load it with the model as it was then, or fit again."
-            )
-        for parameter, shape in shapes.items():
-            if parameter not in mean:
-                raise PosteriorMismatchError(
-                    f"'{path}' does not belong to this model: layer '{name}' has the parameter "
-                    f"'{parameter}' of shape {shape}, which the model lacks (it has {list(mean)[:4]} ...). "
-                    f"{_REMEDY}"
-                )
-            if tuple(mean[parameter].shape) != shape:
-                raise PosteriorMismatchError(
-                    f"'{path}' does not belong to this model: in layer '{name}' the parameter "
-                    f"'{parameter}' has shape {shape} in the file and {tuple(mean[parameter].shape)} in "
-                    f"the model. {_REMEDY}"
-                )
-
-
-def _check_fingerprint(
-    state: Mapping[str, Any], mean: Mapping[str, Tensor], path: str | os.PathLike[str]
-) -> None:
-    if schema.fingerprint(mean) != state["fingerprint"]:
-        raise PosteriorMismatchError(
-            f"The model's parameters are not those that the posterior in '{path}' was fitted on: names and "
-            f"shapes agree, the numbers or their dtype do not. Load those weights into the model first, or "
-            f"fit again."
-        )
 
 
 def _likelihood(

@@ -106,6 +106,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         "layers": state["layers"],
         "blocks": blocks,
         "centre": centre,
+        "certain": state["certain"],
         "features": features,
     }
     try:

@@ -226,6 +226,7 @@ _POSTERIOR = Record(
         "layers": Named(Record(_LAYER)),
         "blocks": Named(_Block()),
         "centre": Named(_FORMAT),
+        "certain": Named(Items(Whole(0, 2**40), most=8)),
         "features": maybe(_FEATURES),
     }
 )

@@ -15,7 +15,7 @@ from network import logits
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from variational import function_space
+from variational import function_space, posterior_of
 
 import posthoc_uq as uq
 
@@ -106,7 +106,7 @@ def posterior_rows(
             uq.save(posterior, path)
         return uq.load(path, model)
 
-    return _rows(model, name, fitted, path, held_out)
+    return _rows(model, name, fitted, path, held_out, [head for head in HEADS if head != "linearized"])
 
 
 def function_space_rows(
@@ -119,13 +119,41 @@ def function_space_rows(
         function_space(model, data.train, path, seed=seed, epochs=epochs)
         return uq.load(path, model)
 
-    return _rows(model, FUNCTION_SPACE, fitted, path, held_out)
+    return _rows(
+        model, FUNCTION_SPACE, fitted, path, held_out, [head for head in HEADS if head != "sampling"]
+    )
+
+
+def trained_rows(
+    model: nn.Module, data: Data, folder: Path, name: str, held_out: Labelled, seed: int, epochs: int
+) -> Rows:
+    """A posterior of `TRAINED`, with its own head; of a latent binary one its median probability model too."""
+    path = folder / f"{name.replace(', ', '-').replace(' ', '-').lower()}-{epochs}-seed{seed}.h5"
+
+    def fitted() -> uq.Posterior:
+        return posterior_of(name, model, data.train, path, seed=seed, epochs=epochs)
+
+    def median() -> Method:
+        small = path.with_suffix(".median.h5")
+        posterior = uq.median_model(fitted())
+        uq.save(posterior, small)
+        predictor = uq.wrap(model, posterior, novelty=True)
+        density = uq.density(posterior).total.density
+        return Method(partial(in_batches, predictor), small.stat().st_size, {"density": density})
+
+    rows = _rows(model, name, fitted, path, held_out, [])
+    return rows | ({f"{name}, median model": median} if name == "latent binary" else {})
 
 
 def _rows(
-    model: nn.Module, name: str, fitted: Callable[[], uq.Posterior], path: Path, held_out: Labelled
+    model: nn.Module,
+    name: str,
+    fitted: Callable[[], uq.Posterior],
+    path: Path,
+    held_out: Labelled,
+    others: list[str],
 ) -> Rows:
-    """One call of `uq.tune` for every head; each begins with the posterior as it was fitted."""
+    """One call of `uq.tune` for its own head and the others; each begins with the posterior as it was fitted."""
 
     def method(head: str | None, tuned: bool) -> Method:
         posterior = fitted()
@@ -134,15 +162,16 @@ def _rows(
             uq.tune(posterior, loader(held_out), head=head, progress=False, **options)
         found = posterior.prior_precision if posterior.takes_prior else posterior.scale
         settings = {"prior_precision or scale": found, "temperature": posterior.temperature}
-        predictor = uq.wrap(model, posterior, head, **options)
+        # asked for, since drawn weights do not give it unasked
+        shown = {"novelty": True} if head is None else {}
+        predictor = uq.wrap(model, posterior, head, **options, **shown)
         return Method(partial(in_batches, predictor), path.stat().st_size, settings)
 
     rows: Rows = {
         f"{name}, defaults": partial(method, None, False),
         f"{name}, tuned": partial(method, None, True),
     }
-    own = "sampling" if name == FUNCTION_SPACE else "linearized"
-    return rows | {f"{name}, {head}, tuned": partial(method, head, True) for head in HEADS if head != own}
+    return rows | {f"{name}, {head}, tuned": partial(method, head, True) for head in others}
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ import torch
 from data import DEBIAN, Data, Labelled, load
 from network import trained, trained_on
 from table import write_table
+from variational import TRAINED
 
 from posthoc_uq.evaluation.measures import foreignness
 from posthoc_uq.metrics import joint_tail, ood_auroc, risk_coverage
@@ -56,7 +57,10 @@ def arguments() -> argparse.Namespace:
         "--posteriors", nargs="+", default=list(methods.POSTERIORS), choices=methods.POSTERIORS
     )
     parser.add_argument(
-        "--function-space-epochs", type=int, default=10, help="of variational training; 0 leaves it out"
+        "--variational-epochs",
+        type=int,
+        default=5,
+        help="of the posteriors that are trained, and of the control; 0 leaves them out",
     )
     parser.add_argument("--epochs", type=int, default=15, help="of the networks")
     parser.add_argument("--learning-rate", type=float, default=0.01)
@@ -74,7 +78,7 @@ def main() -> None:
     if options.smoke:
         data = smaller(data)
         options.seeds, options.members, options.epochs, options.tuned_on = [0], 2, 1, 40
-        options.posteriors, options.function_space_epochs = options.posteriors[-1:], 1
+        options.posteriors, options.variational_epochs = options.posteriors[-1:], 1
     # what belongs to other settings is never mixed in
     folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
     paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
@@ -120,7 +124,7 @@ def rows_of(
         path = folder / f"trained-on-{epochs}-seed{seed}.pt"
         return trained_on(model, data.train, path, seed, epochs)
 
-    model, epochs = network(seed), options.function_space_epochs
+    model, epochs = network(seed), options.variational_epochs
     rows: methods.Rows = {
         "plain": lambda: methods.plain(model),
         "temperature scaling": lambda: methods.temperature_scaling(model, held_out),
@@ -129,6 +133,8 @@ def rows_of(
         rows |= methods.posterior_rows(model, data, folder, name, held_out, seed)
     if epochs:
         rows |= methods.function_space_rows(model, data, folder, held_out, seed, epochs)
+        for name in TRAINED:
+            rows |= methods.trained_rows(model, data, folder, name, held_out, seed, epochs)
         rows |= {
             methods.CONTROL: lambda: methods.plain(control()),
             f"{methods.CONTROL}, temperature scaling": lambda: methods.temperature_scaling(

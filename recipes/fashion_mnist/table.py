@@ -20,6 +20,8 @@ ORDER = (
     "INF",
     "trained on",
     "function space",
+    "latent binary",
+    "UTVI",
     "deep ensemble",
 )
 SCORES = ("entropy", "mutual_information", "functional_variance", "novelty", "both")

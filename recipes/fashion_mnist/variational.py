@@ -1,4 +1,4 @@
-"""Function-space posteriors of the CNN (Rudner et al., 2022), fitted once for every context and kept."""
+"""Posteriors of the CNN that are trained, not computed: fitted once and kept."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ OPTIONS: dict[str, Any] = {
     "log_variance_lr": 1e-3,
 }
 """Of every fit; the rest are defaults, 32 context points among them."""
+
+
+CORRUPTED = [(2, "batch"), (14, "corrupted")]
+PUBLISHED: dict[str, Any] = {"prior": "independent", "divergence_weight": "minibatch", "body": "certain"}
+INDEPENDENT: dict[str, Any] = PUBLISHED | {"context": CORRUPTED, "lr": 1e-3, "log_variance_lr": 1e-2}
+"""The published objective, with rates and context points that letters chose (recipes/function_space/objectives.py)."""
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "function space, independent prior": {"method": "function_space", "divergence": None} | INDEPENDENT,
+    "latent binary": {"method": "latent_binary"},
+    "UTVI": {"method": "utvi"},
+}
+"""Options of `uq.fit` by name; all else but the number of epochs is its default."""
 
 
 def shuffled(*tensors: Tensor, seed: int, batch_size: int = 128) -> DataLoader[tuple[Tensor, ...]]:
@@ -70,3 +83,13 @@ def function_space(
     path.parent.mkdir(parents=True, exist_ok=True)
     uq.save(posterior, path)
     return posterior
+
+
+def posterior_of(
+    name: str, model: nn.Module, train: Labelled, path: Path, *, seed: int, epochs: int
+) -> uq.Posterior:
+    """That of `TRAINED` which is kept at `path`, or a new one that is then kept there."""
+    if not path.exists():
+        loader = shuffled(*train, seed=seed)
+        uq.save(uq.fit(model, loader, epochs=epochs, seed=seed, **TRAINED[name]), path)
+    return uq.load(path, model)

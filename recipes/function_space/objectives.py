@@ -30,7 +30,7 @@ from network import cnn, small_cnn, trained
 from run import OUTPUT as NETWORKS
 from run import smaller
 from torch import Tensor
-from variational import OPTIONS, shuffled
+from variational import CORRUPTED, INDEPENDENT, OPTIONS, PUBLISHED, shuffled
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.measures import foreignness
@@ -40,9 +40,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes sh
 
 from smoke import marked
 
-CORRUPTED = [(2, "batch"), (14, "corrupted")]
 MONOCHROME = [(2, "batch"), (14, "monochrome")]
-PUBLISHED: dict[str, Any] = {"prior": "independent", "divergence_weight": "minibatch", "body": "certain"}
 
 TRIALS: dict[str, dict[str, Any]] = {
     "features, monochrome": OPTIONS | {"context": [(16, "batch"), (16, "monochrome")]},
@@ -58,7 +56,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "independent, monochrome": PUBLISHED | {"context": MONOCHROME},
     "independent, corrupted": PUBLISHED | {"context": CORRUPTED},
     "independent, corrupted, variance 30": PUBLISHED | {"context": CORRUPTED, "prior_variance": 30.0},
-    "independent, corrupted, faster variances": PUBLISHED | {"context": CORRUPTED, "log_variance_lr": 1e-2},
+    "independent, corrupted, faster variances": INDEPENDENT,
     "independent, corrupted, start at -8": PUBLISHED | {"context": CORRUPTED, "initial_log_variance": -8.0},
     "independent, corrupted, all random": PUBLISHED
     | {"body": "linearized", "initial_body_log_variance": -8.0, "context": CORRUPTED},

@@ -1,0 +1,83 @@
+"""Whether a file belongs to a model: the names, the shapes and the numbers of its parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.state import Specs
+from posthoc_uq.replica import other_name
+from posthoc_uq.storage import schema
+
+_REMEDY = "Load it with the model that it was fitted on."
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters by name, all of them initialised."""
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PosthocUQError(
+                f"Parameter '{name}' is not initialised yet; run the model on a batch first."
+            )
+        parameters[name] = parameter.detach()
+    return parameters
+
+
+def check_model(
+    layers: Mapping[str, Layer], certain: Specs, mean: Mapping[str, Tensor], path: str | os.PathLike[str]
+) -> None:
+    """Refuse a model without the parameters that a file names.
+
+    Args:
+        layers: of the file.
+        certain: parameters of the file that no layer has.
+        mean: of the model, by name.
+        path: of the file.
+    """
+    for name, layer in layers.items():
+        shapes = {layer.weight: layer.weight_shape}
+        if layer.bias is not None:
+            shapes[layer.bias] = (layer.groups * layer.outputs,)
+        called = None if layer.weight in mean else other_name(layer.weight, mean)
+        if called is not None:
+            raise PosteriorMismatchError(
+                f"'{path}' names a parameter '{layer.weight}' that the model calls '{called}': a part of the model is "
+                f"wrapped, as torch.compile does it, and was not when the posterior was fitted, or the other way "
+                f"round. Load it with the model as it was then, or fit again."
+            )
+        for parameter, shape in shapes.items():
+            if parameter not in mean:
+                raise PosteriorMismatchError(
+                    f"'{path}' does not belong to this model: layer '{name}' has the parameter "
+                    f"'{parameter}' of shape {shape}, which the model lacks (it has {list(mean)[:4]} ...). "
+                    f"{_REMEDY}"
+                )
+            if tuple(mean[parameter].shape) != shape:
+                raise PosteriorMismatchError(
+                    f"'{path}' does not belong to this model: in layer '{name}' the parameter "
+                    f"'{parameter}' has shape {shape} in the file and {tuple(mean[parameter].shape)} in "
+                    f"the model. {_REMEDY}"
+                )
+    for parameter, spec in certain.items():
+        shape = tuple(mean[parameter].shape) if parameter in mean else None
+        if shape != spec.sizes:
+            has = "lacks" if shape is None else f"has in shape {shape}"
+            raise PosteriorMismatchError(
+                f"'{path}' does not belong to this model: the training also changed the parameter '{parameter}' of "
+                f"shape {spec.sizes}, which the model {has}. {_REMEDY}"
+            )
+
+
+def check_fingerprint(fingerprint: str, mean: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
+    """Refuse a model with other numbers than those of the fit."""
+    if schema.fingerprint(mean) != fingerprint:
+        raise PosteriorMismatchError(
+            f"The model's parameters are not those that the posterior in '{path}' was fitted on: names and "
+            f"shapes agree, the numbers or their dtype do not. Load those weights into the model first, or "
+            f"fit again."
+        )
