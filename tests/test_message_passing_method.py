@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.inference import message_last, message_shared
 from posthoc_uq.message_passing.gaussian import Message
 from posthoc_uq.message_passing.groups import group_message
 from posthoc_uq.message_passing.network import Belief, Weighted
@@ -395,9 +396,8 @@ def test_what_cannot_be_fitted() -> None:
 
 
 def test_limits_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from posthoc_uq.inference import message_passing
-
-    monkeypatch.setattr(message_passing, "LARGEST_BYTES", 1000)
+    for module in (message_last, message_shared):
+        monkeypatch.setattr(module, "LARGEST_BYTES", 1000)
     model, x, y = classes(40)
     with pytest.raises(uq.PosthocUQError, match=r"posterior='full' of '2' takes .*posterior='diagonal'"):
         fit(model, x, y, posterior="full")

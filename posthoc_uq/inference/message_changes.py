@@ -13,15 +13,15 @@ from torch import Tensor
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.message_data import Batches, Examples, Units, examples_of
-from posthoc_uq.inference.message_options import LAST, MessagePassingOptions
-from posthoc_uq.inference.message_passing import (
+from posthoc_uq.inference.message_last import (
     as_belief,
     as_matrix,
     diagonal_evidence,
     joint_evidence,
     joint_rows,
-    signal_of,
 )
+from posthoc_uq.inference.message_options import LAST, MessagePassingOptions
+from posthoc_uq.inference.message_shared import signal_of
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.message_passing import joint

@@ -7,41 +7,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
-from posthoc_uq.inference.message_data import Batches, Examples, Units, examples_of, noise_of
+from posthoc_uq.inference.message_data import examples_of
+from posthoc_uq.inference.message_last import last_blocks
 from posthoc_uq.inference.message_network import (
-    Chain,
     chain_of,
-    folded_parameters,
-    output_counts,
-    unfolding,
 )
-from posthoc_uq.inference.message_options import ALL, FULL, PRETRAINED, MessagePassingOptions
+from posthoc_uq.inference.message_options import ALL, PRETRAINED, MessagePassingOptions
+from posthoc_uq.inference.message_whole import whole_blocks
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
-from posthoc_uq.message_passing import joint, priors
-from posthoc_uq.message_passing.gaussian import Message, from_moments
-from posthoc_uq.message_passing.network import Belief, Stage, Weighted, quotient
-from posthoc_uq.message_passing.passes import Forms
 from posthoc_uq.message_passing.signals import NOISE_VARIANCE
-from posthoc_uq.message_passing.targets import Argmax, Regression, Signal, Softargmax
-from posthoc_uq.message_passing.trainer import Beliefs, Trainer
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.dense import LARGEST_BYTES
 from posthoc_uq.posteriors.history import Evidence, History
-from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
+from posthoc_uq.posteriors.messages import MessagesBlock
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
 from posthoc_uq.posteriors.settings import Hyperparameters, LayerPriors
-from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.warned import warn_user
 
 MESSAGE_PASSING = "message_passing"  # the method's name
-_PRIOR, _ORDER, _VISITS = 401, 402, 403  # streams of the seed
 _LOGISTIC = 1.702  # a standard normal distribution function is close to a logistic one of this slope
 _TWICE = (
     "With prior='pretrained' the data of the fit must not be those that the model was trained on: the trained weights "
@@ -72,10 +60,10 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
     examples = task.timed("reading the data", lambda: examples_of(task, last))
     began = time.perf_counter()
     if chain is not None:
-        blocks, notes = _whole(task, options, prior_precision, chain, examples)
+        blocks, notes = whole_blocks(task, options, prior_precision, chain, examples)
     else:
         assert last is not None
-        blocks, notes = _last(task, options, prior_precision, last, examples)
+        blocks, notes = last_blocks(task, options, prior_precision, last, examples)
     task.seconds["message passing"] = time.perf_counter() - began
     for name, block in blocks.items():
         if not all(
@@ -116,286 +104,6 @@ def last_layer(task: Task) -> Layer:
             f"and {sorted(task.layers)[:5]} were selected; leave layers= out of the fit."
         )
     return source.layer
-
-
-def signal_of(task: Task, options: MessagePassingOptions, units: Units | None) -> Signal:
-    """What the targets of a fit say of the outputs."""
-    if task.settings.likelihood.noise_variance is not None:
-        noise = noise_of(task.settings.likelihood, units)
-        return Regression(noise.to(task.device) if noise.numel() > 1 else float(noise))
-    if options.signal == "argmax":
-        return Argmax(regularize=options.regularize)
-    return Softargmax()
-
-
-def _order_seed(task: Task) -> int:
-    return mixed_seed(task.settings.seed, _ORDER)
-
-
-# A last layer
-
-
-def _last(
-    task: Task,
-    options: MessagePassingOptions,
-    prior_precision: float | None,
-    layer: Layer,
-    examples: Examples,
-) -> tuple[dict[str, MessagesBlock], dict[str, Any]]:
-    bias = layer.bias is not None
-    units = Units.of(examples, bias)
-    prior = _prior_of_last(task, options, prior_precision, layer, units)
-    signal = signal_of(task, options, units)
-    if options.posterior == FULL:
-        told = _told_jointly(task, layer, units, examples, signal, prior)
-        return {layer.name: joint_block(task, layer, units, prior, told, len(examples.inputs))}, {}
-    stages: list[Stage] = [Weighted(layer.name, layer.inputs - bias, layer.outputs, bias=bias)]
-    belief = as_belief(*prior, bias)
-    size = options.group_size if options.grouped else options.batch_size
-    data = Batches(examples, units, size, _order_seed(task))
-    trainer = _trained(task, options, stages, {0: belief}, data, signal)
-    said = as_matrix(quotient(trainer.posterior[0], belief), bias)
-    block = diagonal_block(task, layer, units, prior, said, len(examples.inputs))
-    return {layer.name: block}, _visits(trainer)
-
-
-def as_matrix(belief: Belief, bias: bool) -> Message:
-    """Messages ``(1, I, J)`` and ``(1, J)`` as ``(J, n)``, the inverse of `as_belief` in natural parameters."""
-    parts = (
-        torch.cat([w[0].T, b[0].unsqueeze(1)], 1) if bias else w[0].T
-        for w, b in zip(belief.weights, belief.bias, strict=True)
-    )
-    return Message(*parts)
-
-
-def as_belief(mean: Tensor, precision: Tensor, bias: bool) -> Belief:
-    """A prior ``(J, n)`` as messages to ``(1, I, J)`` and ``(1, J)``."""
-    field, split = mean * precision, mean.shape[1] - bias
-    weights = Message(*(part[:, :split].T.unsqueeze(0).contiguous() for part in (field, precision)))
-    own = Message(*(part[:, split:].T.reshape(1, -1).contiguous() for part in (field, precision)))
-    return Belief(weights, own)
-
-
-def _prior_of_last(
-    task: Task, options: MessagePassingOptions, prior_precision: float | None, layer: Layer, units: Units
-) -> tuple[Tensor, Tensor]:
-    """Means and precisions ``(J, n)`` in the units of the data, of the weights with the moved bias."""
-    bias = layer.bias is not None
-    factors, inputs = units.factors(bias), layer.inputs - bias
-    mean = torch.zeros_like(factors)
-    variance = torch.full_like(factors, priors.weight_variance(inputs, layer.outputs, first=True))
-    if bias:
-        variance[:, -1] = priors.BIAS_VARIANCE
-    if options.means == "spectral":
-        generator = torch.Generator().manual_seed(mixed_seed(task.settings.seed, _PRIOR) % 2**63)
-        drawn = priors.drawn_means((inputs, layer.outputs), inputs, layer.outputs, generator, mean.device)
-        mean[:, :inputs] = drawn.T
-    elif options.means == PRETRAINED:
-        parameters = dict(task.model.named_parameters())
-        weights, own = folded_parameters(layer, None, parameters)
-        trained = weights[0].T
-        if own is not None:
-            trained = torch.cat([trained, (own[0] + trained @ units.shift).unsqueeze(1)], 1)
-        mean = (trained.to(factors) - units.offset(bias)) / factors
-        variance = options.prior_factor * variance
-    precision = variance.reciprocal()
-    if prior_precision is not None:
-        precision = prior_precision * factors.square()
-    return mean, precision
-
-
-def _told_jointly(
-    task: Task,
-    layer: Layer,
-    units: Units,
-    examples: Examples,
-    signal: Signal,
-    prior: tuple[Tensor, Tensor],
-) -> joint.Joint:
-    """What all targets say of the weights, in the units of the data."""
-    _check_size(layer)
-    rows = joint_rows(layer, units, examples)
-    return joint.fit_sites(rows, units.targets(examples.targets), signal, joint.independent(*prior))[1]
-
-
-def _check_size(layer: Layer) -> None:
-    size = 16 * layer.outputs * layer.inputs**2
-    if size > LARGEST_BYTES:
-        raise PosthocUQError(
-            f"posterior='full' of '{layer.name}' takes {size / 2**30:.1f} GiB ({layer.outputs} outputs, {layer.inputs} "
-            f"inputs), more than {LARGEST_BYTES / 2**30:.0f}; take posterior='diagonal'."
-        )
-
-
-def joint_rows(layer: Layer, units: Units, examples: Examples) -> Tensor:
-    """Features ``(N, n)`` in the units of the data, with a 1 for the bias."""
-    rows = units.inputs(examples.inputs)
-    return torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if layer.bias is not None else rows
-
-
-def joint_block(
-    task: Task, layer: Layer, units: Units, prior: tuple[Tensor, Tensor], told: joint.Joint, samples: int
-) -> JointMessagesBlock:
-    """A block of the layer's weights from a prior and evidence in the units of the data."""
-    bias = layer.bias is not None
-    said = joint_evidence(units, told, bias)
-    return _block(task, JointMessagesBlock, units, prior, said, samples, bias)
-
-
-def joint_evidence(units: Units, told: joint.Joint, bias: bool) -> tuple[Tensor, Tensor]:
-    """Field ``(J, n)`` and precision ``(J, n, n)`` of the layer's weights, from those in the units of the data."""
-    factors, offset = units.factors(bias), units.offset(bias)
-    precision = told.precision / (factors.unsqueeze(2) * factors.unsqueeze(1))
-    return told.field / factors + torch.einsum("jab,jb->ja", precision, offset), precision
-
-
-def diagonal_block(
-    task: Task, layer: Layer, units: Units, prior: tuple[Tensor, Tensor], told: Message, samples: int
-) -> MessagesBlock:
-    """The same for independent weights."""
-    bias = layer.bias is not None
-    said = diagonal_evidence(units, told, bias)
-    return _block(task, MessagesBlock, units, prior, said, samples, bias)
-
-
-def diagonal_evidence(units: Units, told: Message, bias: bool) -> tuple[Tensor, Tensor]:
-    """Field and precision ``(J, n)`` of the layer's weights, from those in the units of the data."""
-    factors, offset = units.factors(bias), units.offset(bias)
-    precision = told.rho / factors.square()
-    return told.tau / factors + precision * offset, precision
-
-
-def _block(
-    task: Task,
-    kind: type[Any],
-    units: Units,
-    prior: tuple[Tensor, Tensor],
-    told: tuple[Tensor, Tensor],
-    samples: int,
-    bias: bool,
-) -> Any:
-    factors, offset = units.factors(bias), units.offset(bias)
-    zero = torch.zeros_like(units.shift[:1])
-    shift = torch.cat([units.shift, zero]) if bias else units.shift
-    mean, precision = prior[0] * factors + offset, prior[1] / factors.square()
-    kept = (
-        tensor.unsqueeze(0).to(task.device, task.settings.dtype).contiguous()
-        for tensor in (mean, precision, *told)
-    )
-    return kind(*kept, shift.to(task.device, task.settings.dtype), samples)
-
-
-# A whole network
-
-
-def _whole(
-    task: Task,
-    options: MessagePassingOptions,
-    prior_precision: float | None,
-    chain: Chain,
-    examples: Examples,
-) -> tuple[dict[str, MessagesBlock], dict[str, Any]]:
-    counts = output_counts(chain.stages, tuple(examples.inputs.shape[1:]))
-    prior = _prior_of_all(task, options, prior_precision, chain, counts)
-    data = Batches(examples, None, options.batch_size, _order_seed(task))
-    trainer = _trained(task, options, chain.stages, prior, data, signal_of(task, options, None))
-    blocks: dict[str, MessagesBlock] = {}
-    for place, layer in chain.layers.items():
-        factor, offset = unfolding(layer, chain.folds.get(place), task.device)
-        own = _of_layer(prior[place], layer, factor, offset)
-        whole = _of_layer(trainer.posterior[place], layer, factor, offset)
-        parts = own.mean, own.rho, whole.tau - own.tau, (whole.rho - own.rho).clamp(min=0)
-        kept = [part.to(task.device, task.settings.dtype).contiguous() for part in parts]
-        blocks[layer.name] = MessagesBlock(*kept, kept[0].new_zeros(layer.inputs), len(examples.inputs))
-    return blocks, _visits(trainer)
-
-
-def _of_layer(belief: Belief, layer: Layer, factor: Tensor, offset: Tensor) -> Message:
-    """Messages to folded weights as those to the layer's, ``(G, m, n)``."""
-    weights = Message(*(part.transpose(1, 2) for part in belief.weights))
-    weights = Message(weights.tau / factor, weights.rho / factor.square())
-    if layer.bias is None:
-        return weights
-    scale = factor.squeeze(2)
-    rho = belief.bias.rho / scale.square()
-    bias = Message(belief.bias.tau / scale + offset * rho, rho)
-    return Message(*(torch.cat([w, b.unsqueeze(2)], 2) for w, b in zip(weights, bias, strict=True)))
-
-
-def _prior_of_all(
-    task: Task,
-    options: MessagePassingOptions,
-    prior_precision: float | None,
-    chain: Chain,
-    counts: Mapping[int, int],
-) -> Beliefs:
-    generator = torch.Generator().manual_seed(mixed_seed(task.settings.seed, _PRIOR) % 2**63)
-    parameters, first = dict(task.model.named_parameters()), min(chain.layers)
-    prior: Beliefs = {}
-    for place, layer in chain.layers.items():
-        inputs, outputs = layer.inputs - (layer.bias is not None), counts[place]
-        own = {"first": place == first, "consistent": options.consistent_prior}
-        variance, bias_variance = priors.weight_variance(inputs, outputs, **own), priors.BIAS_VARIANCE
-        fold = chain.folds.get(place)
-        trained, bias = folded_parameters(layer, fold, parameters)
-        if options.means == PRETRAINED:
-            variance, bias_variance = options.prior_factor * variance, options.prior_factor * bias_variance
-            mean, bias_mean = trained, bias
-        else:
-            mean = priors.drawn_means(tuple(trained.shape), inputs, outputs, generator, trained.device)
-            bias_mean = None if bias is None else torch.zeros_like(bias)
-        variances, bias_variances = torch.full_like(mean, variance), None
-        if bias_mean is not None:
-            bias_variances = torch.full_like(bias_mean, bias_variance)
-        if prior_precision is not None:
-            factor = unfolding(layer, fold, mean.device)[0].transpose(1, 2)
-            variances = 1 / (prior_precision * factor.square()).expand(mean.shape)
-            if bias_variances is not None:
-                bias_variances = 1 / (prior_precision * factor.square()).expand(mean.shape)[:, 0]
-        if bias_mean is None or bias_variances is None:
-            empty = mean.new_zeros(layer.groups, 0)
-            prior[place] = Belief(from_moments(mean, variances), Message(empty, empty))
-        else:
-            prior[place] = Belief(from_moments(mean, variances), from_moments(bias_mean, bias_variances))
-    return prior
-
-
-# What both share
-
-
-def _trained(
-    task: Task,
-    options: MessagePassingOptions,
-    stages: list[Stage],
-    prior: Beliefs,
-    data: Batches,
-    signal: Signal,
-) -> Trainer:
-    numbers = sum(part.rho.numel() for belief in prior.values() for part in belief)
-    schedule = options.schedule(data.samples)
-    size = 16 * numbers * len(data)
-    if schedule.epochs > 1 and size > LARGEST_BYTES:
-        raise PosthocUQError(
-            f"The messages of {len(data)} batches to {numbers:,} weights take {size / 2**30:.1f} GiB, more than "
-            f"{LARGEST_BYTES / 2**30:.0f}; raise {'group_size' if options.grouped else 'batch_size'}, or take epochs=1."
-        )
-    forms = Forms(
-        grouped=options.grouped, matmul=options.matmul, numbers=max(2**14, task.memory_budget // 64)
-    )
-    seed = mixed_seed(task.settings.seed, _VISITS) % 2**63
-    trainer = Trainer(stages, prior, data, signal, schedule, forms, seed)
-    with torch.no_grad():
-        trainer.run()
-    return trainer
-
-
-def _visits(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "epochs": trainer.schedule.epochs,
-        "batches": len(trainer.data),
-        "share of a new message": trainer.share,
-        "visits begun anew": trainer.restarts,
-    }
 
 
 def _posterior(
