@@ -88,7 +88,8 @@ def changed(posterior: Posterior, task: Task, sign: int) -> Posterior:
     new = type(block)(
         block.prior_mean,
         block.prior_precision,
-        *(part.to(block.field) for part in kept),
+        kept[0].to(block.field),
+        kept[1].to(block.field),
         block.shift,
         samples,
     )

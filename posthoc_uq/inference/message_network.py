@@ -92,7 +92,7 @@ def chain_of(model: nn.Module, layers: Mapping[str, Layer]) -> Chain:
 
 
 def _flattened(model: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model._modules.items():  # also a module that is used twice, unlike named_children()
+    for name, module in model._modules.items():  # pyright: ignore[reportPrivateUsage]  # also one that is used twice
         here = f"{path}.{name}" if path else name
         if type(module) is nn.Sequential:
             yield from _flattened(module, here)
@@ -217,11 +217,11 @@ def output_counts(stages: list[Stage], shape: tuple[int, ...]) -> dict[int, int]
                     f"Layer '{stage.name}' gets inputs of shape {shape} in message passing; a Linear takes one row a "
                     f"sample (put a Flatten before it), a Conv2d images of channels, height and width."
                 )
-            sides = () if stage.windows is None else stage.windows.size(shape[-2], shape[-1])
+            sides = () if stage.windows is None else stage.windows.size(shape[1], shape[2])
             shape = (stage.groups * stage.outputs, *sides)
             counts[index] = prod(shape) // stage.groups
         elif isinstance(stage, Pool):
-            shape = (shape[0], *stage.over(shape).size(shape[-2], shape[-1]))
+            shape = (shape[0], *stage.over(shape).size(shape[1], shape[2]))
         elif isinstance(stage, Flat):
             shape = (prod(shape),)
     if len(shape) != 1:

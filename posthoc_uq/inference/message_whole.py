@@ -44,8 +44,11 @@ def whole_blocks(
         own = _of_layer(prior[place], layer, factor, offset)
         whole = _of_layer(trainer.posterior[place], layer, factor, offset)
         parts = own.mean, own.rho, whole.tau - own.tau, (whole.rho - own.rho).clamp(min=0)
-        kept = [part.to(task.device, task.settings.dtype).contiguous() for part in parts]
-        blocks[layer.name] = MessagesBlock(*kept, kept[0].new_zeros(layer.inputs), len(examples.inputs))
+        mean, precision, field, said = (
+            part.to(task.device, task.settings.dtype).contiguous() for part in parts
+        )
+        shift = mean.new_zeros(layer.inputs)
+        blocks[layer.name] = MessagesBlock(mean, precision, field, said, shift, len(examples.inputs))
     return blocks, visits(trainer)
 
 

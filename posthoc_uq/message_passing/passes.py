@@ -245,8 +245,9 @@ class Pass:
             if products and not self._detailed:
                 weights = linear.first_backward_matmul(*given)
             else:
-                each = {"per_example": self._detailed, "numbers": self._forms.numbers}
-                weights = linear.first_backward(*given, **each)
+                weights = linear.first_backward(
+                    *given, per_example=self._detailed, numbers=self._forms.numbers
+                )
             to_bias = linear.bias_backward(trace.bias_mean, trace.bias_variance, mean, variance, rows)
             return None, Told(weights, _kept(stage, to_bias))
         if products:

@@ -158,6 +158,7 @@ class Trainer:
         iterations = self.schedule.iterations_of(epoch)
         if self.forms.grouped:
             return self._told_by_group(inputs, targets, prior, iterations)
+        why: Exception = Diverged("no visit was made")
         for _ in range(self.schedule.retries + 1):
             try:
                 return self._tell(inputs, targets, prior, iterations)
@@ -195,7 +196,7 @@ class Trainer:
         if self._start is None:
             errors = [self._error(chunk, prior)[0] for chunk in chunks]
             self._start = torch.stack(errors).sum(0) / len(targets)
-        beliefs = prior
+        beliefs, told = prior, {index: silent(belief) for index, belief in prior.items()}
         for _ in range(iterations):
             seen: list[tuple[Tensor, Tensor]] = []
             for chunk in chunks:
