@@ -223,7 +223,7 @@ def output_counts(stages: list[Stage], shape: tuple[int, ...]) -> dict[int, int]
         elif isinstance(stage, Pool):
             shape = (shape[0], *stage.over(shape).size(shape[1], shape[2]))
         elif isinstance(stage, Flat):
-            shape = (prod(shape),)
+            shape = tuple([prod(shape)])
     if len(shape) != 1:
         raise PosthocUQError(
             f"The model gives outputs of shape {shape} for a sample; message passing needs one row, so end it with a "
