@@ -63,7 +63,7 @@ def prepared_task(
                 prepared = prepare(
                     model,
                     batch,
-                    layers,
+                    method.selection(layers),
                     unsupported=method.unsupported,
                     autocast=torch.is_autocast_enabled(device.type),
                     prove=method.proves_gradients,

@@ -1,0 +1,499 @@
+"""`uq.MessagePassing`: exact answers through a fit, the algebra of its blocks, whole networks, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.inference import message_last, message_shared
+from posthoc_uq.message_passing.gaussian import Message
+from posthoc_uq.message_passing.groups import group_message
+from posthoc_uq.message_passing.network import Belief, Weighted
+from posthoc_uq.message_passing.passes import Forms
+from posthoc_uq.message_passing.targets import Argmax, Regression, Signal, Softargmax
+from posthoc_uq.message_passing.trainer import Schedule, Trainer
+from posthoc_uq.posteriors.blocks import Settings
+from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
+
+D = torch.float64
+
+
+def normals(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=D)
+
+
+def network(*modules: nn.Module, seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in modules:
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
+        return nn.Sequential(*modules).double().eval()
+
+
+def features_of(model: nn.Sequential, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model[:-1](x)
+
+
+def fit(
+    model: nn.Module, x: Tensor, y: Tensor, likelihood: Any = "classification", **options: Any
+) -> uq.Posterior:
+    data = list(zip(x.split(16), y.split(16), strict=True))
+    given = {name: options.pop(name) for name in ("seed", "layers_fitted") if name in options}
+    method = uq.MessagePassing(**options)
+    return uq.fit(model, data, method, likelihood=likelihood, progress=False, **given)
+
+
+def dense(posterior: uq.Posterior, layer: str) -> tuple[Tensor, Tensor]:
+    """Means ``(J, n)`` and covariances ``(J, n, n)`` of a last layer, by quadratic forms."""
+    own = posterior.layers[layer]
+    matrix = own.to_matrix(
+        posterior.mean[own.weight], None if own.bias is None else posterior.mean[own.bias]
+    )[0]
+    units = torch.eye(own.parameters, dtype=D).reshape(-1, *own.matrix_shape)
+    whole = posterior.quadratic({layer: units})
+    blocks = [
+        whole[j * own.inputs : (j + 1) * own.inputs, j * own.inputs : (j + 1) * own.inputs]
+        for j in range(own.outputs)
+    ]
+    return matrix, torch.stack(blocks)
+
+
+# A last layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_full_posterior_of_a_regression_is_exact(bias: bool) -> None:
+    model = network(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2, bias=bias))
+    x = normals(50, 3)
+    y = 5 + 20 * normals(50, 2, seed=2)
+    noise = torch.tensor([0.3, 2.0], dtype=D)
+    options: dict[str, Any] = {"posterior": "full", "dtype": D, "prior_precision": 0.7}
+    posterior = fit(model, x, y, uq.Gaussian(noise), **options)
+    mean, covariance = dense(posterior, "2")
+    f = features_of(model, x)
+    shift, value = f.mean(0), y.mean(0)
+    for j in range(2):
+        if bias:  # the prior is on the weights and on the bias over centred features, around the mean target
+            rows = torch.cat([f - shift, torch.ones(50, 1, dtype=D)], 1)
+            start = torch.cat([torch.zeros(6, dtype=D), value[j : j + 1]])
+        else:
+            rows, start = f, torch.zeros(6, dtype=D)
+        own = torch.linalg.inv(0.7 * torch.eye(rows.shape[1], dtype=D) + rows.T @ rows / noise[j])
+        exact = own @ (0.7 * start + rows.T @ y[:, j] / noise[j])
+        if bias:  # b = b' - W shift
+            back = torch.eye(7, dtype=D)
+            back[6, :6] = -shift
+            own, exact = back @ own @ back.T, back @ exact
+        torch.testing.assert_close(mean[j], exact, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(covariance[j], own, rtol=1e-8, atol=1e-8)
+    new = normals(9, 3, seed=5)
+    predictor = uq.wrap(model, posterior)
+    prediction = predictor(new)
+    row = features_of(model, new)
+    row = torch.cat([row, torch.ones(9, 1, dtype=D)], 1) if bias else row
+    torch.testing.assert_close(prediction.mean, row @ mean.T, rtol=1e-6, atol=1e-6)
+    spread = torch.einsum("ni,jik,nk->nj", row, covariance, row)
+    torch.testing.assert_close(prediction.variance, spread + noise, rtol=1e-6, atol=1e-6)
+    for head, options in (("moments", {}), ("sampling", {"n_samples": 1000})):
+        other = uq.wrap(model, posterior, head, **options)(new)
+        torch.testing.assert_close(other.mean, prediction.mean, rtol=0.05, atol=0.5)
+        torch.testing.assert_close(other.variance, prediction.variance, rtol=0.3, atol=0.1)
+
+
+@pytest.mark.parametrize(("group_size", "tolerance"), [(1, 3e-2), (7, 1e-4), (64, 1e-4)])
+def test_the_diagonal_posterior_of_a_regression_has_the_exact_means(
+    group_size: int, tolerance: float
+) -> None:
+    model = network(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    x, y = normals(40, 3), normals(40, seed=2)
+    shared: dict[str, Any] = {"dtype": D, "prior_precision": 1.0}
+    model_flat = nn.Sequential(model, nn.Flatten(0))  # outputs (samples,)
+    full = fit(model_flat, x, y, uq.Gaussian(0.5), posterior="full", **shared)
+    own = fit(
+        model_flat,
+        x,
+        y,
+        uq.Gaussian(0.5),
+        group_size=group_size,
+        epochs=1 if group_size == 1 else 40,
+        iterations=30,
+        **shared,
+    )
+    for name, mean in full.mean.items():
+        torch.testing.assert_close(own.mean[name], mean, rtol=tolerance, atol=tolerance)
+    assert own.blocks["0.2"].summary()["learned"] > 0.5
+
+
+@pytest.mark.parametrize("signal", [Regression(0.25), Softargmax(), Argmax()])
+def test_a_group_of_one_sends_the_messages_of_the_paper(signal: Signal) -> None:
+    x = normals(12, 4)
+    values = normals(12, 3, seed=1)
+    y = values if isinstance(signal, Regression) else values.argmax(1)
+    for bias in (True, False):
+        prior = {
+            0: Belief(
+                Message(normals(1, 4, 3, seed=2), torch.full((1, 4, 3), 2.0, dtype=D)),
+                Message(*(torch.ones(1, 3 if bias else 0, dtype=D) for _ in range(2))),
+            )
+        }
+        stages = [Weighted("last", 4, 3, bias=bias)]
+        found: list[Belief] = []
+        for size, forms in ((12, Forms()), (1, Forms(grouped=True))):
+            data = list(zip(x.split(size), y.split(size), strict=True))
+            schedule = Schedule(iterations=1, random=False)
+            found.append(Trainer(stages, prior, data, signal, schedule, forms).run()[0])
+        for a, b in zip(found[0], found[1], strict=True):
+            torch.testing.assert_close(a.tau, b.tau, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(a.rho, b.rho, rtol=1e-8, atol=1e-8)
+
+
+def test_a_group_of_a_regression_is_exact() -> None:
+    x, y = normals(9, 4), normals(9, 2, seed=1)
+    cavity = Belief(
+        Message(normals(1, 4, 2, seed=2), 1 + normals(1, 4, 2, seed=3).square()),
+        Message(normals(1, 2, seed=4), torch.full((1, 2), 2.0, dtype=D)),
+    )
+    told = group_message(x, y, cavity, Regression(0.25), 1)
+    rows = torch.cat([x, torch.ones(9, 1, dtype=D)], 1)
+    for j in range(2):
+        tau = torch.cat([cavity.weights.tau[0, :, j], cavity.bias.tau[0, j : j + 1]])
+        rho = torch.cat([cavity.weights.rho[0, :, j], cavity.bias.rho[0, j : j + 1]])
+        covariance = torch.linalg.inv(rho.diag() + rows.T @ rows / 0.25)
+        mean, variance = covariance @ (tau + rows.T @ y[:, j] / 0.25), covariance.diagonal()
+        after_tau = tau + torch.cat([told.weights.tau[0, :, j], told.bias.tau[0, j : j + 1]])
+        after_rho = rho + torch.cat([told.weights.rho[0, :, j], told.bias.rho[0, j : j + 1]])
+        torch.testing.assert_close(1 / after_rho, variance, rtol=1e-10, atol=0)
+        torch.testing.assert_close(after_tau / after_rho, mean, rtol=1e-9, atol=1e-10)
+
+
+def classes(samples: int = 120) -> tuple[nn.Sequential, Tensor, Tensor]:
+    model = network(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = 2 * normals(samples, 2)
+    return model, x, ((x[:, 0] > 0.5).long() + (x[:, 1] > 0).long()).clamp(max=2)
+
+
+@pytest.mark.parametrize("signal", ["softargmax", "argmax"])
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_classes_are_learned(form: str, signal: str) -> None:
+    model, x, y = classes()
+    posterior = fit(model, x, y, posterior=form, signal=signal)
+    assert posterior.dtype == torch.float32 or posterior.dtype == D
+    predictor = uq.wrap(model, posterior)
+    prediction = predictor(x)
+    assert float((prediction.probs.argmax(1) == y).double().mean()) > 0.85
+    torch.testing.assert_close(prediction.probs.sum(1), torch.ones(120, dtype=prediction.probs.dtype))
+    far = predictor(100 * x)
+    assert float(far.mutual_information().mean()) > float(prediction.mutual_information().mean())
+    assert (posterior.temperature < 0.4) == (signal == "argmax")
+
+
+def test_two_classes_by_one_logit() -> None:
+    model = network(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+    x = normals(80, 2)
+    y = (x.sum(1) > 0).long()
+    for options in ({}, {"posterior": "full"}, {"signal": "argmax"}):
+        posterior = fit(model, x, y, "binary", **options)
+        probs = uq.wrap(model, posterior)(x).probs
+        assert float(((probs[:, 1] > 0.5).long() == y).double().mean()) > 0.9
+
+
+def test_several_seeds_and_the_same_one() -> None:
+    model, x, y = classes(60)
+    a, b, c = (fit(model, x, y, prior="spectral", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(a.mean["2.weight"], b.mean["2.weight"])
+    assert not torch.equal(a.mean["2.weight"], c.mean["2.weight"])
+
+
+def test_pretrained_means_warn_and_hold() -> None:
+    model, x, y = classes(6)
+    with pytest.warns(UserWarning, match="must not be those that the model was trained on"):
+        posterior = fit(model, x, y, prior="pretrained", prior_factor=1e-8, dtype=D)
+    for name, mean in posterior.mean.items():
+        torch.testing.assert_close(mean, posterior.original[name], rtol=0, atol=1e-4)
+
+
+def test_features_that_never_change() -> None:
+    model = network(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 2))
+    with torch.no_grad():
+        model[0].weight[0] = 0.0
+        model[0].bias[0] = -1.0  # its unit is always off
+    x = normals(40, 2)
+    for form in ("diagonal", "full"):
+        posterior = fit(model, x, (x[:, 0] > 0).long(), posterior=form)
+        assert all(bool(torch.isfinite(mean).all()) for mean in posterior.mean.values())
+        assert float((uq.wrap(model, posterior)(x).probs.argmax(1) == (x[:, 0] > 0)).double().mean()) > 0.75
+
+
+# Its blocks
+
+
+def blocks(form: str) -> tuple[MessagesBlock, Tensor, Tensor]:
+    """A block, and its mean and covariance ``(m n, m n)`` written out."""
+    m, n = 2, 4
+    prior_mean, prior_precision = normals(1, m, n), 1 + normals(1, m, n, seed=1).square()
+    field, shift = normals(1, m, n, seed=2), torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=D)
+    back = torch.eye(n, dtype=D)
+    back[-1] -= shift
+    if form == "diagonal":
+        precision = normals(1, m, n, seed=3).square()
+        matrices = torch.diag_embed(precision + prior_precision)[0]
+        block: MessagesBlock = MessagesBlock(prior_mean, prior_precision, field, precision, shift, 10)
+    else:
+        root = normals(1, m, n, n, seed=3)
+        precision = root @ root.transpose(-1, -2)
+        matrices = (precision + torch.diag_embed(prior_precision))[0]
+        block = JointMessagesBlock(prior_mean, prior_precision, field, precision, shift, 10)
+    covariances = torch.linalg.inv(matrices)
+    pull = (prior_mean * prior_precision + field)[0].unsqueeze(2)
+    mean = (back @ covariances @ pull).squeeze(2)
+    return block, mean, torch.block_diag(*(back @ covariances @ back.T))
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_a_block_against_dense_matrices(form: str) -> None:
+    block, mean, covariance = blocks(form)
+    torch.testing.assert_close(block.own_mean()[0], mean)
+    factor = block.factor(Settings(10.0, 1.0))
+    torch.testing.assert_close(factor.variance().flatten(), covariance.diagonal())
+    jacobians = normals(5, 1, 2, 4, seed=6)
+    expected = jacobians.flatten(1) @ covariance @ jacobians.flatten(1).T
+    torch.testing.assert_close(factor.quadratic(jacobians), expected)
+    whitened = factor.whiten(jacobians)
+    torch.testing.assert_close(whitened @ whitened.T, expected)
+    torch.testing.assert_close(factor.log_determinant(), -torch.linalg.slogdet(covariance).logabsdet)
+    identity = torch.eye(8, dtype=D).reshape(8, 1, 2, 4)
+    linear = factor.transform(identity).flatten(1)
+    torch.testing.assert_close(linear.T @ linear, covariance)
+    torch.testing.assert_close(
+        block.factor(Settings(20.0, 1.0)).variance(), factor.variance() / 2
+    )  # twice the scale, half the variance
+    rows = factor.rows(0, (1, 2, 4))
+    inputs, spread = normals(6, 1, 4, seed=7), normals(6, 1, 4, seed=8).square()
+    inputs[..., -1], spread[..., -1] = 1.0, 0.0
+    own = torch.stack([covariance[:4, :4], covariance[4:, 4:]])
+    by_mean = torch.einsum("rgi,oij,rgj->rgo", inputs, own, inputs)
+    torch.testing.assert_close(rows.quadratic(inputs), by_mean)
+    by_both = by_mean + torch.einsum("oii,rgi->rgo", own, spread)
+    torch.testing.assert_close(rows.variance(inputs, spread), by_both)
+    matrices = torch.diag_embed(spread[:, 0])
+    found = rows.covariance(inputs[:, 0], matrices)
+    torch.testing.assert_close(found, torch.diag_embed(by_both[:, 0]))
+    torch.testing.assert_close(rows.covariance(inputs[:, 0], None), torch.diag_embed(by_mean[:, 0]))
+
+
+def test_a_precision_that_is_none_is_found() -> None:
+    block, *_ = blocks("full")
+    assert block.fault() is None
+    block.precision = -10 * torch.eye(4, dtype=D).expand(1, 2, 4, 4)
+    assert block.fault() == "has a precision that is not positive definite"
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_a_file(form: str, tmp_path: Path) -> None:
+    model, x, y = classes(40)
+    posterior = fit(model, x, y, posterior=form)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    assert torch.equal(uq.wrap(model, loaded)(x).probs, uq.wrap(model, posterior)(x).probs)
+    assert str(loaded.report()) == str(posterior.report())
+
+
+# Whole networks
+
+
+def test_a_whole_network_is_what_the_messages_say() -> None:
+    x = normals(24, 2)
+    y = (x[:, :1] - x[:, 1:] ** 2) / 2
+    model = network(nn.Linear(2, 12), nn.LeakyReLU(0.1), nn.Dropout(0.2), nn.Linear(12, 1))
+    for prior in ("spectral", "pretrained"):
+        options: dict[str, Any] = {"epochs": 1, "iterations": 10, "prior": prior}
+        if prior == "pretrained":
+            with pytest.warns(UserWarning, match="held-out"):
+                posterior = fit(model, x, y, uq.Gaussian(0.01), layers="all", **options)
+        else:
+            posterior = fit(model, x, y, uq.Gaussian(0.01), layers="all", **options)
+        assert set(posterior.layers) == {"0", "3"}
+        prediction = uq.wrap(model, posterior)(x)
+        assert posterior.history.head["name"] == "moments"
+        assert float((prediction.mean - y).square().mean()) < 0.3 * float(y.var())
+        assert bool((uq.wrap(model, posterior)(x + 50).variance > prediction.variance).all())
+
+
+def test_batch_norm_is_folded() -> None:
+    """With BatchNorm and without, where that does nothing but scale: the same posterior in the layer's own units."""
+    view = nn.Conv2d(1, 3, 2, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    last = nn.Linear(12, 2), nn.BatchNorm1d(2), nn.Identity()
+    model = network(*view, *last)
+    with torch.no_grad():
+        for norm in (model[1], model[6]):
+            norm.running_mean.copy_(normals(len(norm.running_mean), seed=1))
+            norm.running_var.copy_(1 + normals(len(norm.running_var), seed=2).square())
+            norm.weight.copy_(1 + 0.3 * normals(len(norm.weight), seed=3))
+            norm.bias.copy_(normals(len(norm.bias), seed=4))
+    x = normals(24, 1, 5, 5)
+    y = (x.mean((1, 2, 3)) > 0).long()
+    with pytest.warns(UserWarning, match="held-out"):
+        posterior = fit(model, x, y, layers="all", prior="pretrained", prior_factor=1e-9, epochs=1, dtype=D)
+    for name, mean in posterior.mean.items():  # hardly moved, so that folding and unfolding must be inverse
+        torch.testing.assert_close(mean, posterior.original[name], rtol=0, atol=1e-4)
+    posterior = fit(model, x, y, layers="all", epochs=2, batch_size=12)
+    probs = uq.wrap(model, posterior)(x).probs
+    assert bool(torch.isfinite(probs).all())
+    assert all(bool((variance > 0).all()) for variance in posterior.variance().values())
+
+
+# What it refuses
+
+
+def test_unsupported_modules_are_all_named_before_any_work() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    x, y = normals(10, 4), torch.arange(10) % 2
+    inner = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    model = network(
+        inner, nn.LayerNorm(4), nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), Odd(), nn.Linear(4, 2)
+    )
+    pattern = r"'0.1' \(GELU\), '1' \(LayerNorm\), '4' \(BatchNorm1d, not directly after.*'5' \(Odd\).*layers='last'"
+    with pytest.raises(uq.UnsupportedLayerError, match=pattern):
+        fit(model, x, y, layers="all")
+    assert fit(model, x, y).layers.keys() == {"6"}
+    with pytest.raises(uq.UnsupportedLayerError, match=r"needs a torch.nn.Sequential, not a Wrapped"):
+        fit(Wrapped(model), x, y, layers="all")
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def test_what_cannot_be_fitted() -> None:
+    model, x, y = classes(20)
+    with pytest.raises(uq.UnsupportedLayerError, match="outputs are those of its last linear layer"):
+        fit(Wrapped(model), x, y)
+    with pytest.raises(uq.UnsupportedLayerError, match=r"is for '2'.*\['0'\] were selected"):
+        uq.fit(model, [(x, y)], uq.MessagePassing(), layers="0", progress=False)
+    with pytest.raises(uq.PosthocUQError, match="loader gives none"):
+        uq.fit(model, [x], uq.MessagePassing(), progress=False)
+    with pytest.raises(uq.PosthocUQError, match=r"posterior='full' is for the last layer"):
+        uq.MessagePassing(layers="all", posterior="full")
+    with pytest.raises(uq.PosthocUQError, match="stay alike for ever"):
+        uq.MessagePassing(layers="all", prior="zero")
+    with pytest.raises(uq.PosthocUQError, match="signal='argmax'"):
+        uq.MessagePassing(regularize=True)
+
+
+def test_limits_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (message_last, message_shared):
+        monkeypatch.setattr(module, "LARGEST_BYTES", 1000)
+    model, x, y = classes(40)
+    with pytest.raises(uq.PosthocUQError, match=r"posterior='full' of '2' takes .*posterior='diagonal'"):
+        fit(model, x, y, posterior="full")
+    with pytest.raises(uq.PosthocUQError, match=r"raise group_size, or take epochs=1"):
+        fit(model, x, y, group_size=4)
+    fit(model, x, y, group_size=4, epochs=1)
+
+
+def test_divergence_through_a_fit() -> None:
+    common = normals(200, 1)
+    x = (common + 0.2 * normals(200, 8, seed=1)).relu() + 0.5
+    y = (common > 0).long()[:, 0]
+    model = network(nn.Linear(8, 2))
+    options: dict[str, Any] = {"group_size": 1, "chunk_size": 200, "message_damping": 1.0, "iterations": 30}
+    try:
+        posterior = fit(model, x, y, **options)
+    except uq.PosthocUQError as error:
+        assert "diverge" in str(error)
+    else:
+        assert all(bool(torch.isfinite(mean).all()) for mean in posterior.mean.values())
+
+
+# Data in, data out
+
+
+def task_of(posterior: uq.Posterior, x: Tensor, y: Tensor) -> Any:
+    """What the hooks of a method get."""
+    from posthoc_uq.fitting import _prepared_task
+    from posthoc_uq.request import requested
+
+    assert posterior.model is not None
+    arguments = {"batch_to_inputs": None, "batch_to_targets": None, "head": None, "seed": 0, "options": {}}
+    request = requested(
+        posterior.model,
+        [(x, y)],
+        uq.MessagePassing(dtype=D),
+        None,
+        posterior.likelihood,
+        "last",
+        None,
+        **arguments,
+    )
+    return _prepared_task(posterior.model, [(x, y)], "last", request, False)[0]
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_data_come_in_and_go_out(form: str) -> None:
+    model = network(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    x, y = normals(90, 3), normals(90, 2, seed=2)
+    method, options = uq.MessagePassing(), dict[str, Any](posterior=form, dtype=D, epochs=20)
+    for likelihood, targets, tolerance in (
+        (uq.Gaussian(0.5), y, 1e-8),
+        ("classification", y.argmax(1), 0.05),
+    ):
+        first = fit(model, x[:60], targets[:60], likelihood, **options)
+        both = method.update(first, task_of(first, x[60:], targets[60:]))
+        assert both.evidence.samples == 90 and both.scale == 90 and first.evidence.samples == 60
+        again = method.forget(both, task_of(both, x[60:], targets[60:]))
+        assert again.evidence.samples == 60
+        whole = fit(model, x, targets, likelihood, **options)
+        near = tolerance if form == "full" else max(tolerance, 0.02)
+        for name in first.mean:
+            spread = whole.variance()[name].sqrt()
+            if (
+                form == "full" and likelihood != "classification"
+            ):  # but for the prior, which goes by the data's units
+                back = again.mean[name] - first.mean[name]
+                assert float((back / spread).abs().max()) < 1e-8
+            assert float(((again.mean[name] - first.mean[name]) / spread).abs().max()) < 3 * near
+            assert float((again.variance()[name] / first.variance()[name]).log().abs().max()) < 3 * near
+            assert bool((both.variance()[name] < first.variance()[name] * 1.01).all())
+        with pytest.raises(uq.PosthocUQError, match="at least one must be left"):
+            method.forget(first, task_of(first, x, targets))
+    foreign = 50 * normals(30, 3, seed=8), normals(30, 2, seed=9)
+    first = fit(model, x[:31], y[:31], uq.Gaussian(1e-3), **options)
+    with pytest.raises(uq.PosthocUQError, match=r"negative|must be positive"):
+        method.forget(first, task_of(first, *foreign))
+
+
+def test_an_update_of_an_exact_posterior_is_the_fit_on_all() -> None:
+    """With one prior for both fits: data of the same means and sizes, so that the units are the same."""
+    model = network(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
+    x, y = normals(60, 3), normals(60, 2, seed=2)
+    options: dict[str, Any] = {"posterior": "full", "dtype": D, "prior_precision": 2.0}
+    first = fit(model, x[:40], y[:40], uq.Gaussian(0.5), **options)
+    both = uq.MessagePassing().update(first, task_of(first, x[40:], y[40:]))
+    whole = fit(model, x, y, uq.Gaussian(0.5), **options)
+    for name, mean in whole.mean.items():
+        torch.testing.assert_close(both.mean[name], mean, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(both.variance()[name], whole.variance()[name], rtol=1e-9, atol=1e-9)
+
+
+def test_data_of_a_whole_network_stay() -> None:
+    model = network(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    x, y = normals(12, 2), normals(12, 1, seed=1)
+    posterior = fit(model, x, y, uq.Gaussian(0.1), layers="all", epochs=1)
+    for change in ("update", "forget"):
+        with pytest.raises(uq.PosthocUQError, match="of a whole network"):
+            getattr(uq.MessagePassing(), change)(posterior, None)
