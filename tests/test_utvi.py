@@ -254,7 +254,9 @@ def test_the_optimum_of_a_linear_model_is_the_best_mean_field() -> None:
     posterior = fit(
         model,
         [(x, y)],
-        uq.UTVI(epochs=500, lr=0.05, log_variance_lr=0.1, kl_floor=1.0, weight_decay=0.0, clip=None),
+        uq.UTVI(
+            epochs=500, lr=0.05, log_variance_lr=0.1, kl_weight=1.0, kl_floor=1.0, weight_decay=0.0, clip=None
+        ),
         likelihood="regression",
         noise_variance=noise,
         prior_precision=precision,
