@@ -148,7 +148,7 @@ def test_the_loss_is_the_sum_of_its_terms() -> None:
             mean, variance = objective.moments(Batch((x,), y), variances)
             fit = score(mean, variance, y, 64).mean()
         torch.testing.assert_close(terms["log likelihood"], fit)
-        torch.testing.assert_close(terms["loss"], terms["KL"] * 0.25 / 50 - fit)
+        torch.testing.assert_close(terms["loss"], terms["KL"] * 0.1 * 0.25 / 50 - fit)
 
 
 def test_moments_in_training_are_those_of_the_head() -> None:
