@@ -33,6 +33,7 @@ from posthoc_uq.methods import (
     Diagonal,
     FunctionSpace,
     LatentBinary,
+    MessagePassing,
     Method,
     register_method,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "LayerInclusion",
     "Likelihood",
     "LinearizedPredictor",
+    "MessagePassing",
     "Method",
     "MomentsPredictor",
     "NonFiniteError",

@@ -150,7 +150,7 @@ def _prepared_task(
                 prepared = prepare(
                     model,
                     batch,
-                    layers,
+                    method.selection(layers),
                     unsupported=method.unsupported,
                     autocast=autocast,
                     prove=method.proves_gradients,

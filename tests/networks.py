@@ -59,6 +59,11 @@ def without_training() -> list[str]:
     return [name for name in METHODS if not short(name).trains]
 
 
+def fitted_layers(name: str, *names: str) -> list[str]:
+    """Which of a model's layers the method treats by itself: all, or the last."""
+    return list(names[-1:] if short(name).selection("all") == "last" else names)
+
+
 def can(posterior: uq.Posterior, *needs: str) -> bool:
     """Whether the posterior's blocks have all these capabilities."""
     return posterior.capabilities.issuperset(needs)

@@ -634,5 +634,5 @@ def test_no_precision_behind_gives_no_message() -> None:
 
 def test_a_clearly_negative_precision_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_LEAST_PRECISION", 1.0)
-    with pytest.raises(uq.PosthocUQError, match="precision 0.121, which must not be negative"):
+    with pytest.raises(uq.PosthocUQError, match=r"precision 0\.121, which must not be negative"):
         signals.softargmax(LOGITS, LABEL)

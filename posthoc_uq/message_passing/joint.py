@@ -7,6 +7,7 @@ is exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ from posthoc_uq.message_passing.gaussian import FLOOR, Message, damped, divided,
 from posthoc_uq.message_passing.targets import Signal
 from posthoc_uq.posteriors.numerics import cholesky
 
-_SWEEPS = 100
-_TOLERANCE = 1e-10  # change of a site, relative to the largest
+SWEEPS = 200
+TOLERANCE = 1e-6
+_UNSETTLED = 1e-2  # change of the sites in the last sweep from which on it is an error
 _LEAST_SHARE = 0.05
+_RISES = 3  # of the change, after which sites are damped more
 
 
 class Joint(NamedTuple):
@@ -82,7 +85,13 @@ def evidence_of(features: Tensor, sites: Message, numbers: int = 2**22) -> Joint
 
 
 def fit_sites(
-    features: Tensor, targets: Tensor, signal: Signal, prior: Joint, *, sweeps: int = _SWEEPS
+    features: Tensor,
+    targets: Tensor,
+    signal: Signal,
+    prior: Joint,
+    *,
+    sweeps: int = SWEEPS,
+    tolerance: float = TOLERANCE,
 ) -> tuple[Message, Joint]:
     """The sites of all targets, and what they say of the weights.
 
@@ -92,29 +101,29 @@ def fit_sites(
         signal: of the targets.
         prior: of the weights, without these targets.
         sweeps: at most; covariances are refreshed once a sweep.
+        tolerance: change of a site, relative to the largest one, at which they are settled.
 
     Raises:
         PosthocUQError: the sites do not settle.
         NonFiniteError: numbers are not finite.
     """
-    sites = nothing(features.new_zeros(len(features), prior.field.shape[0]))
-    told, share, last = evidence_of(features, sites), 1.0, torch.inf
-    for sweep in range(sweeps):
-        new = _renewed(marginals(features, plus(prior, told)), sites, targets, signal)
-        change = _change(sites, new)
-        if change > last and sweep > 1:
-            share = max(share / 2, _LEAST_SHARE)
-        sites, last = damped(sites, new, share), change
-        told = evidence_of(features, sites)
-        if change <= _TOLERANCE:
-            return sites, told
-    if last > 1e-3:
-        raise _unsettled(sweeps, last)
-    return sites, told
+
+    def known(sites: Message) -> Message:
+        return marginals(features, plus(prior, evidence_of(features, sites)))
+
+    start = nothing(features.new_zeros(len(features), prior.field.shape[0]))
+    sites = _settled(known, start, targets, signal, sweeps, tolerance)
+    return sites, evidence_of(features, sites)
 
 
 def sites_within(
-    features: Tensor, targets: Tensor, signal: Signal, posterior: Joint, *, sweeps: int = 10 * _SWEEPS
+    features: Tensor,
+    targets: Tensor,
+    signal: Signal,
+    posterior: Joint,
+    *,
+    sweeps: int = 5 * SWEEPS,
+    tolerance: float = TOLERANCE,
 ) -> Joint:
     """What targets that `posterior` already holds said of the weights: the sites for which it is settled.
 
@@ -124,23 +133,42 @@ def sites_within(
         signal: of the targets.
         posterior: of all data.
         sweeps: at most.
+        tolerance: as in `fit_sites`.
 
     Raises:
         PosthocUQError: the sites do not settle, or they say more than the posterior knows.
     """
-    known = marginals(features, posterior)
-    sites, last, share = nothing(known.tau), torch.inf, 1.0
-    for sweep in range(sweeps):
-        new = _renewed(known, sites, targets, signal)
-        change = _change(sites, new)
-        if change > last and sweep > 1:
-            share = max(share / 2, _LEAST_SHARE)
-        sites, last = damped(sites, new, share), change
-        if change <= _TOLERANCE:
-            break
-    if last > 1e-3:
-        raise _unsettled(sweeps, last)
+    marginal = marginals(features, posterior)
+    start = nothing(marginal.tau)
+    sites = _settled(lambda _: marginal, start, targets, signal, sweeps, tolerance)
     return evidence_of(features, sites)
+
+
+def _settled(
+    known: Callable[[Message], Message],
+    sites: Message,
+    targets: Tensor,
+    signal: Signal,
+    sweeps: int,
+    tolerance: float,
+) -> Message:
+    """The sites that are the messages under their own cavities, where `known` gives the marginals for sites."""
+    share, last, rises = 1.0, torch.inf, 0
+    for _ in range(sweeps):
+        new = _renewed(known(sites), sites, targets, signal)
+        change = _change(sites, new)
+        rises += change > last
+        if rises == _RISES:
+            share, rises = max(share / 2, _LEAST_SHARE), 0
+        sites, last = damped(sites, new, share), change
+        if change <= tolerance:
+            return sites
+    if last > _UNSETTLED:
+        raise PosthocUQError(
+            f"The messages of the targets did not settle in {sweeps} sweeps (the last changed them by {last:.2g}); "
+            f"bring the features to about unit size, raise the prior precision, or take posterior='diagonal'."
+        )
+    return sites
 
 
 def _renewed(known: Message, sites: Message, targets: Tensor, signal: Signal) -> Message:
@@ -161,12 +189,7 @@ def _change(old: Message, new: Message) -> float:
     parts = [(b - a).abs().max() / b.abs().max().clamp(min=1e-30) for a, b in zip(old, new, strict=True)]
     change = float(torch.stack(parts).max())
     if not change < torch.inf:
-        raise NonFiniteError("The messages of the targets are not finite; bring the features to about unit size.")
+        raise NonFiniteError(
+            "The messages of the targets are not finite; bring the features to about unit size."
+        )
     return change
-
-
-def _unsettled(sweeps: int, change: float) -> PosthocUQError:
-    return PosthocUQError(
-        f"The messages of the targets did not settle in {sweeps} sweeps (the last changed them by {change:.2g}); bring "
-        f"the features to about unit size, raise the prior precision, or take posterior='diagonal'."
-    )

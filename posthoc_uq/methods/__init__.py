@@ -21,6 +21,7 @@ from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.kfac import KFAC
 from posthoc_uq.methods.latent_binary import LatentBinary
+from posthoc_uq.methods.message_passing import MessagePassing
 from posthoc_uq.methods.utvi import UTVI
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.values import shown
@@ -36,6 +37,7 @@ __all__ = [
     "Diagonal",
     "FunctionSpace",
     "LatentBinary",
+    "MessagePassing",
     "Method",
     "method_of",
     "register_method",
@@ -67,7 +69,7 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     return kind
 
 
-for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, LatentBinary, UTVI):
+for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, LatentBinary, MessagePassing, UTVI):
     register_method(_kind)
 
 

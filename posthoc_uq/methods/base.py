@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.inference.stages import Stages
@@ -80,6 +81,10 @@ class Method(ABC):
     def head(self) -> str:
         """The default head of its posteriors."""
         return "sampling" if self.trains else "linearized"
+
+    def selection(self, layers: Selection) -> Selection:
+        """The layers that it treats, where a fit was asked for `layers`."""
+        return layers
 
     @abstractmethod
     def passes(self) -> int:

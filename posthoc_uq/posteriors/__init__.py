@@ -11,6 +11,16 @@ from posthoc_uq.posteriors import (
     latent_binary,
     mean_field,
     median_model,
+    messages,
 )
 
-__all__ = ["dense", "diagonal", "information", "kronecker", "latent_binary", "mean_field", "median_model"]
+__all__ = [
+    "dense",
+    "diagonal",
+    "information",
+    "kronecker",
+    "latent_binary",
+    "mean_field",
+    "median_model",
+    "messages",
+]

@@ -1,0 +1,460 @@
+"""The trainer of message passing: exact answers where there are some, no double counting, divergence that is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import posthoc_uq as uq
+from posthoc_uq.message_passing import joint, linear, priors
+from posthoc_uq.message_passing.gaussian import Message, from_moments, multiplied
+from posthoc_uq.message_passing.network import Activation, Belief, Flat, Pool, Stage, Weighted
+from posthoc_uq.message_passing.passes import Forms, Memory, Pass
+from posthoc_uq.message_passing.prediction import outputs_of
+from posthoc_uq.message_passing.targets import Argmax, Regression, Signal, Softargmax
+from posthoc_uq.message_passing.trainer import Beliefs, Schedule, Trainer, batch_damping
+from posthoc_uq.message_passing.windows import Windows
+
+D = torch.float64
+ROWS = torch.tensor([[1, 0.5, -0.3], [0.2, -1, 0.4], [-0.6, 0.3, 1], [0.8, 0.7, 0.2]], dtype=D)
+VALUES = torch.tensor([[0.9], [-0.4], [0.3], [1.1]], dtype=D)
+PROBIT_ROWS = torch.tensor([[1, 0.5], [0.2, -1], [-0.6, 0.3], [0.8, 0.7], [-1, 0.4]], dtype=D)
+SIGNS = torch.tensor([1, 0, 1, 1, 0])
+
+
+def near(found: Tensor, expected: object, tolerance: float = 1.5e-6) -> None:
+    wanted = expected if isinstance(expected, Tensor) else torch.tensor(expected, dtype=D)
+    torch.testing.assert_close(found.flatten(), wanted.flatten(), rtol=0, atol=tolerance)
+
+
+def belief(mean: Tensor, variance: float, outputs: int, bias: bool) -> Belief:
+    """A prior of weights ``(L, I, J)`` and a bias of variance 0.5."""
+    own = torch.zeros(len(mean), outputs if bias else 0, dtype=D)
+    return Belief(
+        from_moments(mean, torch.full_like(mean, variance)), from_moments(own, torch.full_like(own, 0.5))
+    )
+
+
+def one_layer(
+    inputs: int, outputs: int = 1, *, bias: bool = False, networks: int = 1
+) -> tuple[list[Stage], Beliefs]:
+    mean = torch.zeros(networks, inputs, outputs, dtype=D)
+    return [Weighted("last", inputs, outputs, bias=bias)], {0: belief(mean, 1.0, outputs, bias)}
+
+
+def perceptron(
+    widths: Sequence[int], networks: int = 1, seed: int = 0, slope: float = 0.1
+) -> tuple[list[Stage], Beliefs]:
+    generator, stages, prior = torch.Generator().manual_seed(seed), list[Stage](), Beliefs()
+    for number, (inputs, outputs) in enumerate(pairwise(widths)):
+        if number:
+            stages.append(Activation(slope))
+        shape = (networks, inputs, outputs)
+        means = priors.drawn_means(shape, inputs, outputs, generator, torch.device("cpu"))
+        prior[len(stages)] = belief(
+            means, priors.weight_variance(inputs, outputs, first=number == 0), outputs, True
+        )
+        stages.append(Weighted(str(number), inputs, outputs))
+    return stages, prior
+
+
+def sine(samples: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(samples, 1, generator=generator, dtype=D) - 0.5
+    truth = 0.5 * x + 0.2 * torch.sin(2 * torch.pi * x) + 0.3 * torch.sin(4 * torch.pi * x)
+    return x, truth, truth + 0.05 * torch.randn(samples, 1, generator=generator, dtype=D)
+
+
+def moments(trainer: Trainer, index: int = 0) -> tuple[Tensor, Tensor]:
+    weights = trainer.posterior[index].weights
+    return weights.mean, weights.variance
+
+
+def assert_assembled(trainer: Trainer) -> None:
+    """``Q = prior * prod G_b``."""
+    parts = trainer.assembled()
+    for index, own in trainer.posterior.items():
+        for found, expected in zip(own, parts[index], strict=True):
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+# Exact answers
+
+
+def test_t20_linear_regression() -> None:
+    stages, prior = one_layer(3)
+    once = Trainer(stages, prior, [(ROWS, VALUES)], Regression(0.25), Schedule(iterations=1, random=False))
+    once.run()
+    near(moments(once)[0], (0.597346, 0.566279, 0.310382))
+    often = Trainer(stages, prior, [(ROWS, VALUES)], Regression(0.25), Schedule(iterations=60, random=False))
+    often.run()
+    near(moments(often)[0], (0.570250, 0.654174, 0.349561))
+    near(moments(often)[1], (0.155819, 0.162196, 0.218744))
+    covariance = torch.linalg.inv(torch.eye(3, dtype=D) + ROWS.T @ ROWS / 0.25)
+    near(moments(often)[0], covariance @ ROWS.T @ VALUES / 0.25, 1e-9)
+    near(covariance.diagonal(), (0.137828, 0.133504, 0.185757))
+
+
+def test_a_single_observation_is_exact() -> None:
+    stages, prior = one_layer(3, 2, bias=True)
+    y = torch.tensor([[0.4, -1.0]], dtype=D)
+    trainer = Trainer(stages, prior, [(ROWS[:1], y)], Regression(0.25))
+    trainer.run()
+    row = torch.cat([ROWS[0], torch.ones(1, dtype=D)])
+    precision = torch.diag(torch.tensor([1.0, 1, 1, 2], dtype=D)) + torch.outer(row, row) / 0.25
+    covariance = torch.linalg.inv(precision)
+    for j in range(2):
+        exact = covariance @ (row * y[0, j] / 0.25)
+        near(moments(trainer)[0][0, :, j], exact[:3], 1e-12)
+        near(moments(trainer)[1][0, :, j], covariance.diagonal()[:3], 1e-12)
+        near(trainer.posterior[0].bias.mean[0, j], exact[3], 1e-12)
+
+
+def test_t21_joint_posterior_of_a_probit() -> None:
+    prior = joint.independent(torch.zeros(1, 2, dtype=D), torch.ones(1, 2, dtype=D))
+    _, told = joint.fit_sites(PROBIT_ROWS, SIGNS, Argmax(), prior)
+    mean, covariance = joint.plus(prior, told).moments()
+    near(mean, (0.601863, 0.915609))
+    near(covariance, (0.234925, 0.052648, 0.052648, 0.376380))
+    stages, own = one_layer(2)
+    trainer = Trainer(stages, own, [(PROBIT_ROWS, SIGNS)], Argmax(), Schedule(iterations=100, random=False))
+    trainer.run()
+    near(moments(trainer)[0], (0.585904, 0.903565))
+    near(moments(trainer)[1], (0.243468, 0.389804))
+    # the truth, on a grid of both weights
+    x = torch.linspace(-5, 6, 1201, dtype=D)
+    w = torch.cartesian_prod(x, x)
+    logs = -0.5 * w.square().sum(1)
+    for row, sign in zip(PROBIT_ROWS, 2 * SIGNS - 1, strict=True):
+        logs = logs + torch.special.log_ndtr(sign * (w @ row) / 0.3**0.5)
+    weight = (logs - logs.max()).exp()
+    weight = weight / weight.sum()
+    truth = weight @ w
+    near(truth, (0.602177, 0.916974))
+    near(weight @ (w - truth).square(), (0.241701, 0.391941))
+    near(mean, truth, 2e-3), near(covariance[0].diagonal(), weight @ (w - truth).square(), 2e-2)
+
+
+def random_rows(samples: int, inputs: int, outputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, inputs, generator=generator, dtype=D)
+    weights = torch.randn(inputs, outputs, generator=generator, dtype=D)
+    return x, x @ weights + 0.5 * torch.randn(samples, outputs, generator=generator, dtype=D)
+
+
+def test_the_joint_posterior_of_a_regression_is_exact() -> None:
+    x, y = random_rows(60, 5, 3)
+    noise = torch.tensor([0.25, 0.5, 1.0], dtype=D)
+    start = torch.randn(3, 5, generator=torch.Generator().manual_seed(2), dtype=D)
+    prior = joint.independent(start, torch.full((3, 5), 0.7, dtype=D))
+    _, told = joint.fit_sites(x, y, Regression(noise), prior)
+    mean, covariance = joint.plus(prior, told).moments()
+    for j in range(3):
+        exact = torch.linalg.inv(0.7 * torch.eye(5, dtype=D) + x.T @ x / noise[j])
+        near(covariance[j], exact, 1e-8)
+        near(mean[j], exact @ (0.7 * start[j] + x.T @ y[:, j] / noise[j]), 1e-8)
+
+
+@pytest.mark.parametrize("signal", [Softargmax(), Argmax(), Argmax(scale_losers=False)])
+def test_joint_sites_of_classes_can_be_found_again(signal: Signal) -> None:
+    """The targets' sites are those that hold under the posterior of all, by which data can be taken out."""
+    x, y = random_rows(60, 4, 3)
+    labels = y.argmax(1)
+    prior = joint.independent(torch.zeros(3, 4, dtype=D), torch.ones(3, 4, dtype=D))
+    sites, told = joint.fit_sites(x, labels, signal, prior, sweeps=400, tolerance=1e-11)
+    posterior = joint.plus(prior, told)
+    part = joint.sites_within(x[:20], labels[:20], signal, posterior, tolerance=1e-11)
+    own = joint.evidence_of(x[:20], Message(sites.tau[:20], sites.rho[:20]))
+    near(part.precision, own.precision, 5e-3), near(part.field, own.field, 5e-3)
+    cavity = joint.minus(posterior, part)
+    _, again = joint.fit_sites(x[:20], labels[:20], signal, cavity)
+    near(joint.plus(cavity, again).precision, posterior.precision, 5e-3)
+
+
+# No double counting
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_nothing_is_counted_twice(chunk_size: int) -> None:
+    x, y = random_rows(24, 4, 2)
+    stages, prior = perceptron((4, 5, 2), networks=2)
+    data = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 24, 8)]
+    schedule = Schedule(epochs=4, chunk_size=chunk_size, shuffle=True)
+    trainer = Trainer(stages, prior, data, Regression(0.25), schedule)
+    seen: list[int] = []
+
+    def after_visit() -> None:
+        assert_assembled(trainer)
+        seen.append(1)
+
+    trainer.run(after_visit)
+    assert len(seen) == 12
+    for told in trainer.evidence:
+        for own in told.values():
+            assert bool((own.weights.rho >= 0).all())
+
+
+def test_the_fixed_point_stays() -> None:
+    """More epochs over Gaussian data give neither another mean nor smaller variances."""
+    x, y = random_rows(20, 3, 1)
+    stages, prior = one_layer(3)
+    data = [(x[:10], y[:10]), (x[10:], y[10:])]
+    found: list[tuple[Tensor, Tensor]] = []
+    for epochs in (8, 12):
+        schedule = Schedule(epochs=epochs, iterations=25, random=False)
+        trainer = Trainer(stages, prior, data, Regression(0.25), schedule)
+        trainer.run()
+        found.append(moments(trainer))
+    near(found[1][0], found[0][0], 1e-6), near(found[1][1], found[0][1], 1e-6)
+    exact = torch.linalg.inv(torch.eye(3, dtype=D) + x.T @ x / 0.25)
+    near(found[1][0], exact @ x.T @ y / 0.25, 1e-6)
+
+
+def test_the_damping_of_batches() -> None:
+    assert batch_damping(1) == 1.0 and batch_damping(60) == pytest.approx(0.9, abs=1e-6)
+    assert [Schedule().iterations_of(e) for e in (1, 2, 3, 4, 25)] == [1, 1, 2, 2, 13]
+    assert Schedule(chunk_size=20).share() == 0.1 and Schedule().share() == 1.0
+
+
+# Parallel chunks, several networks
+
+
+def test_the_order_inside_of_a_parallel_chunk_does_not_matter() -> None:
+    x, _, y = sine(12)
+    stages, prior = perceptron((1, 6, 1))
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
+    found: list[Tensor] = []
+    for rows in (torch.arange(12), order):
+        schedule = Schedule(iterations=5, chunk_size=12, random=False)
+        trainer = Trainer(stages, prior, [(x[rows], y[rows])], Regression(0.01), schedule)
+        trainer.run()
+        found.append(torch.cat([moments(trainer, 0)[0].flatten(), moments(trainer, 2)[1].flatten()]))
+    near(found[1], found[0], 1e-10)
+
+
+def test_several_networks_at_once_are_each_alone() -> None:
+    x, _, y = sine(10)
+    stages, prior = perceptron((1, 5, 1), networks=3)
+    schedule = Schedule(iterations=3, chunk_size=2)
+    together = Trainer(stages, prior, [(x, y)], Regression(0.01), schedule)
+    together.run()
+    for k in range(3):
+        own = {
+            index: Belief(*(Message(*(part[k : k + 1] for part in message)) for message in each))
+            for index, each in prior.items()
+        }
+        alone = Trainer(stages, own, [(x, y)], Regression(0.01), schedule)
+        alone.run()
+        for index in own:
+            near(moments(alone, index)[0], moments(together, index)[0][k], 1e-10)
+        near(
+            outputs_of(stages, alone.posterior, x)[1][0],
+            outputs_of(stages, together.posterior, x)[1][k],
+            1e-10,
+        )
+
+
+def test_a_sine_is_learned() -> None:
+    x, truth, y = sine(80)
+    stages, prior = perceptron((1, 24, 24, 1), networks=2)
+    for slope, schedule in ((0.1, Schedule(iterations=4)), (0.0, Schedule(iterations=12, chunk_size=5))):
+        own: list[Stage] = [Activation(slope) if isinstance(s, Activation) else s for s in stages]
+        trainer = Trainer(own, prior, [(x, y)], Regression(0.0025), schedule)
+        trainer.run()
+        mean, variance = outputs_of(own, trainer.posterior, x)
+        assert float((mean - truth).square().mean().sqrt()) < 0.6 * float(truth.std())
+        far = outputs_of(own, trainer.posterior, x + 5)[1]
+        assert bool((far.mean(1) > 20 * variance.mean(1)).all())
+
+
+# Divergence
+
+
+def correlated(samples: int = 200, inputs: int = 32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(samples, 1, generator=generator, dtype=D)
+    x = (common + 0.3 * torch.randn(samples, inputs, generator=generator, dtype=D)).relu() + 0.5
+    return x, (x.mean(1, keepdim=True) - 1) + 0.1 * torch.randn(samples, 1, generator=generator, dtype=D)
+
+
+@pytest.mark.parametrize("signal", [Regression(0.01), Argmax(), Softargmax()])
+def test_messages_that_diverge_are_an_error_or_recover(signal: Signal) -> None:
+    x, y = correlated()
+    targets = y if isinstance(signal, Regression) else (y[:, 0] > 0).long()
+    stages, prior = one_layer(32, bias=True)
+    options: dict[str, Any] = {"chunk_size": 200, "message_damping": 1.0, "iterations": 30}
+    trainer = Trainer(stages, prior, [(x, targets)], signal, Schedule(retries=0, **options))
+    with pytest.raises(uq.PosthocUQError, match=r"messages diverge.*chunk_size=200.*posterior='full'"):
+        trainer.run()
+    assert all(bool(message.finite.all()) for own in trainer.posterior.values() for message in own)
+    trainer = Trainer(stages, prior, [(x, targets)], signal, Schedule(retries=8, **options))
+    trainer.run()
+    assert trainer.restarts > 0 and all(
+        bool(m.finite.all()) for own in trainer.posterior.values() for m in own
+    )
+    if isinstance(signal, Regression):
+        mean, _ = outputs_of(stages, trainer.posterior, x)
+        assert float((mean[0] - y).square().mean()) < 2 * float(y.var())
+
+
+def test_a_hidden_network_that_diverges() -> None:
+    x, truth, y = sine(60)
+    stages, prior = perceptron((1, 16, 16, 1))
+    options: dict[str, Any] = {"chunk_size": 60, "message_damping": 1.0, "iterations": 8}
+    trainer = Trainer(stages, prior, [(x, y)], Regression(0.0025), Schedule(retries=8, **options))
+    trainer.run()
+    mean, _ = outputs_of(stages, trainer.posterior, x)
+    assert float((mean - truth).abs().mean()) < 10 * float(truth.abs().mean() + 0.05)
+
+
+# Convolutions
+
+
+def test_a_convolution_of_one_cell_is_a_linear_layer_for_every_cell() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, 4, 2, 3, generator=generator, dtype=D)
+    mean = torch.randn(1, 4, 2, generator=generator, dtype=D)
+    weights = {0: belief(mean, 0.3, 2, True), 2: belief(mean[:, :2], 0.2, 2, True)}
+    back = Message(*(torch.rand(1, 3, 2, 2, 3, generator=generator, dtype=D) for _ in range(2)))
+    one = Windows((1, 1))
+    stages: list[Stage] = [Weighted("a", 4, 2, one), Activation(0.1), Weighted("b", 2, 2, one)]
+    flat: list[Stage] = [Weighted("a", 4, 2), Activation(0.1), Weighted("b", 2, 2)]
+    image, cell = (Pass(own, weights, Memory(), Forms(), detailed=False) for own in (stages, flat))
+    cells = x.movedim(2, -1).reshape(1, -1, 4)
+    out, rows = image.forward(x), cell.forward(cells)
+    near(out.mean.movedim(2, -1).flatten(), rows.mean, 1e-12)
+    near(out.variance.movedim(2, -1).flatten(), rows.variance, 1e-12)
+    told = image.backward(2, back)
+    flat_back = Message(*(part.movedim(2, -1).reshape(1, -1, 2) for part in back))
+    expected = cell.backward(2, flat_back)
+    assert told[0] and told[1] and expected[0] and expected[1]
+    near(told[0].tau.movedim(2, -1).flatten(), expected[0].tau, 1e-12)
+    near(told[1].weights.rho, expected[1].weights.rho, 1e-12)
+    near(told[1].bias.tau.sum(1), expected[1].bias.tau.sum(1), 1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_convolution_cell_by_cell(groups: int) -> None:
+    """Stride, padding and groups, against loops over patches with the plain sum and product factors."""
+    generator = torch.Generator().manual_seed(1)
+    view = Windows((3, 2), (2, 1), (1, 0), (1, 2), groups)
+    size, outputs = 4 // groups * 6, 2
+    prior = {1: belief(torch.randn(groups, size, outputs, generator=generator, dtype=D), 0.3, outputs, False)}
+    message = from_moments(
+        torch.randn(1, 2, 4, 5, 4, generator=generator, dtype=D),
+        torch.rand(1, 2, 4, 5, 4, generator=generator, dtype=D) + 0.2,
+    )
+    stage = Weighted("b", size, outputs, view, bias=False)
+    step = Pass([Flat(), stage], prior, Memory(), Forms(), detailed=False)
+    step._traces.append(None)  # type: ignore[arg-type]
+    from posthoc_uq.message_passing.passes import _Trace
+
+    trace = _Trace(message.rho.shape, message)
+    step._traces.append(trace)
+    out = step._hidden(1, stage, message, trace)
+    back = Message(*(torch.rand(out.rho.shape, generator=generator, dtype=D) for _ in range(2)))
+    to_inputs, told = step.backward(1, back)
+    assert to_inputs is not None and told is not None
+    tau, rho = torch.zeros(2, 4, 5, 4, dtype=D), torch.zeros(2, 4, 5, 4, dtype=D)
+    to_w = torch.zeros(groups, 2, size, outputs, dtype=D)
+    mean, variance = message.mean[0], message.variance[0]
+    for n, g, row, col in torch.cartesian_prod(*map(torch.arange, (2, groups, *out.rho.shape[-2:]))).tolist():
+        places = [
+            (c, 2 * row + dy - 1, col + 2 * dx, index)
+            for index, (c, dy, dx) in enumerate(
+                torch.cartesian_prod(torch.arange(4 // groups), torch.arange(3), torch.arange(2)).tolist()
+            )
+            if 0 <= 2 * row + dy - 1 < 5
+        ]
+        cells = [(g * (4 // groups) + c, y, x) for c, y, x, _ in places]
+        picked = [index for *_, index in places]
+        a = torch.stack([mean[n][cell] for cell in cells]), torch.stack([variance[n][cell] for cell in cells])
+        for j in range(outputs):
+            w = prior[1].weights.mean[g, picked, j], prior[1].weights.variance[g, picked, j]
+            parts, ones = linear.product_forward(*a, *w), torch.ones(len(cells), dtype=D)
+            channel = g * outputs + j
+            near(out.mean[0, n, channel, row, col], parts[0].sum(), 1e-12)
+            near(out.variance[0, n, channel, row, col], parts[1].sum(), 1e-12)
+            own = Message(*(part[0, n, channel, row, col] for part in back))
+            to_parts = linear.sum_backward(ones, *parts, own)
+            to_a, to_weight = linear.product_backward(*w, to_parts), linear.product_backward(*a, to_parts)
+            to_w[g, n, picked, j] += to_weight.tau  # once summed, below
+            for cell, own_tau, own_rho in zip(cells, to_a.tau, to_a.rho, strict=True):
+                tau[n][cell] += own_tau
+                rho[n][cell] += own_rho
+    heard = rho > 1e-8
+    near(to_inputs.tau[0][heard], tau[heard], 1e-10), near(to_inputs.rho[0], rho.clamp(min=1e-8), 1e-10)
+    near(told.weights.tau.sum(1), to_w.sum(1), 1e-10)
+
+
+def test_a_small_convolutional_network_learns() -> None:
+    """Left or right: which half of an image is bright; one image is one message to the weights."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(40) % 2
+    x = 0.3 * torch.randn(40, 1, 7, 6, generator=generator, dtype=D)
+    x[labels == 0, :, :, :3] += 1.0
+    x[labels == 1, :, :, 3:] += 1.0
+    view = Windows((2, 3))
+    stages: list[Stage] = [
+        Weighted("a", 6, 4, view),
+        Activation(0.1),
+        Pool("max", Windows((2, 2), (2, 2))),
+        Weighted("b", 16, 3, Windows((2, 2))),
+        Activation(0.1),
+        Pool("average"),
+        Flat(),
+        Weighted("c", 3, 2),
+    ]
+    prior = Beliefs()
+    for index, (inputs, outputs) in {0: (6, 4), 3: (16, 3), 7: (3, 2)}.items():
+        means = priors.drawn_means((2, inputs, outputs), inputs, 12 * outputs, generator, torch.device("cpu"))
+        prior[index] = belief(
+            means, priors.weight_variance(inputs, 12 * outputs, first=index == 0), outputs, True
+        )
+    data = [(x[:20], labels[:20]), (x[20:], labels[20:])]
+    for forms in (Forms(),):
+        trainer = Trainer(
+            stages, prior, data, Argmax(), Schedule(epochs=4, iterations=4, chunk_size=2), forms
+        )
+        trainer.run(lambda trainer=trainer: assert_assembled(trainer))
+        mean, variance = outputs_of(stages, trainer.posterior, x)
+        assert mean.shape == (2, 40, 2) and bool((variance > 0).all())
+        assert float((mean.argmax(-1) == labels).double().mean()) > 0.9
+
+
+def test_the_matmul_form_in_a_network() -> None:
+    x, y = random_rows(30, 130, 2)
+    stages, prior = perceptron((130, 140, 2))
+    found: list[Tensor] = []
+    for matmul in (False, True):
+        schedule = Schedule(iterations=2, chunk_size=3, random=False)
+        trainer = Trainer(stages, prior, [(x, y)], Regression(0.25), schedule, Forms(matmul=matmul))
+        trainer.run()
+        found.append(outputs_of(stages, trainer.posterior, x)[0])
+    assert float((found[1] - found[0]).abs().max()) < 0.1 * float(found[0].abs().max())
+
+
+def test_constants_that_are_added() -> None:
+    """A layer without a bias whose outputs are moved by known numbers is that layer over moved targets."""
+    x, y = random_rows(12, 3, 2)
+    offset = torch.tensor([0.7, -2.0], dtype=D)
+    _, prior = one_layer(3, 2)
+    found: list[Tensor] = []
+    for own, targets in ((None, y), (offset, y + offset)):
+        stages: list[Stage] = [Weighted("last", 3, 2, bias=False, offset=own)]
+        trainer = Trainer(stages, prior, [(x, targets)], Regression(0.25), Schedule(iterations=3))
+        trainer.run()
+        found.append(moments(trainer)[0])
+    near(found[1], found[0], 1e-10)
+
+
+def test_products_of_beliefs_keep_precision() -> None:
+    a = from_moments(torch.tensor(1e4, dtype=D), torch.tensor(1e-3, dtype=D))
+    b = Message(torch.tensor(1e-8, dtype=D), torch.tensor(1e-8, dtype=D))
+    assert float(multiplied(a, b).rho - a.rho) == pytest.approx(1e-8, rel=1e-4)
