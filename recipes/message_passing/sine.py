@@ -4,9 +4,9 @@
     python recipes/message_passing/sine.py --studies depth     # one of them
     python recipes/message_passing/sine.py --smoke             # seconds
 
-The paper's section 5.1 and appendix B: 200 points of ``0.5 x + 0.2 sin(2 pi x) + 0.3 sin(4 pi x)`` with noise 0.05, leaky
-ReLUs of slope 0.1, all points in one batch, one example at a time, 500 iterations. Networks differ in the means of their
-priors alone, and are trained side by side. Writes tables, a picture and JSON to the output folder.
+The paper's section 5.1 and appendix B: 200 points of ``0.5 x + 0.2 sin(2 pi x) + 0.3 sin(4 pi x)`` with noise 0.05,
+leaky ReLUs of slope 0.1, all points in one batch, one example at a time, 500 iterations. Networks differ in the means
+of their priors alone, and are trained side by side. Writes tables, a picture and JSON to the output folder.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ def trained(
     generator = torch.Generator().manual_seed(seed)
     stages: list[Stage] = []
     prior: dict[int, Belief] = {}
-    for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+    for number, (inputs, outputs) in enumerate(pairwise(widths)):
         if stages:
             stages.append(Activation(0.1))
         shape = (networks, inputs, outputs)
@@ -131,7 +132,7 @@ def picture(grid: Tensor, curves: dict[str, tuple[Tensor, Tensor]], data: tuple[
 
 
 def coverage_study(options: argparse.Namespace) -> dict[str, Any]:
-    """By data seed: the share of networks whose intervals cover the truth, medians over both sides far from the data."""
+    """By data seed: the share of networks whose intervals cover the truth, medians over each side, far off."""
     rows: dict[str, Any] = {}
     for seed in options.data_seeds:
         begun = time.perf_counter()
