@@ -601,7 +601,7 @@ def test_nothing_is_read_before_the_length_is_checked(tmp_path: Path, reads: lis
 
 @pytest.mark.parametrize("kind", [*KINDS, "function_space", None])
 def test_a_file_may_be_as_large_as_its_method_needs(kind: str | None, tmp_path: Path) -> None:
-    """60,000 parameters: a dense Fisher of 28 GiB is never fitted, and a diagonal is small; KFAC may keep its Grams too."""
+    """60,000 parameters: a dense Fisher of 28 GiB is never fitted, a diagonal is small, KFAC may keep its Grams too."""
     model = nn.Sequential(nn.Linear(200, 250), nn.Linear(250, 40))
     numbers = {"diag": 60_290, "kfac": 336_000, "efb": 230_000, "inf": 290_000, "function_space": 350_000}
     most = sizes.size_limit(kind, model)
