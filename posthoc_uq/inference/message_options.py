@@ -46,6 +46,8 @@ class MessagePassingOptions:
         regularize: pull the label's logit towards 1 and the others towards -1 as well, for the signal ``"argmax"``.
         matmul: in layers of 128 inputs and more, messages by matrix products alone, which is faster and leaves out
             terms of about one over the number of inputs.
+        matched_temperature: give a last layer's posterior over classes the temperature at which it predicts the data of
+            the fit as the network does (`posthoc_uq.inference.message_temperature`); at its own it is far less sure.
     """
 
     layers: Literal["last", "all"] = "last"
@@ -62,6 +64,7 @@ class MessagePassingOptions:
     message_damping: float | None = None
     regularize: bool = False
     matmul: bool = False
+    matched_temperature: bool = True
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("epochs", "iterations", "group_size", "batch_size", "chunk_size"), COUNT)
