@@ -303,6 +303,16 @@ def test_messages_that_diverge_are_an_error_or_recover(signal: Signal) -> None:
         assert float((mean[0] - y).square().mean()) < 2 * float(y.var())
 
 
+@pytest.mark.parametrize("signal", [Regression(0.01), Argmax(), Softargmax()])
+def test_a_single_iteration_that_goes_too_far_is_seen(signal: Signal) -> None:
+    x, y = correlated()
+    targets = y if isinstance(signal, Regression) else (y[:, 0] > 0).long()
+    stages, prior = one_layer(32, bias=True)
+    schedule = Schedule(chunk_size=200, message_damping=1.0, iterations=1, retries=0)
+    with pytest.raises(uq.PosthocUQError, match=r"messages diverge: the error grew"):
+        Trainer(stages, prior, [(x, targets)], signal, schedule).run()
+
+
 def test_a_hidden_network_that_diverges() -> None:
     x, truth, y = sine(60)
     stages, prior = perceptron((1, 16, 16, 1))
