@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -393,6 +394,49 @@ def test_what_cannot_be_fitted() -> None:
         uq.MessagePassing(layers="all", prior="zero")
     with pytest.raises(uq.PosthocUQError, match="signal='argmax'"):
         uq.MessagePassing(regularize=True)
+
+
+def test_layers_of_the_fit_and_of_the_method() -> None:
+    """By name the fit's layers are the method's; two that differ are an error; the default is the method's."""
+    model, x, y = classes(20)
+    options: dict[str, Any] = {"epochs": 1, "progress": False}
+    for layers, wanted in (("all", {"0", "2"}), ("last", {"2"}), (None, {"2"})):
+        assert uq.fit(model, [(x, y)], "message_passing", layers=layers, **options).layers.keys() == wanted
+    whole = uq.fit(model, [(x, y)], uq.MessagePassing(layers="all", epochs=1), progress=False)
+    assert whole.layers.keys() == {"0", "2"}
+    for own, asked in (("last", "all"), ("all", "last")):
+        method = uq.MessagePassing(layers=own)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(uq.PosthocUQError, match=rf"layers='{asked}' and the method for layers='{own}'"):
+            uq.fit(model, [(x, y)], method, layers=asked, progress=False)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_by_default_a_last_layer_does_no_harm_on_digits(form: str) -> None:
+    """Held-out accuracy and log likelihood beside the network's own; without the matched temperature far worse."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(images / 16, dtype=D)[order], torch.tensor(labels)[order]
+    model, trained = network(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), 1200
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(200):
+        part = torch.arange(100) + 100 * (step % 12)
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+        optimiser.step()
+    with torch.no_grad():
+        own = model(x[trained:]).softmax(1)
+    loss, accuracy = score(own, y[trained:])
+    posterior = fit(model, x[:trained], y[:trained], posterior=form)
+    matched_loss, matched_accuracy = score(uq.wrap(model, posterior)(x[trained:]).probs, y[trained:])
+    assert matched_loss < loss + 0.04 and matched_accuracy > accuracy - 0.015
+    assert "network's" in posterior.history.tuning["temperature"] and 0.03 < posterior.temperature < 0.9
+    posterior.temperature = 1.0
+    assert score(uq.wrap(model, posterior)(x[trained:]).probs, y[trained:])[0] > loss + 0.04
+
+
+def score(probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
+    loss = nn.functional.nll_loss(probabilities.log(), labels)
+    return float(loss), float((probabilities.argmax(1) == labels).double().mean())
 
 
 def test_limits_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
