@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_the_diagonal_posterior_of_a_regression_has_the_exact_means(
         uq.Gaussian(0.5),
         group_size=group_size,
         epochs=1 if group_size == 1 else 40,
-        iterations=30,
+        iterations=30 if group_size == 1 else 1,
         **shared,
     )
     for name, mean in full.mean.items():
@@ -312,9 +313,9 @@ def test_a_file(form: str, tmp_path: Path) -> None:
 def test_a_whole_network_is_what_the_messages_say() -> None:
     x = normals(24, 2)
     y = (x[:, :1] - x[:, 1:] ** 2) / 2
-    model = network(nn.Linear(2, 12), nn.LeakyReLU(0.1), nn.Dropout(0.2), nn.Linear(12, 1))
+    model = network(nn.Linear(2, 8), nn.LeakyReLU(0.1), nn.Dropout(0.2), nn.Linear(8, 1))
     for prior in ("spectral", "pretrained"):
-        options: dict[str, Any] = {"epochs": 1, "iterations": 10, "prior": prior}
+        options: dict[str, Any] = {"epochs": 1, "iterations": 6, "prior": prior}
         if prior == "pretrained":
             with pytest.warns(UserWarning, match="held-out"):
                 posterior = fit(model, x, y, uq.Gaussian(0.01), layers="all", **options)
@@ -519,6 +520,24 @@ def test_data_come_in_and_go_out(form: str) -> None:
     first = fit(model, x[:31], y[:31], uq.Gaussian(1e-3), **options)
     with pytest.raises(uq.PosthocUQError, match=r"negative|must be positive"):
         method.forget(first, task_of(first, *foreign))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", uq.Gaussian(0.3)])
+def test_what_came_in_goes_out_of_independent_weights(likelihood: Any, tmp_path: Path) -> None:
+    """Through a file: a single visit of the new data would leave means ten standard deviations away."""
+    model = network(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    x, y = normals(200, 4), normals(200, 4) @ normals(4, 3, seed=3)
+    targets = y.argmax(1) if likelihood == "classification" else y
+    first = fit(model, x[:100], targets[:100], likelihood, dtype=D)
+    new, path = [(x[100:], targets[100:])], tmp_path / "p.h5"
+    uq.save(uq.update(copy.deepcopy(first), new, progress=False), path)
+    both = uq.load(path, model)
+    assert both.evidence.samples == both.scale == 200
+    back = uq.forget(both, new, progress=False)
+    for name, mean in first.mean.items():
+        spread = first.variance()[name].sqrt()
+        assert float(((back.mean[name] - mean) / spread).abs().max()) < 0.5
+        torch.testing.assert_close(back.variance()[name], first.variance()[name], rtol=1e-3, atol=0)
 
 
 def test_an_update_of_an_exact_posterior_is_the_fit_on_all() -> None:

@@ -261,9 +261,9 @@ def test_several_networks_at_once_are_each_alone() -> None:
 
 
 def test_a_sine_is_learned() -> None:
-    x, truth, y = sine(80)
-    stages, prior = perceptron((1, 24, 24, 1), networks=2)
-    for slope, schedule in ((0.1, Schedule(iterations=4)), (0.0, Schedule(iterations=12, chunk_size=5))):
+    x, truth, y = sine(60)
+    stages, prior = perceptron((1, 16, 16, 1), networks=2)
+    for slope, schedule in ((0.1, Schedule(iterations=4)), (0.0, Schedule(iterations=10, chunk_size=5))):
         own: list[Stage] = [Activation(slope) if isinstance(s, Activation) else s for s in stages]
         trainer = Trainer(own, prior, [(x, y)], Regression(0.0025), schedule)
         trainer.run()
@@ -430,7 +430,7 @@ def test_a_small_convolutional_network_learns() -> None:
     data = [(x[:20], labels[:20]), (x[20:], labels[20:])]
     for forms in (Forms(),):
         trainer = Trainer(
-            stages, prior, data, Argmax(), Schedule(epochs=4, iterations=4, chunk_size=2), forms
+            stages, prior, data, Argmax(), Schedule(epochs=3, iterations=3, chunk_size=4), forms
         )
         trainer.run(lambda trainer=trainer: assert_assembled(trainer))
         mean, variance = outputs_of(stages, trainer.posterior, x)

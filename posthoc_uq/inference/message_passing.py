@@ -79,8 +79,10 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
     posterior = _posterior(task, options, blocks, len(examples.inputs), notes, prior_precision)
     if last is not None and options.matched_temperature and task.settings.likelihood.noise_variance is None:
         with torch.no_grad():
-            posterior.temperature = matched_temperature(task, last, blocks[last.name], examples)
-        posterior.history.tuning["temperature"] = _MATCHED
+            own, block = posterior.temperature, blocks[last.name]
+            posterior.temperature = matched_temperature(task, last, block, examples, own)
+        if posterior.temperature < own:
+            posterior.history.tuning["temperature"] = _MATCHED
     return posterior
 
 

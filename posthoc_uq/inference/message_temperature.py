@@ -1,4 +1,4 @@
-"""The temperature at which a last layer's posterior by message passing predicts the data of its fit as the network does.
+"""The temperature at which a last layer's posterior by message passing predicts as the network does.
 
 The means are not the trained ones: the prior draws them to its own, and the variances of the logits are those of
 independent messages. So at temperature 1 a posterior is far less sure than the network, although its order of classes
@@ -8,7 +8,7 @@ is as good. No labels are needed for the temperature, only the network's own out
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log
+from math import log, log10
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +27,24 @@ from posthoc_uq.randomness import mixed_seed
 _DRAWS = 128  # of the logits
 _SAMPLES = 512  # of the data, at most
 _NUMBERS = 2**23  # logits drawn at most, but for one sample
-_LOWEST, _HIGHEST = -1.5, 1.0  # decades
+_LOWEST = -1.5  # decade
 _COARSE, _FINE = 0.25, 0.025
 
 
-def matched_temperature(task: Task, layer: Layer, block: MessagesBlock, examples: Examples) -> float:
+def matched_temperature(
+    task: Task, layer: Layer, block: MessagesBlock, examples: Examples, highest: float
+) -> float:
     """The temperature of the least mean divergence ``KL(p_network || p_posterior)`` over up to 512 samples of a fit.
+
+    A network that knows less than the posterior, as one whose last layer is not trained, is no measure: then it is
+    `highest`.
 
     Args:
         task: the fit.
         layer: the model's last.
         block: its posterior.
         examples: the data.
+        highest: the temperature of the posterior's own.
     """
     samples, outputs = len(examples.inputs), layer.outputs
     wanted = max(1, min(samples, _SAMPLES, _NUMBERS // (_DRAWS * outputs)))
@@ -54,13 +60,13 @@ def matched_temperature(task: Task, layer: Layer, block: MessagesBlock, examples
         posterior = (drawn / 10**decade).log_softmax(-1).logsumexp(0) - log(_DRAWS)
         return float((network.exp() * (network - posterior)).sum(-1).mean())
 
-    best = _least(divergence, _LOWEST, _HIGHEST, _COARSE)
-    start, end = max(_LOWEST, best - _COARSE), min(_HIGHEST, best + _COARSE)
-    return 10 ** _least(divergence, start, end, _FINE)
+    top = log10(highest)
+    best = _least(divergence, _LOWEST, top, _COARSE)
+    return 10 ** _least(divergence, max(_LOWEST, best - _COARSE), min(top, best + _COARSE), _FINE)
 
 
 def _least(score: Callable[[float], float], start: float, end: float, step: float) -> float:
-    places = [start + step * index for index in range(round((end - start) / step) + 1)]
+    places = [end - step * index for index in range(int((end - start) / step + 1e-9) + 1)]
     return min(places, key=score)
 
 
