@@ -148,7 +148,7 @@ def test_the_loss_is_the_sum_of_its_terms() -> None:
             mean, variance = objective.moments(Batch((x,), y), variances)
             fit = score(mean, variance, y, 64).mean()
         torch.testing.assert_close(terms["log likelihood"], fit)
-        torch.testing.assert_close(terms["loss"], terms["KL"] * 0.25 / 50 - fit)
+        torch.testing.assert_close(terms["loss"], terms["KL"] * 0.1 * 0.25 / 50 - fit)
 
 
 def test_moments_in_training_are_those_of_the_head() -> None:
@@ -254,7 +254,9 @@ def test_the_optimum_of_a_linear_model_is_the_best_mean_field() -> None:
     posterior = fit(
         model,
         [(x, y)],
-        uq.UTVI(epochs=500, lr=0.05, log_variance_lr=0.1, kl_floor=1.0, weight_decay=0.0, clip=None),
+        uq.UTVI(
+            epochs=500, lr=0.05, log_variance_lr=0.1, kl_weight=1.0, kl_floor=1.0, weight_decay=0.0, clip=None
+        ),
         likelihood="regression",
         noise_variance=noise,
         prior_precision=precision,

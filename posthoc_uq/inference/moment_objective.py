@@ -36,7 +36,7 @@ DRAWS = 64  # of the outputs in a step, where the likelihood has no closed form;
 
 
 def kl_weight(epoch: int, floor: float = 0.0) -> float:
-    """``max(2^-epoch, floor)``, the weight of the divergence in an epoch, which is counted from 0: the paper's
+    """``max(2^-epoch, floor)``, the share of the divergence's weight in an epoch, which is counted from 0: the paper's
     ``2^(M - l) / 2^(M - 1)`` for ``l = epoch + 1``, without its large numbers.
     """
     return max(2.0**-epoch, floor)
@@ -183,7 +183,7 @@ class MomentObjective(Objective):
         divergence = gaussian_divergence(
             field.means, field.log_variances, variances, self._prior_means, self._precision
         )
-        weight = kl_weight(step.epoch, self._options.kl_floor)
+        weight = self._options.first_kl_weight * kl_weight(step.epoch, self._options.kl_floor)
         loss = divergence * (weight / self._samples) - fit
         loss.backward()
         return {"loss": loss.detach(), "log likelihood": fit.detach(), "KL": divergence.detach()}

@@ -22,6 +22,7 @@ Unknown = Literal["error", "mc", "delta"]
 _NUMBERS = {
     "initial_log_variance": Number("the logarithm of a variance, in [-80, 20]", least=-80, most=20),
     "weight_decay": NOT_NEGATIVE,
+    "kl_weight": NOT_NEGATIVE,
     "kl_floor": UNIT,
     "pool_rho": UNIT,
 }
@@ -59,8 +60,11 @@ class MomentOptions(TrainingOptions):
         noise: of a regression: ``"fixed"`` at the noise of the fit, ``"learned"`` from there, or ``"none"``: the
             propagated variance is all of the predictive one, so that the noise may depend on the input; gradients then
             see no residual above 10 deviations.
-        kl_floor: least weight of the divergence, which is halved from epoch to epoch, beginning with 1. With 1 it has
-            its full weight throughout.
+        kl_weight: factor on the divergence from the prior in the first epoch. 1 is the evidence lower bound, and the
+            default from random weights. From trained ones it is 0.1: with 1 the first epoch alone widens the variances
+            to the prior's, and the means then move away from a network that was right (``docs/methods.md``).
+        kl_floor: the factor is halved from epoch to epoch, but to no less than this share of its first value. With 1 it
+            stays what it is.
         prior_mean: of the weights: ``"zero"``, or ``"trained"`` for the trained ones.
         weight_decay: of the means, by the default optimiser.
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.
@@ -79,6 +83,7 @@ class MomentOptions(TrainingOptions):
     train_rest: bool = True
     objective: Objective = "expected"
     noise: Noise = "fixed"
+    kl_weight: float | None = None
     kl_floor: float = 0.0
     prior_mean: PriorMean = "zero"
     weight_decay: float = 0.01
@@ -103,6 +108,12 @@ class MomentOptions(TrainingOptions):
                 "start='random' trains the means from a new initialisation, so that train_mean=False and initial= do "
                 "not go with it."
             )
+
+    @property
+    def first_kl_weight(self) -> float:
+        """The factor on the divergence in the first epoch."""
+        by_start = 0.1 if self.start == "trained" else 1.0
+        return by_start if self.kl_weight is None else self.kl_weight
 
     def rules(self) -> Rules:
         """The choices between forms of the rules by which moments pass through the network."""

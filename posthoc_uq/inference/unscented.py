@@ -156,7 +156,8 @@ def _fit_notes(
         "noise": options.noise,
         "prior": ALL_WEIGHTS,
         "prior mean": options.prior_mean,
-        "least KL weight": options.kl_floor,
+        "first KL weight": options.first_kl_weight,
+        "least KL weight": options.first_kl_weight * options.kl_floor,
         "relu": options.relu,
         **(
             {name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]}

@@ -24,6 +24,7 @@ POSTERIORS: dict[str, dict[str, Any]] = {
     "KFAC": {"method": "kfac"},
     "EFB": {"method": "efb"},
     "INF": {},
+    "message passing, last layer": {"method": "message_passing"},
     "INF, last layer": {"layers": "last"},
 }
 """Options of `uq.fit` by name; all else is its default."""

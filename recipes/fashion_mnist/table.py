@@ -20,6 +20,7 @@ ORDER = (
     "INF",
     "trained on",
     "function space",
+    "message passing",
     "latent binary",
     "UTVI",
     "deep ensemble",

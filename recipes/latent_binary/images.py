@@ -85,7 +85,7 @@ def fitted(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         method = uq.LatentBinary(**given)
-        posterior = uq.fit(model, Batches(data.train), method, seed=seed, progress=False, **prior)
+        posterior = uq.fit(model, Batches(data.train, seed=seed), method, seed=seed, progress=False, **prior)
     return posterior, time.perf_counter() - begun
 
 

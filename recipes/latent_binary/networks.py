@@ -43,16 +43,17 @@ NETWORKS = {"dense": dense, "lenet": lenet}
 
 
 class Batches:
-    """Batches of images and labels in memory, in another order every time."""
+    """Batches of images and labels in memory, in another order every time: of torch's own generator, or of a seed."""
 
-    def __init__(self, part: Labelled, size: int = BATCH) -> None:
+    def __init__(self, part: Labelled, size: int = BATCH, seed: int | None = None) -> None:
         self.part, self.size = part, size
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
         return -(-len(self.part.labels) // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in torch.randperm(len(self.part.labels)).split(self.size):
+        for chosen in torch.randperm(len(self.part.labels), generator=self._generator).split(self.size):
             yield self.part.images[chosen], self.part.labels[chosen]
 
 

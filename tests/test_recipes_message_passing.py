@@ -1,0 +1,52 @@
+"""The recipe message_passing: its smoke modes as scripts, and how coverage is measured against a known distribution."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe, write_fashion_mnist
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Namespace:
+    return recipe_modules("message_passing", ["sine"])
+
+
+def test_smoke_of_the_sines(tmp_path: Path) -> None:
+    done = run_recipe("message_passing/sine.py", "--smoke", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert NO_RESULTS in done.stdout and (tmp_path / "depth.png").exists()
+    kept = json.loads((tmp_path / "sine-depth-coverage.json").read_text())
+    assert set(kept["depth"]) == {"2 linear layers", "3 linear layers"}
+    assert 0 <= kept["coverage"]["data 0"]["2 sigma, x > 10"] <= 1
+
+
+def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = write_fashion_mnist(tmp_path / "data")
+    folders = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
+    done = run_recipe(
+        "message_passing/last_layer.py", "--smoke", *folders, "--rows", "message passing, diagonal", "INF"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert NO_RESULTS in done.stdout
+    rows = json.loads((tmp_path / "out" / "last_layer.json").read_text())["cnn"]
+    assert set(rows) == {"network", "message passing, diagonal", "INF"} and rows["INF"]["fit / forward"] > 0
+
+
+def test_intervals_of_a_true_distribution_cover_as_often_as_they_say(recipe: Namespace) -> None:
+    """Distribution functions at draws are uniform, so that coverage is the mass and the correlation is one."""
+    grid = torch.arange(200)
+    chance = torch.rand(4000, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sides = {"low": grid < 90, "high": grid > 110}
+    found = recipe.sine.correlations(chance, sides)
+    assert set(found) == {"correlation, low", "correlation, high", "correlation, both"}
+    assert all(value > 0.9999 for value in found.values())
+    narrow = recipe.sine.correlations(
+        0.5 + 0.1 * (chance - 0.5), sides
+    )  # far too wide: all covers from 0.1 on
+    assert all(value < 0.8 for value in narrow.values())
