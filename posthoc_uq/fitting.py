@@ -47,7 +47,7 @@ def fit(
     *,
     val_loader: Iterable[Any] | None = None,
     likelihood: str | Likelihood = "classification",
-    layers: Selection = "all",
+    layers: Selection | None = None,
     prior_precision: float | str | Faithful | None = None,
     head: str | None = None,
     seed: int = 0,
@@ -71,7 +71,8 @@ def fit(
             weights of the epoch that predicts them best.
         likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
-            ``(name, module) -> bool``.
+            ``(name, module) -> bool``. By default those that the method is for: the last one for message passing, all
+            for the others.
         prior_precision: a number; ``"faithful"`` (the default) or a `Faithful`, for the widest posterior whose
             predictions stay near the network's; or ``"evidence"``, for the maximum of the log marginal likelihood.
             For a training a number is the method's own prior precision, and the variances are then narrowed until they
@@ -128,7 +129,7 @@ def fit(
 def _prepared_task(
     model: nn.Module,
     loader: Iterable[Any],
-    layers: Selection,
+    layers: Selection | None,
     request: Request,
     progress: bool,
 ) -> tuple[Task, FeatureSource | None]:

@@ -26,7 +26,7 @@ from posthoc_uq.replica import replicate
 def prepared_task(
     model: nn.Module,
     loader: Iterable[Any],
-    layers: Selection,
+    layers: Selection | None,
     *,
     method: Method,
     likelihood: Likelihood,
@@ -40,7 +40,7 @@ def prepared_task(
     Args:
         model: the user's model.
         loader: the data of this process.
-        layers: which layers are asked for.
+        layers: which layers are asked for; None for those that the method is for.
         method: whose work it will be.
         likelihood: of the targets.
         reader: of the batches.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from posthoc_uq.faithful import Faithful
 from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
-from posthoc_uq.methods import Method, method_of
+from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.replica import check_differentiable, model_device, unwrap
 from posthoc_uq.values import POSITIVE, SEED
 from posthoc_uq.wrapping import head_class
@@ -71,7 +71,7 @@ def requested(
     method: str | Method,
     val_loader: Iterable[Any] | None,
     likelihood: str | Likelihood,
-    layers: Selection,
+    layers: Selection | None,
     prior_precision: Any,
     head: str | None,
     options: Mapping[str, Any],
@@ -87,12 +87,15 @@ def requested(
             "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
         )
     network = unwrap(model)
-    check_selection(layers)
+    if layers is not None:
+        check_selection(layers)
     seed = SEED("seed", others["seed"])
     method_options = dict(options)
     divergence = {name: method_options.pop(name) for name in ("divergence",) if name in method_options}
     noise_variance = method_options.pop("noise_variance", None)
     resolved = resolve_likelihood(likelihood, noise_variance)
+    if isinstance(method, str) and _has_layers(method) and layers in ("last", "all"):
+        method_options.setdefault("layers", layers)
     chosen = method_of(method, method_options)
     faithful = Faithful(**divergence) if divergence or chosen.narrowed else Faithful(None)
     if chosen.trains:
@@ -122,6 +125,11 @@ def requested(
     check_differentiable(network)
     reader = BatchReader(device, others["batch_to_inputs"], others["batch_to_targets"])
     return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader)
+
+
+def _has_layers(method: str) -> bool:
+    """Whether a method by this name has an option `layers`, which the fit's own stands for."""
+    return any(field.name == "layers" for field in fields(METHODS[method])) if method in METHODS else False
 
 
 def _of_training(method: Method, prior_precision: Any, faithful: Faithful) -> tuple[Method, Faithful]:

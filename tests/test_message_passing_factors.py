@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -492,6 +493,26 @@ def test_softargmax_over_wide_logits_and_many_at_once() -> None:
         torch.testing.assert_close(one.tau, found.tau[k, n], rtol=1e-6, atol=1e-9)
     certain = signals.softargmax(pair([900.0, -900.0], [1.0, 1.0]), torch.tensor(1))
     is_message(certain, (0.0, 0.0), (0.0, 0.0), 0)  # a label of no weight at all
+
+
+@pytest.mark.parametrize("deviation", [0.3, 1.0, 3.0, 8.0, 30.0])
+def test_softargmax_of_outputs_far_from_their_label(deviation: float) -> None:
+    """Where the label is unlikely, the match is far out; by a sum over many nodes of a wide interval."""
+    mean = torch.tensor([[0.0, 4.0 * deviation, -2.0]], dtype=D)
+    variance = torch.full_like(mean, deviation**2)
+    found = signals.softargmax(from_moments(mean, variance), torch.tensor([0]))
+    soft = (mean / (1 + torch.pi / 8 * variance).sqrt())[0]
+    z = torch.linspace(-24, 24, 200_001, dtype=D) * deviation
+    same = partial(torch.testing.assert_close, rtol=1e-8, atol=1e-10)
+    for d in range(3):
+        others = soft[[j for j in range(3) if j != d]].logsumexp(0)
+        logs = (z + mean[0, d] if d == 0 else soft[0]) - torch.logaddexp(z + mean[0, d], others)
+        weight = (logs - 0.5 * (z / deviation).square()).exp()
+        weight = weight / weight.sum()
+        shift = weight @ z
+        spread = weight @ (z - shift).square()
+        same(found.rho[0, d] + 1 / deviation**2, 1 / spread)
+        same(found.tau[0, d] + mean[0, d] / deviation**2, (mean[0, d] + shift) / spread)
 
 
 def test_a_single_logit_by_its_sigmoid() -> None:

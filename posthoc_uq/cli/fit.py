@@ -31,7 +31,10 @@ def _methods() -> Choices:
     spellings = {
         "method": Spelling(type=click.Choice(list(METHODS)), text="How the posterior is fitted."),
         "likelihood": Spelling(type=click.Choice(list(LIKELIHOODS)), text="What the model's outputs mean."),
-        "layers": Spelling(text="All, last, or names, prefixes and shell patterns with commas between."),
+        "layers": Spelling(
+            text="All, last, or names, prefixes and shell patterns with commas between; by default those that the "
+            "method is for."
+        ),
         "prior_precision": Spelling(
             type=OneOf([int, float, *literal("faithful", "evidence")]),
             text="A number; faithful (the default), for the widest posterior whose predictions stay near the model's "

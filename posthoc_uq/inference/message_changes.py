@@ -20,7 +20,7 @@ from posthoc_uq.inference.message_last import (
     joint_evidence,
     joint_rows,
 )
-from posthoc_uq.inference.message_options import LAST, MessagePassingOptions
+from posthoc_uq.inference.message_options import LAST, MANY, MessagePassingOptions
 from posthoc_uq.inference.message_shared import signal_of
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
@@ -30,10 +30,12 @@ from posthoc_uq.message_passing.groups import group_message
 from posthoc_uq.message_passing.network import Belief, combined, product, quotient, silent
 from posthoc_uq.message_passing.targets import Signal
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.dense import LARGEST_BYTES
 from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
 
 _GROUP, _ITERATIONS = 64, 2
+_VISITS = 100  # of new data, at most
 _ROUNDS = 200  # in which the messages of data that go out settle
 _TOLERANCE = 1e-6
 _SHARE = 0.7  # of a new message in such a round
@@ -163,17 +165,48 @@ def _diagonal(
     known = cast(Message, _natural(block, units, bias))
     belief = as_belief(known.mean, known.rho, bias)
     total = silent(belief)
-    for inputs, targets in Batches(examples, units, _GROUP, 0):
+    batches = Batches(examples, units, _GROUP, 0)
+    if sign > 0:
+        total = _came_in(belief, batches, signal)
+    else:
+        for inputs, targets in batches:
 
-        def told(cavity: Belief, inputs: Tensor = inputs, targets: Tensor = targets) -> Belief:
-            return group_message(inputs, targets, cavity, signal, _ITERATIONS)
+            def told(cavity: Belief, inputs: Tensor = inputs, targets: Tensor = targets) -> Belief:
+                return group_message(inputs, targets, cavity, signal, _ITERATIONS)
 
-        if sign > 0:
-            total = product(total, told(product(belief, total)))
-        else:
             total = product(total, _within(belief, told))
     said = as_matrix(total, bias)
     return _placed(diagonal_evidence(units, said, bias), block)
+
+
+def _came_in(belief: Belief, batches: Batches, signal: Signal) -> Belief:
+    """The messages of all groups of new data, visited until they settle: so the same groups can go out again. As in a
+    fit, one visit must do for many data.
+    """
+    numbers = sum(part.rho.numel() for part in belief)
+    many = batches.samples >= MANY or 16 * numbers * len(batches) > LARGEST_BYTES
+    kept, total = dict[int, Belief](), silent(belief)
+    for _ in range(1 if many else _VISITS):
+        before = total
+        for index, (inputs, targets) in enumerate(batches):
+            others = quotient(total, kept[index]) if index in kept else total
+            new = group_message(inputs, targets, product(belief, others), signal, _ITERATIONS)
+            total = product(others, new)
+            if not many:
+                kept[index] = new
+        if _change(before, total) <= _TOLERANCE:
+            break
+    return total
+
+
+def _change(old: Belief, new: Belief) -> float:
+    """The largest difference of a message, relative to the largest message."""
+    return max(
+        float((b - a).abs().max() / b.abs().max().clamp(min=1e-30))
+        for before, after in zip(old, new, strict=True)
+        for a, b in zip(before, after, strict=True)
+        if b.numel()
+    )
 
 
 def _within(belief: Belief, told: Callable[[Belief], Belief]) -> Belief:
@@ -187,12 +220,7 @@ def _within(belief: Belief, told: Callable[[Belief], Belief]) -> Belief:
                 "Pass samples that were fitted or added, unchanged; the posterior stays as it is."
             )
         new = told(cavity)
-        change = max(
-            float((b - a).abs().max() / b.abs().max().clamp(min=1e-30))
-            for old, fresh in zip(own, new, strict=True)
-            for a, b in zip(old, fresh, strict=True)
-            if b.numel()
-        )
+        change = _change(own, new)
         if not change < torch.inf:
             raise NonFiniteError("The messages of these data are not finite.")
         own = combined(own, new, _SHARE)

@@ -14,7 +14,7 @@ FULL = "full"
 PRETRAINED = "pretrained"
 
 _EPOCHS = {LAST: 4, ALL: 18}  # visits of every batch where none are given
-_MANY = 20_000  # samples from which on a last layer's batches are visited once
+MANY = 20_000  # samples from which on a last layer's batches are visited once
 _GROUP_ITERATIONS = 2
 
 
@@ -46,6 +46,9 @@ class MessagePassingOptions:
         regularize: pull the label's logit towards 1 and the others towards -1 as well, for the signal ``"argmax"``.
         matmul: in layers of 128 inputs and more, messages by matrix products alone, which is faster and leaves out
             terms of about one over the number of inputs.
+        matched_temperature: give a last layer's posterior over classes the temperature at which it predicts the data of
+            the fit as the network does, where that is below its own, at which it is far less sure
+            (`posthoc_uq.inference.message_temperature`).
     """
 
     layers: Literal["last", "all"] = "last"
@@ -62,6 +65,7 @@ class MessagePassingOptions:
     message_damping: float | None = None
     regularize: bool = False
     matmul: bool = False
+    matched_temperature: bool = True
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("epochs", "iterations", "group_size", "batch_size", "chunk_size"), COUNT)
@@ -88,7 +92,7 @@ class MessagePassingOptions:
 
     def schedule(self, samples: int) -> Schedule:
         """Of the training on so many samples."""
-        usual = 1 if self.layers == LAST and samples >= _MANY else _EPOCHS[self.layers]
+        usual = 1 if self.layers == LAST and samples >= MANY else _EPOCHS[self.layers]
         iterations = _GROUP_ITERATIONS if self.grouped and self.iterations is None else self.iterations
         return Schedule(
             epochs=usual if self.epochs is None else self.epochs,

@@ -18,6 +18,7 @@ from posthoc_uq.inference.message_network import (
     chain_of,
 )
 from posthoc_uq.inference.message_options import ALL, PRETRAINED, MessagePassingOptions
+from posthoc_uq.inference.message_temperature import matched_temperature
 from posthoc_uq.inference.message_whole import whole_blocks
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
@@ -35,6 +36,8 @@ _TWICE = (
     "With prior='pretrained' the data of the fit must not be those that the model was trained on: the trained weights "
     "hold what these say already, and would count it twice. Pass held-out data, or take prior='zero'."
 )
+
+_MATCHED = "nearest to the network's predictions of the fit's data"
 
 
 def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision: float | None) -> Posterior:
@@ -73,7 +76,14 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
                 f"The messages to '{name}' are not finite in {task.settings.dtype}; bring the inputs to about unit "
                 f"size, or fit with dtype=torch.float64."
             )
-    return _posterior(task, options, blocks, len(examples.inputs), notes, prior_precision)
+    posterior = _posterior(task, options, blocks, len(examples.inputs), notes, prior_precision)
+    if last is not None and options.matched_temperature and task.settings.likelihood.noise_variance is None:
+        with torch.no_grad():
+            own, block = posterior.temperature, blocks[last.name]
+            posterior.temperature = matched_temperature(task, last, block, examples, own)
+        if posterior.temperature < own:
+            posterior.history.tuning["temperature"] = _MATCHED
+    return posterior
 
 
 def _check_likelihood(task: Task) -> None:

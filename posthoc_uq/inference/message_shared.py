@@ -17,7 +17,7 @@ from posthoc_uq.message_passing.trainer import Beliefs, Trainer
 from posthoc_uq.posteriors.dense import LARGEST_BYTES
 from posthoc_uq.randomness import mixed_seed
 
-PRIOR, _ORDER, _VISITS = 401, 402, 403  # streams of the seed
+PRIOR, _ORDER, _VISITS, TEMPERATURE = 401, 402, 403, 404  # streams of the seed
 
 
 def signal_of(task: Task, options: MessagePassingOptions, units: Units | None) -> Signal:

@@ -35,14 +35,16 @@ def group_message(inputs: Tensor, targets: Tensor, cavity: Belief, signal: Signa
     prior = weighted @ rows.T
     start = mean @ rows.T
     sites = nothing(start)
-    root, logits = _posterior(prior, start, sites)
+    logits = from_moments(start, prior.diagonal(dim1=-2, dim2=-1))
+    root = torch.eye(len(rows), dtype=rows.dtype, device=rows.device).expand_as(prior)
     for _ in range(iterations):
         cavities = clamped(divided(logits, sites))
         message = signal.message(Message(*(part.T.unsqueeze(0) for part in cavities)), targets)
         sites = Message(*(part.squeeze(0).T for part in message))
         root, logits = _posterior(prior, start, sites)
-    pulled = sites.rho.sqrt().unsqueeze(2) * weighted
-    lost = torch.linalg.solve_triangular(root, pulled, upper=False).square().sum(1)
+    half = sites.rho.sqrt()
+    known = half.unsqueeze(2) * torch.cholesky_inverse(root) * half.unsqueeze(1)
+    lost = variance.square() * ((known @ rows) * rows).sum(1)
     after = from_moments(
         mean + variance * ((sites.tau - sites.rho * logits.mean) @ rows),
         torch.maximum(variance - lost, 1e-12 * variance),

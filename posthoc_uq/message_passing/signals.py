@@ -17,8 +17,11 @@ from posthoc_uq.message_passing.truncation import hazard, log_ndtr, positive_par
 
 NOISE_VARIANCE = 0.3
 """Of the noise in the comparison of two outputs (argmax) or in that of one with zero."""
-_WIDTH = 8.0  # standard deviations to each side that the quadrature covers
-_NODES = 201
+_WIDTH = 8.0  # standard deviations to each side of the match that the quadrature covers
+_FARTHEST = 7.0  # standard deviations that a match whose integral is heard is moved at most
+_SPACING = 0.4  # of the nodes, in deviations of the output and in units of it; closer ones change nothing
+_WIDEST = 1e4  # deviation of an output, from which on its nodes are farther apart
+_NUMBERS = 2**17  # in a temporary of the quadrature: what a processor's cache holds
 _LEAST_MASS = 1e-12
 _LEAST_PRECISION = -0.1
 
@@ -140,20 +143,12 @@ def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -
     e^rest)``, by the trapezoid rule.
     """
     mean, deviation = before.mean, before.variance.sqrt()
-    widest = float(deviation.max()) if deviation.numel() else 1.0
-    nodes = max(_NODES, 2 * ceil(_WIDTH * min(widest, 1e4)) + 1)
-    x = torch.linspace(-_WIDTH, _WIDTH, nodes, dtype=mean.dtype, device=mean.device)
-    z = mean.unsqueeze(-1) + deviation.unsqueeze(-1) * x
-    over = torch.logaddexp(z, rest.unsqueeze(-1))
-    logs = torch.where(target.unsqueeze(-1), z, top.unsqueeze(-1)) - over - 0.5 * x.square()
-    most = logs.amax(-1, keepdim=True)
-    weights = (logs - most).exp()
-    total = weights.sum(-1)
-    shift = (weights * x).sum(-1) / total
-    width = (weights * (x - shift.unsqueeze(-1)).square()).sum(-1) / total
-    mass = most.squeeze(-1).exp() * total * (x[1] - x[0]) / (2 * pi) ** 0.5
+    # both are e^gain sigmoid(sign (z - rest)); where the sigmoid underflows the integral is below what is heard
+    sign = torch.where(target, 1.0, -1.0).to(mean)
+    gain = torch.where(target, torch.zeros_like(mean), top - rest).exp()
+    mass, shift, width = _sigmoid_moments(sign * (mean - rest), sign * deviation)
     message = divided(from_moments(mean + deviation * shift, deviation.square() * width), before)
-    heard = (mass >= _LEAST_MASS) & message.finite
+    heard = (gain * mass >= _LEAST_MASS) & message.finite
     message = chosen(heard, message, nothing(mean))
     if bool((message.rho < _LEAST_PRECISION).any()):
         raise PosthocUQError(
@@ -161,6 +156,36 @@ def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -
             f"negative; bring the features to about unit size, or use signal='argmax'."
         )
     return Message(message.tau, message.rho.clamp(min=0))
+
+
+def _sigmoid_moments(center: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The integral of ``sigmoid(center + slope x) N(x; 0, 1)``, and mean and variance of x under it."""
+    flat = [part.reshape(-1) for part in (center, slope)]
+    step = max(1, _NUMBERS // _grid(slope)[1])
+    pieces = zip(*(part.split(step) for part in flat), strict=True)
+    found = [_moments_of_piece(*piece) for piece in pieces] or [(flat[0],) * 3]
+    mass, mean, variance = (torch.cat(parts).reshape(center.shape) for parts in zip(*found, strict=True))
+    return mass, mean, variance
+
+
+def _moments_of_piece(center: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    width, nodes = _grid(slope)
+    x = torch.linspace(-width, width, nodes, dtype=center.dtype, device=center.device)
+    weights = (slope.unsqueeze(1) * x).add_(center.unsqueeze(1)).sigmoid_().mul_((-0.5 * x.square()).exp())
+    total, first = (weights @ torch.stack([torch.ones_like(x), x], 1)).unbind(1)
+    mean = first / total
+    variance = (x - mean.unsqueeze(1)).square_().mul_(weights).sum(1) / total
+    return total * (x[1] - x[0]) / (2 * pi) ** 0.5, mean, variance
+
+
+def _grid(slope: Tensor) -> tuple[float, int]:
+    """Half the length of the trapezoid rule and its nodes, an odd number, for the widest output: a sigmoid moves the
+    mean by its deviation at most.
+    """
+    widest = float(slope.abs().max()) if slope.numel() else 1.0
+    widest = min(widest, _WIDEST) if widest == widest else 1.0
+    width = _WIDTH + min(widest, _FARTHEST)
+    return width, 2 * ceil(width * max(widest, 1.0) / _SPACING) + 1
 
 
 def softargmax_probabilities(mean: Tensor, variance: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ class Trainer:
             )
         ]
         if self._start is None:
-            errors = [self._error(chunk, prior)[0] for chunk in chunks]
+            errors = [self._error(chunk, prior, detailed=False)[0] for chunk in chunks]
             self._start = torch.stack(errors).sum(0) / len(targets)
         beliefs, told = prior, {index: silent(belief) for index, belief in prior.items()}
         for _ in range(iterations):
@@ -206,7 +206,8 @@ class Trainer:
             told = _total(chunks, prior)
             beliefs = {index: product(prior[index], told[index]) for index in prior}
         if self.schedule.chunk_size > 1:  # what many examples at once told last may have gone too far
-            self._check([self._error(chunk, beliefs) for chunk in chunks], targets)
+            found = [self._error(chunk, beliefs, detailed=iterations > 1) for chunk in chunks]
+            self._check(found, targets)
         return told
 
     def _check(self, seen: list[tuple[Tensor, Tensor]], targets: Tensor) -> None:
@@ -222,9 +223,11 @@ class Trainer:
         if not least >= FLOOR:
             raise Diverged(f"a cavity has the precision {least:.3g}")
 
-    def _error(self, chunk: _Chunk, beliefs: Beliefs) -> tuple[Tensor, Tensor]:
-        """The error of a chunk under these marginals, and the least precision of a cavity."""
-        one = Pass(self.stages, beliefs, chunk.memory, self.forms, detailed=True)
+    def _error(self, chunk: _Chunk, beliefs: Beliefs, *, detailed: bool) -> tuple[Tensor, Tensor]:
+        """The error of a chunk under these marginals, and the least precision of a cavity. In a single iteration only
+        the sum of what the chunk told is kept; without it the error would be that of the prior.
+        """
+        one = Pass(self.stages, beliefs, chunk.memory, self.forms, detailed=detailed)
         outputs = one.forward(chunk.inputs)
         assert one.least_precision is not None
         return self.signal.error(outputs, chunk.targets), one.least_precision

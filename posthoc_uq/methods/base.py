@@ -83,9 +83,9 @@ class Method(ABC):
         """The default head of its posteriors."""
         return "sampling" if self.trains else "linearized"
 
-    def selection(self, layers: Selection) -> Selection:
-        """The layers that it treats, where a fit was asked for `layers`."""
-        return layers
+    def selection(self, layers: Selection | None) -> Selection:
+        """The layers that it treats, where a fit was asked for `layers`; None where it was not asked for any."""
+        return "all" if layers is None else layers
 
     @abstractmethod
     def passes(self) -> int:

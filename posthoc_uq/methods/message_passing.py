@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from posthoc_uq.curvature.selection import Selection
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.message_changes import changed, check_last
 from posthoc_uq.inference.message_options import ALL, LAST, MessagePassingOptions
 from posthoc_uq.inference.message_passing import MESSAGE_PASSING, fit_by_messages
@@ -56,8 +57,15 @@ class MessagePassing(MessagePassingOptions, Method):
     def head(self) -> str:
         return "moments" if self.layers == ALL else "linearized"
 
-    def selection(self, layers: Selection) -> Selection:
-        return LAST if self.layers == LAST and layers == ALL else layers
+    def selection(self, layers: Selection | None) -> Selection:
+        if layers is None:
+            return self.layers
+        if isinstance(layers, str) and layers in (LAST, ALL) and layers != self.layers:
+            raise PosthocUQError(
+                f"The fit was asked for layers={layers!r} and the method for layers={self.layers!r}; leave layers= out "
+                f"of the fit, or pass uq.MessagePassing(layers={layers!r})."
+            )
+        return layers
 
     def passes(self) -> int:
         return 2  # once for what enters the layers, once for the statistics of the novelty
