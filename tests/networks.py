@@ -61,7 +61,7 @@ def without_training() -> list[str]:
 
 def fitted_layers(name: str, *names: str) -> list[str]:
     """Which of a model's layers the method treats by itself: all, or the last."""
-    return list(names[-1:] if short(name).selection("all") == "last" else names)
+    return list(names[-1:] if short(name).selection(None) == "last" else names)
 
 
 def can(posterior: uq.Posterior, *needs: str) -> bool:

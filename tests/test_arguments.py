@@ -460,7 +460,7 @@ _FIT: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "basis": ({"method": "inf"}, ["x", 5, ["auto"], np.array(["auto"] * 2)]),
     "basis_fraction": ({"method": "inf"}, [*_NO_NUMBER, 0.0, 2.0]),
     "correction": ({"method": "inf"}, ["x", 5, ["clamp"]]),
-    "layers": ({}, [5, None, True, [1], torch.ones(())]),
+    "layers": ({}, [5, True, [1], torch.ones(())]),
     "likelihood": ({}, ["x", 5, ["classification"], {}]),
     "head": ({}, ["x", 5, ["sampling"]]),
     "fisher": ({}, ["x", 5, ["mc"]]),
