@@ -22,7 +22,18 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail, set_referral
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from posthoc_uq.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gamma,
+    Gaussian,
+    Heteroscedastic,
+    Likelihood,
+    Multilabel,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+)
 from posthoc_uq.methods import (
     EFB,
     INF,
@@ -41,6 +52,9 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.drawn import DrawnPrediction
+from posthoc_uq.predictions.heteroscedastic import HeteroscedasticPrediction
+from posthoc_uq.predictions.multilabel import MultilabelPrediction
+from posthoc_uq.predictions.ordinal import OrdinalPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.replica import untied
 from posthoc_uq.sparsity.density import Density, LayerDensity, density
@@ -72,7 +86,10 @@ __all__ = [
     "Evaluation",
     "Faithful",
     "FunctionSpace",
+    "Gamma",
     "Gaussian",
+    "Heteroscedastic",
+    "HeteroscedasticPrediction",
     "Inclusion",
     "InverseCDF",
     "LatentBinary",
@@ -83,7 +100,13 @@ __all__ = [
     "MessagePassing",
     "Method",
     "MomentsPredictor",
+    "Multilabel",
+    "MultilabelPrediction",
+    "NegativeBinomial",
     "NonFiniteError",
+    "Ordinal",
+    "OrdinalPrediction",
+    "Poisson",
     "Posterior",
     "PosteriorMismatchError",
     "PosthocUQError",

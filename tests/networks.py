@@ -102,14 +102,14 @@ LIKELIHOODS: list[str] = [
 
 
 def outputs_for(likelihood: Likelihood) -> int:
-    """A number of outputs that the likelihood takes: 3 if it can be."""
-    for outputs in (3, 1):
+    """A number of outputs that the likelihood takes: 3 if it can be, else 2."""
+    for outputs in (3, 2, 1):
         try:
             likelihood.check(torch.zeros(2, outputs), None)
         except uq.PosthocUQError:
             continue
         return outputs
-    raise AssertionError(f"{likelihood.name} takes neither 3 outputs nor 1")
+    raise AssertionError(f"{likelihood.name} takes neither 3 outputs nor 2 nor 1")
 
 
 # Networks

@@ -113,6 +113,16 @@ class Likelihood(ABC):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y | outputs)`` of every sample, ``(samples,)``, in nats; differentiable in the outputs."""
 
+    def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log p(y_k | f_k)`` of every single output, shaped like them, where targets are independent given the
+        outputs; for the probabilities of counts.
+        """
+        raise self._missing("log_terms(outputs, targets)", "has no density of single outputs")
+
+    def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``P(Y_k <= y_k | f_k)`` of every single output, shaped like them."""
+        raise self._missing("cdf(outputs, targets)", "has no distribution function")
+
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gradient of ``-log p(y | outputs)`` by the outputs, shaped like them; by default by autograd."""
         with torch.inference_mode(False), torch.enable_grad():
@@ -203,6 +213,10 @@ class Likelihood(ABC):
     def entropy(self, outputs: Tensor) -> Tensor:
         """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; by which a temperature is matched."""
         raise self._missing("entropy(outputs)", "does not say how undecided the network is")
+
+    def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
+        """Measures of how good predicted means are, by name, which `posthoc_uq.evaluate` shows beside its own."""
+        return {}
 
     # Predictions
 

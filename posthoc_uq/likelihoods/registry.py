@@ -11,9 +11,28 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.likelihoods.base import Likelihood
 from posthoc_uq.likelihoods.bernoulli import Bernoulli
 from posthoc_uq.likelihoods.categorical import Categorical
+from posthoc_uq.likelihoods.gamma import Gamma
 from posthoc_uq.likelihoods.gaussian import Gaussian
+from posthoc_uq.likelihoods.heteroscedastic import Heteroscedastic
+from posthoc_uq.likelihoods.multilabel import Multilabel
+from posthoc_uq.likelihoods.negative_binomial import NegativeBinomial
+from posthoc_uq.likelihoods.ordinal import Ordinal
+from posthoc_uq.likelihoods.poisson import Poisson
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
+LIKELIHOODS: dict[str, type[Likelihood]] = {
+    kind.name: kind
+    for kind in (
+        Categorical,
+        Bernoulli,
+        Gaussian,
+        Multilabel,
+        Ordinal,
+        Poisson,
+        NegativeBinomial,
+        Gamma,
+        Heteroscedastic,
+    )
+}
 """The likelihoods of this package, by the name that `fit` takes."""
 
 

@@ -20,7 +20,15 @@ from posthoc_uq.metrics.classification import (
     negative_log_likelihood,
     top_k_accuracy,
 )
+from posthoc_uq.metrics.multilabel import (
+    f1_score,
+    hamming_loss,
+    mean_average_precision,
+    multilabel_brier_score,
+    multilabel_calibration_error,
+)
 from posthoc_uq.metrics.ood import ood_aupr, ood_auroc, ood_fpr
+from posthoc_uq.metrics.ordinal import quadratic_kappa, ranked_probability_score
 from posthoc_uq.metrics.regression import (
     CoverageCurve,
     coverage_curve,
@@ -62,15 +70,22 @@ __all__ = [
     "coverage_curve",
     "crps_gaussian",
     "expected_calibration_error",
+    "f1_score",
     "gaussian_log_density",
+    "hamming_loss",
     "interval_coverage",
     "interval_sharpness",
     "joint_tail",
     "mae",
+    "mean_average_precision",
+    "multilabel_brier_score",
+    "multilabel_calibration_error",
     "negative_log_likelihood",
     "ood_aupr",
     "ood_auroc",
     "ood_fpr",
+    "quadratic_kappa",
+    "ranked_probability_score",
     "referral_threshold",
     "referral_thresholds",
     "retained",

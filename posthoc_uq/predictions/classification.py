@@ -91,8 +91,7 @@ class ClassPrediction(Prediction):
                 "a binary model has the columns 1 - p and p."
             )
         inputs, classes = self.probs.shape
-        binary = classes == 2 and self.logits_mean.shape == (inputs, 1)
-        logits_shape = (inputs, 1) if binary else (inputs, classes)
+        logits_shape = self._logits_shape()
         for name, tensor, expected in (
             ("logits_mean", self.logits_mean, logits_shape),
             ("logits_variance", self.logits_variance, logits_shape),
@@ -113,6 +112,12 @@ class ClassPrediction(Prediction):
             value: Tensor | None = getattr(self, name)
             if value is not None and name != "votes":
                 object.__setattr__(self, name, at_least_float32(value))
+
+    def _logits_shape(self) -> tuple[int, ...]:
+        """The shape that the logits must have."""
+        inputs, classes = self.probs.shape
+        binary = classes == 2 and self.logits_mean.shape == (inputs, 1)
+        return (inputs, 1) if binary else (inputs, classes)
 
     @classmethod
     def from_logits(cls, logits: Tensor, *, binary: bool = False) -> ClassPrediction:
@@ -355,7 +360,7 @@ class ClassPrediction(Prediction):
             raise PosthocUQError(f"cat got predictions of different (classes, logits): {sorted(widths)}.")
         exact = any(p.log_probs is not None for p in predictions)
         log_probs = [p.probs.log() if p.log_probs is None else p.log_probs for p in predictions]
-        return ClassPrediction(
+        return type(predictions[0])(
             torch.cat([p.probs for p in predictions]),
             torch.cat([p.logits_mean for p in predictions]),
             torch.cat([p.logits_variance for p in predictions]),

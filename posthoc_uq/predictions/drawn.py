@@ -7,7 +7,7 @@ draws, so this prediction, unlike others, keeps them: ``draws`` times the memory
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
 
@@ -47,6 +47,9 @@ class Observed(Protocol):
     def check(self, outputs: Tensor, targets: Tensor | None) -> None: ...
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor: ...
+    def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+    def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+    def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]: ...
     def mean(self, outputs: Tensor) -> Tensor: ...
     def variance(self, outputs: Tensor) -> Tensor: ...
 
@@ -220,6 +223,48 @@ class DrawnPrediction(Prediction):
             raise PosthocUQError(f"interval needs a level strictly between 0 and 1, not {level}.")
         return self._intervals((level,), _OBSERVATIONS)[level]
 
+    def quantile(self, q: float) -> Tensor:
+        """Shaped like the target: the value below which it falls with probability `q`, a quantile of at least a
+        thousand drawn targets, as for `interval`.
+
+        Raises:
+            PosthocUQError: `q` is not strictly between 0 and 1, or the likelihood draws no targets.
+        """
+        if not 0 < q < 1:
+            raise PosthocUQError(f"quantile needs a probability strictly between 0 and 1, not {q}.")
+        level = abs(2 * q - 1)
+        return self._intervals((level,), _OBSERVATIONS)[level][int(q > 0.5)]
+
+    def probability(self, value: Tensor | float) -> Tensor:
+        """Shaped like the outputs: the probability of a value of each output, as of a count; a density where targets
+        are continuous. The mean over the draws.
+
+        Args:
+            value: one for all outputs, or a tensor that broadcasts to ``(batch, ...)``.
+
+        Raises:
+            PosthocUQError: the likelihood has no density of single outputs.
+        """
+        return self._over_draws(lambda outputs, values: self.likelihood.log_terms(outputs, values).exp(), value)
+
+    def cdf(self, value: Tensor | float) -> Tensor:
+        """Shaped like the outputs: the probability that each is at most `value`; as `probability`.
+
+        Raises:
+            PosthocUQError: the likelihood has no distribution function.
+        """
+        return self._over_draws(self.likelihood.cdf, value)
+
+    def _over_draws(self, function: Callable[[Tensor, Tensor], Tensor], value: Tensor | float) -> Tensor:
+        outputs = self.outputs.transpose(0, 1)
+        values = torch.as_tensor(value, device=outputs.device).to(outputs.dtype).expand(outputs.shape[1:])
+
+        def of_part(flat: Tensor) -> Tensor:
+            copies = values.unsqueeze(0).expand(len(flat) // max(1, len(values)), *values.shape)
+            return function(flat, copies.flatten(0, 1))
+
+        return by_draw(of_part, outputs).mean(0)
+
     def _intervals(self, levels: Sequence[float], targets: int) -> dict[float, tuple[Tensor, Tensor]]:
         """The bounds by level, all from the same drawn targets, at least so many an input."""
         draws, device = self.outputs.shape[1], self.outputs.device
@@ -266,7 +311,8 @@ class DrawnPrediction(Prediction):
         """
         measures: dict[str, float] = {}
         if self._like_mean(targets) is not None:
-            measures["RMSE"] = metrics.rmse(cast(Tensor, self.mean), cast(Tensor, self._like_mean(targets)))
+            mean, values = cast(Tensor, self.mean), cast(Tensor, self._like_mean(targets))
+            measures |= {"RMSE": metrics.rmse(mean, values), **self.likelihood.measures(mean, values)}
         measures["NLL"] = -float(self.log_prob(targets).double().mean())
         if self.likelihood.defines("draw"):
             drawn = min(_OBSERVATIONS, max(_FEWER, _IN_ALL // max(1, len(self))))

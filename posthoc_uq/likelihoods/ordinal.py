@@ -1,0 +1,305 @@
+"""Classes that have an order: thresholds on one output, or a logit for each step from a class to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posthoc_uq.devices import as_double, host_double
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.fields import Field, Flag, Items, Number
+from posthoc_uq.likelihoods.base import Likelihood
+from posthoc_uq.likelihoods.categorical import AGREEMENT
+from posthoc_uq.likelihoods.outputs import divergence_of_classes, wide
+from posthoc_uq.likelihoods.quadrature import gaussian_log_mean_exp, gaussian_mean
+from posthoc_uq.predictions.draws import output_draws
+from posthoc_uq.predictions.links import DRAWS
+from posthoc_uq.predictions.ordinal import OrdinalPrediction
+from posthoc_uq.predictions.samples import at_least_float32
+from posthoc_uq.predictions.spread import Spread
+from posthoc_uq.values import flag
+
+_APART = 1e-4  # least distance of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved apart
+
+
+class Ordinal(Likelihood):
+    """Classes 0, 1, ..., C - 1 that have an order; targets ``(samples,)`` are class indices. Three forms:
+
+    * ``Ordinal(thresholds=[...])``: outputs ``(samples,)`` or ``(samples, 1)`` are one latent number f, and
+      ``P(y <= k) = sigmoid(thresholds[k] - f)`` for C - 1 increasing thresholds (McCullagh 1980), the proportional odds of
+      statsmodels' `OrderedModel`, spacecutter and mord. The thresholds are those that were trained; they stay as they are.
+    * ``Ordinal()``, the form of the name ``"ordinal"``: outputs ``(samples, C - 1)`` are conditional logits,
+      ``P(y > k | y >= k) = sigmoid(f_k)`` (the continuation ratio; CORN of coral-pytorch, Shi, Cao, Raschka 2021). Any
+      outputs give a distribution, so that any weights do that a posterior draws.
+    * ``Ordinal(cumulative=True)``: outputs ``(samples, C - 1)`` are cumulative logits that do not increase,
+      ``P(y > k) = sigmoid(f_k)`` (CORAL of coral-pytorch). Under drawn weights neighbours may cross; they are then moved
+      to 1e-4 below the one before.
+
+    Attributes:
+        thresholds: as a tuple, empty without.
+        cumulative: whether logits without thresholds are cumulative.
+    """
+
+    name = "ordinal"
+    fields: ClassVar[Mapping[str, Field]] = {
+        "thresholds": Items(Number(-1e30, 1e30), 0, 2**20),
+        "cumulative": Flag(),
+    }
+
+    def __init__(self, thresholds: Sequence[float] | Tensor | None = None, cumulative: bool = False) -> None:
+        self.cumulative = flag("cumulative", cumulative)
+        self.thresholds = () if thresholds is None else _increasing(thresholds)
+        if self.thresholds and self.cumulative:
+            raise PosthocUQError(
+                "cumulative=True is for a logit of each step; thresholds are those of one output. Pass one of the two."
+            )
+
+    @property
+    def logits(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether a temperature divides the outputs: not where thresholds, which it leaves, are subtracted from them."""
+        return not self.thresholds
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any]) -> Ordinal:
+        return cls(attributes["thresholds"] or None, attributes["cumulative"])
+
+    # Checks
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        fault = Ordinal.fault(self, outputs, targets)
+        if fault is None or not bool(fault):
+            return
+        if self._misordered(outputs):
+            raise PosthocUQError(
+                "likelihood=Ordinal(cumulative=True) takes logits of P(y > k) that do not increase from one step to the "
+                "next, and the model's do; logits of P(y > k | y >= k), as of CORN, are those of Ordinal()."
+            )
+        if targets is not None and self._seem_cumulative(outputs):
+            raise PosthocUQError(
+                "All inputs have logits that fall by the same steps, as the cumulative logits of CORAL do; pass "
+                "likelihood=uq.Ordinal(cumulative=True), or the output below these logits with thresholds=..."
+            )
+        assert targets is not None
+        classes = self.classes(outputs[0].numel())
+        raise PosthocUQError(
+            f"Labels run from {int(targets.min())} to {int(targets.max())}, but there are {classes} ordered classes; "
+            f"labels must lie in 0..{classes - 1}."
+        )
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        if self.thresholds and outputs.numel() != outputs.shape[0]:
+            raise PosthocUQError(
+                f"likelihood='ordinal' with thresholds needs outputs of shape (samples,) or (samples, 1), and the model "
+                f"gives {tuple(outputs.shape)}; leave the thresholds out for a logit of each step."
+            )
+        if not self.thresholds and (outputs.ndim != 2 or outputs.shape[1] < 1):
+            raise PosthocUQError(
+                f"likelihood='ordinal' needs outputs of shape (samples, classes - 1), and the model gives "
+                f"{tuple(outputs.shape)}."
+            )
+        misordered = torch.as_tensor(self._misordered(outputs), device=outputs.device)
+        if targets is None:
+            return misordered
+        if targets.shape != outputs.shape[:1] or targets.is_floating_point():
+            raise PosthocUQError(
+                f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape "
+                f"{tuple(targets.shape)}."
+            )
+        classes = self.classes(outputs[0].numel())
+        wrong = ((targets < 0) | (targets >= classes)).any().to(outputs.device)
+        return wrong | misordered | self._seem_cumulative(outputs)
+
+    def _misordered(self, outputs: Tensor) -> Tensor | bool:
+        """Whether cumulative logits increase."""
+        if not self.cumulative or outputs.shape[1] < 2:
+            return False
+        return (outputs.diff(dim=1) > 0).any()
+
+    def _seem_cumulative(self, outputs: Tensor) -> Tensor | bool:
+        """Whether conditional logits fall by the same steps for all inputs, which only shared weights do."""
+        if self.thresholds or self.cumulative or len(outputs) < 2 or outputs.shape[1] < 2:
+            return False
+        steps = wide(outputs).diff(dim=1)
+        tolerance = 16 * torch.finfo(outputs.dtype).eps * outputs.abs().max()
+        same = (steps - steps[:1]).abs().max() <= tolerance
+        varied = (outputs - outputs[:1]).abs().max() > 100 * tolerance
+        return same & varied & (steps < 0).all()
+
+    def takes(self, outputs: int) -> bool:
+        return outputs == 1 if self.thresholds else outputs >= 1
+
+    # The density and its gradients
+
+    def log_probs(self, outputs: Tensor) -> Tensor:
+        """``log P(y = k | outputs)`` of every class, ``(samples, classes)``."""
+        if not self.thresholds and not self.cumulative:
+            logits = wide(outputs)
+            zero = logits.new_zeros(logits.shape[0], 1)
+            passed = torch.cat([zero, F.logsigmoid(logits).cumsum(1)], 1)
+            return passed + torch.cat([F.logsigmoid(-logits), zero], 1)
+        logits = self._cumulative(outputs)
+        steps = -logits.diff(dim=1)
+        # sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))
+        between = F.logsigmoid(logits[:, :-1]) + F.logsigmoid(-logits[:, 1:]) + (-torch.expm1(-steps)).log()
+        return torch.cat([F.logsigmoid(-logits[:, :1]), between, F.logsigmoid(logits[:, -1:])], 1)
+
+    def _cumulative(self, outputs: Tensor) -> Tensor:
+        """Logits of ``P(y > k)``, decreasing, ``(samples, classes - 1)``."""
+        outputs = wide(outputs)
+        if self.thresholds:
+            return outputs.reshape(-1, 1) - host_double(self.thresholds).to(outputs)
+        places = _APART * torch.arange(outputs.shape[1], device=outputs.device)
+        return (outputs + places).cummin(dim=1).values - places
+
+    def _of_labels(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        log_probs = self.log_probs(outputs)
+        # clamped: `fault` may not have been read yet
+        labels = targets.long().to(log_probs.device).clamp(0, log_probs.shape[1] - 1)
+        return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._of_labels(outputs, targets)
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        u = self.uniforms(outputs, keys, draw)
+        cumulative = self.log_probs(outputs).exp().to(u.dtype).cumsum(1)
+        return torch.searchsorted(cumulative[:, :-1].contiguous(), u).squeeze(1)
+
+    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        """One for a latent output; one a logit where they are conditional, whose Fisher is diagonal; one a class where
+        they are cumulative.
+        """
+        if self.thresholds:
+            scores = torch.stack([self._score_of(outputs, label) for label in range(self.classes(1))], dim=1)
+            probs = self.log_probs(outputs).exp()
+            yield (probs * scores.reshape(probs.shape).square()).sum(1).sqrt().reshape(outputs.shape)
+        elif self.cumulative:
+            probs = self.log_probs(outputs).exp()
+            for label in range(probs.shape[1]):
+                yield probs[:, label : label + 1].sqrt() * self._score_of(outputs, label)
+        else:
+            logits = wide(outputs)
+            passed = F.logsigmoid(logits).cumsum(1) - F.logsigmoid(logits)  # of P(y >= k)
+            roots = (0.5 * (passed + F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
+            for index in range(roots.shape[1]):
+                factor = torch.zeros_like(roots)
+                factor[:, index] = roots[:, index]
+                yield factor
+
+    def _score_of(self, outputs: Tensor, label: int) -> Tensor:
+        return self.score(outputs, torch.full((len(outputs),), label, device=outputs.device))
+
+    def expected_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+    ) -> Tensor:
+        """By Gauss-Hermite quadrature for one output, by quasi-random draws for several."""
+        if mean[0].numel() > 1:
+            return super().expected_log_prob(mean, variance, targets, n_draws)
+        return self._expected(gaussian_mean, mean, variance, targets)
+
+    def predictive_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+    ) -> Tensor:
+        """By Gauss-Hermite quadrature for one output, by quasi-random draws for several."""
+        if mean[0].numel() > 1:
+            return super().predictive_log_prob(mean, variance, targets, n_draws)
+        return self._expected(gaussian_log_mean_exp, mean, variance, targets)
+
+    def _expected(
+        self,
+        expectation: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor],
+        mean: Tensor,
+        variance: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
+        def at(outputs: Tensor) -> Tensor:  # (nodes, samples)
+            labels = targets.flatten().expand(outputs.shape).flatten()
+            return self._of_labels(outputs.reshape(-1, 1), labels).reshape(outputs.shape)
+
+        return expectation(at, wide(mean).flatten(), wide(variance).flatten())
+
+    # The target
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """``(samples,)``, with classes counted 0, 1, ..."""
+        probs = self.log_probs(outputs).exp()
+        return (probs * torch.arange(probs.shape[1], device=probs.device)).sum(1)
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        probs = self.log_probs(outputs).exp()
+        ranks = torch.arange(probs.shape[1], device=probs.device)
+        return (probs * (ranks - self.mean(outputs).unsqueeze(1)).square()).sum(1)
+
+    def entropy(self, outputs: Tensor) -> Tensor:
+        logs = self.log_probs(as_double(outputs))
+        return -torch.where(logs.isneginf(), 0.0, logs.exp() * logs).sum(1)
+
+    # Predictions
+
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        return divergence_of_classes(self.log_probs(outputs), prediction)
+
+    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
+        """At least three quarters of the samples keep their most probable class."""
+        probs = self._by_draw(draws).exp().mean(0)
+        same = probs.argmax(-1) == self.predicted_class(outputs)
+        return not bool(same.float().mean() < AGREEMENT)
+
+    def classes(self, outputs: int) -> int:
+        return len(self.thresholds) + 1 if self.thresholds else outputs + 1
+
+    def predicted_class(self, outputs: Tensor) -> Tensor:
+        return self.log_probs(outputs).argmax(1)
+
+    def _by_draw(self, outputs: Tensor) -> Tensor:
+        """Log probabilities ``(draws, batch, classes)``."""
+        draws = outputs.shape[0]
+        flat = self.log_probs(outputs.flatten(0, 1))
+        return flat.reshape(draws, -1, flat.shape[1])
+
+    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> OrdinalPrediction:
+        outputs = at_least_float32(outputs)
+        outputs = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
+        return OrdinalPrediction.from_log_probs(self._by_draw(outputs), outputs)
+
+    def from_gaussian(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        *,
+        covariance: Tensor | Spread | None = None,
+        link: str = "mc",
+        n_draws: int = DRAWS,
+        noise: Tensor | None = None,
+    ) -> OrdinalPrediction:
+        """By quasi-random draws of the outputs, with their covariance where the head knows it."""
+        if link != "mc":
+            raise PosthocUQError(
+                f"link={link!r} makes probabilities of the logits of classes; likelihood 'ordinal' predicts by draws of "
+                f"the outputs: link='mc'."
+            )
+        functional = tuple(moment.reshape(mean.shape[0], -1) for moment in (mean, variance))
+        draws = output_draws(*functional, covariance, n_draws)
+        return OrdinalPrediction.from_log_probs(self._by_draw(draws), draws, (functional[0], functional[1]))
+
+
+def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:
+    """The thresholds as plain numbers.
+
+    Raises:
+        PosthocUQError: they are no numbers, or do not increase.
+    """
+    try:
+        numbers = host_double(thresholds).detach().flatten()
+    except (TypeError, ValueError, RuntimeError):
+        raise PosthocUQError(
+            f"thresholds must be a list of increasing numbers, not a {type(thresholds).__name__}."
+        ) from None
+    finite = bool(torch.isfinite(numbers).all())
+    if numbers.numel() == 0 or not finite or bool((numbers.diff() <= 0).any()):
+        raise PosthocUQError(f"thresholds must be finite and increase, not {numbers.tolist()}.")
+    return tuple(numbers.tolist())
