@@ -101,6 +101,12 @@ LIKELIHOODS: list[str] = [
 """The names of the package's likelihoods."""
 
 
+def takes_likelihood(name: str, likelihood: str) -> bool:
+    """Whether the method can fit this likelihood."""
+    known = METHODS[name].likelihoods
+    return known is None or likelihood in known
+
+
 def outputs_for(likelihood: Likelihood) -> int:
     """A number of outputs that the likelihood takes: 3 if it can be, else 2."""
     for outputs in (3, 2, 1):

@@ -10,7 +10,17 @@ from torch import Tensor
 from posthoc_uq import metrics
 from posthoc_uq.predictions.base import Prediction
 
-LARGER_IS_BETTER = ("accuracy", "top-5 accuracy", "log density", "AUROC", "AUPR", "AUC at", "mAP", "F1", "quadratic kappa")
+LARGER_IS_BETTER = (
+    "accuracy",
+    "top-5 accuracy",
+    "log density",
+    "AUROC",
+    "AUPR",
+    "AUC at",
+    "mAP",
+    "F1",
+    "quadratic kappa",
+)
 """How the names of measures start whose larger values are better; of others, but for `NEUTRAL`, smaller is better."""
 NEUTRAL = ("coverage", "sharpness", "mean entropy", "referred", "by ")
 

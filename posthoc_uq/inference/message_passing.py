@@ -30,6 +30,8 @@ from posthoc_uq.posteriors.prior import ALL_WEIGHTS
 from posthoc_uq.posteriors.settings import Hyperparameters, LayerPriors
 from posthoc_uq.warned import warn_user
 
+LIKELIHOODS = ("classification", "binary", "regression")
+"""The likelihoods of whose targets it knows what they say of the outputs."""
 MESSAGE_PASSING = "message_passing"  # the method's name
 _LOGISTIC = 1.702  # a standard normal distribution function is close to a logistic one of this slope
 _TWICE = (
@@ -88,7 +90,7 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
 
 def _check_likelihood(task: Task) -> None:
     likelihood = task.settings.likelihood
-    if likelihood.name not in ("classification", "binary", "regression"):
+    if likelihood.name not in LIKELIHOODS:
         raise PosthocUQError(
             f"method='message_passing' knows what the targets of 'classification', 'binary' and 'regression' say of "
             f"the outputs, not those of likelihood={likelihood.name!r}; take a Laplace method for it."

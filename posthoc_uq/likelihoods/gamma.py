@@ -25,7 +25,8 @@ class Gamma(LogMean):
     same shape are above 0, with the variance ``mu^2 / shape``.
 
     Attributes:
-        shape: between 1e-6 and 1e6; 1 is the exponential distribution. Its inverse is the dispersion of a gamma regression.
+        shape: between 1e-6 and 1e6; 1 is the exponential distribution. Its inverse is the dispersion of a gamma
+            regression.
     """
 
     name = "gamma"

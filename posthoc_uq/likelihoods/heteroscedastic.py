@@ -21,12 +21,13 @@ from posthoc_uq.predictions.streaming import Moments, gathered
 
 
 class Heteroscedastic(Likelihood):
-    """Regression with a noise of each input (Nix, Weigend 1994; Kendall, Gal 2017): outputs ``(samples, 2 targets)`` are
-    the means of all targets and, after them, the logarithms of their noise variances. Targets are
+    """Regression with a noise of each input (Nix, Weigend 1994; Kendall, Gal 2017): outputs ``(samples, 2 targets)``
+    are the means of all targets and, after them, the logarithms of their noise variances. Targets are
     ``(samples, targets)``; of one target also ``(samples,)``.
 
-    The network was trained with the negative log-likelihood (`torch.nn.GaussianNLLLoss` of the exponentials). The Fisher
-    is exact in closed form: ``1 / noise variance`` for a mean and ``1 / 2`` for a log variance, nothing between them.
+    The network was trained with the negative log-likelihood (`torch.nn.GaussianNLLLoss` of the exponentials). The
+    Fisher is exact in closed form: ``1 / noise variance`` for a mean and ``1 / 2`` for a log variance, nothing between
+    them.
     """
 
     name = "heteroscedastic"
@@ -130,16 +131,12 @@ class Heteroscedastic(Likelihood):
     def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> HeteroscedasticPrediction:
         """By the draws' moments."""
         if outputs.ndim != 3 or outputs.shape[-1] % 2:
-            raise PosthocUQError(
-                f"outputs must be (draws, batch, 2 * targets), not {tuple(outputs.shape)}."
-            )
+            raise PosthocUQError(f"outputs must be (draws, batch, 2 * targets), not {tuple(outputs.shape)}.")
         outputs = at_least_float32(outputs)
         moments = mean_and_variance(outputs)
         return self._prediction(*moments, self.variance(outputs).mean(0))
 
-    def from_blocks(
-        self, blocks: Iterable[Tensor], noise: Tensor | None = None
-    ) -> HeteroscedasticPrediction:
+    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> HeteroscedasticPrediction:
         outputs, noises, dtype = Moments(), Moments(), torch.float32
         for block in gathered(blocks):
             block = at_least_float32(block)
@@ -160,9 +157,7 @@ class Heteroscedastic(Likelihood):
         noise: Tensor | None = None,
     ) -> HeteroscedasticPrediction:
         """In closed form, whatever the link: the mean noise variance is ``exp(m_s + v_s / 2)``."""
-        return self._prediction(
-            mean, variance, (self._halves(mean)[1] + self._halves(variance)[1] / 2).exp()
-        )
+        return self._prediction(mean, variance, (self._halves(mean)[1] + self._halves(variance)[1] / 2).exp())
 
     def _prediction(self, mean: Tensor, variance: Tensor, noise: Tensor) -> HeteroscedasticPrediction:
         (means, logs), (spread, log_spread) = self._halves(mean), self._halves(variance)

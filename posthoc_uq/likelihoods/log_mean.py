@@ -72,7 +72,9 @@ class LogMean(Likelihood):
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
             )
         if self.counts:
-            wrong = (targets < 0) | (targets != targets.round()) if targets.is_floating_point() else targets < 0
+            wrong = (
+                (targets < 0) | (targets != targets.round()) if targets.is_floating_point() else targets < 0
+            )
             return (wrong | ~torch.isfinite(targets)).any()
         return ((targets <= 0) | ~torch.isfinite(targets)).any()
 
@@ -151,7 +153,7 @@ class LogMean(Likelihood):
         return self.drawn_divergence(outputs, prediction) / outputs[0].numel()
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """The mean target over draws is not further from the trained one, in mean square, than the target's variance."""
+        """The mean target over draws is not further from the trained one, in mean square, than its variance."""
         squares = (draws.exp().mean(0) - outputs.exp()).square().mean(0)
         return not bool((squares > self.variance(outputs).mean(0)).any())
 
@@ -165,8 +167,8 @@ class LogMean(Likelihood):
         n_draws: int = DRAWS,
         noise: Tensor | None = None,
     ) -> DrawnPrediction:
-        """Mean and variance of the target in closed form, ``E mu = exp(m + v / 2)`` and ``E mu^2 = exp(2 m + 2 v)``; all
-        else by quasi-random draws of the outputs.
+        """Mean and variance of the target in closed form, ``E mu = exp(m + v / 2)`` and ``E mu^2 = exp(2 m + 2 v)``;
+        all else by quasi-random draws of the outputs.
         """
         drawn = super().from_gaussian(mean, variance, covariance=covariance, link=link, n_draws=n_draws)
         a, b = self.variance_terms

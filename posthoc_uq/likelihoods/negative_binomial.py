@@ -20,8 +20,8 @@ _DISPERSION = Number("a number between 1e-6 and 1e6", least=1e-6, most=1e6)
 
 
 class NegativeBinomial(LogMean):
-    """Counts: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of means ``mu``, targets of the same shape
-    are whole numbers from 0 on, with the variance ``mu + dispersion mu^2`` (NB2 of Cameron, Trivedi, "Regression
+    """Counts: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of means ``mu``, targets of the same
+    shape are whole numbers from 0 on, with the variance ``mu + dispersion mu^2`` (NB2 of Cameron, Trivedi, "Regression
     Analysis of Count Data", 1998; the dispersion is statsmodels' ``alpha``, its inverse is R's ``theta``).
 
     Attributes:

@@ -30,14 +30,14 @@ class Ordinal(Likelihood):
     """Classes 0, 1, ..., C - 1 that have an order; targets ``(samples,)`` are class indices. Three forms:
 
     * ``Ordinal(thresholds=[...])``: outputs ``(samples,)`` or ``(samples, 1)`` are one latent number f, and
-      ``P(y <= k) = sigmoid(thresholds[k] - f)`` for C - 1 increasing thresholds (McCullagh 1980), the proportional odds of
-      statsmodels' `OrderedModel`, spacecutter and mord. The thresholds are those that were trained; they stay as they are.
+      ``P(y <= k) = sigmoid(thresholds[k] - f)`` for C - 1 increasing thresholds (McCullagh 1980), the proportional odds
+      of statsmodels' `OrderedModel`, spacecutter and mord. The thresholds are the trained ones; they stay as they are.
     * ``Ordinal()``, the form of the name ``"ordinal"``: outputs ``(samples, C - 1)`` are conditional logits,
       ``P(y > k | y >= k) = sigmoid(f_k)`` (the continuation ratio; CORN of coral-pytorch, Shi, Cao, Raschka 2021). Any
       outputs give a distribution, so that any weights do that a posterior draws.
     * ``Ordinal(cumulative=True)``: outputs ``(samples, C - 1)`` are cumulative logits that do not increase,
-      ``P(y > k) = sigmoid(f_k)`` (CORAL of coral-pytorch). Under drawn weights neighbours may cross; they are then moved
-      to 1e-4 below the one before.
+      ``P(y > k) = sigmoid(f_k)`` (CORAL of coral-pytorch). Under drawn weights neighbours may cross; they are then
+      moved to 1e-4 below the one before.
 
     Attributes:
         thresholds: as a tuple, empty without.
@@ -60,7 +60,7 @@ class Ordinal(Likelihood):
 
     @property
     def logits(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a temperature divides the outputs: not where thresholds, which it leaves, are subtracted from them."""
+        """Whether a temperature divides the outputs: not where thresholds are subtracted, which it would leave."""
         return not self.thresholds
 
     @classmethod
@@ -75,8 +75,8 @@ class Ordinal(Likelihood):
             return
         if self._misordered(outputs):
             raise PosthocUQError(
-                "likelihood=Ordinal(cumulative=True) takes logits of P(y > k) that do not increase from one step to the "
-                "next, and the model's do; logits of P(y > k | y >= k), as of CORN, are those of Ordinal()."
+                "likelihood=Ordinal(cumulative=True) takes logits of P(y > k) that do not increase from one step to "
+                "the next, and the model's do; logits of P(y > k | y >= k), as of CORN, are those of Ordinal()."
             )
         if targets is not None and self._seem_cumulative(outputs):
             raise PosthocUQError(
@@ -93,8 +93,8 @@ class Ordinal(Likelihood):
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if self.thresholds and outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
-                f"likelihood='ordinal' with thresholds needs outputs of shape (samples,) or (samples, 1), and the model "
-                f"gives {tuple(outputs.shape)}; leave the thresholds out for a logit of each step."
+                f"likelihood='ordinal' with thresholds needs outputs of shape (samples,) or (samples, 1), and the "
+                f"model gives {tuple(outputs.shape)}; leave the thresholds out for a logit of each step."
             )
         if not self.thresholds and (outputs.ndim != 2 or outputs.shape[1] < 1):
             raise PosthocUQError(
@@ -279,8 +279,8 @@ class Ordinal(Likelihood):
         """By quasi-random draws of the outputs, with their covariance where the head knows it."""
         if link != "mc":
             raise PosthocUQError(
-                f"link={link!r} makes probabilities of the logits of classes; likelihood 'ordinal' predicts by draws of "
-                f"the outputs: link='mc'."
+                f"link={link!r} makes probabilities of the logits of classes; likelihood 'ordinal' predicts by draws "
+                f"of the outputs: link='mc'."
             )
         functional = tuple(moment.reshape(mean.shape[0], -1) for moment in (mean, variance))
         draws = output_draws(*functional, covariance, n_draws)

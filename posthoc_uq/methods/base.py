@@ -50,6 +50,8 @@ class Method(ABC):
     """The kinds of blocks that its posteriors may have; a file with others is refused."""
     tunable: ClassVar[frozenset[str]]
     """The hyperparameters that its posteriors have, as far as the likelihood has them too."""
+    likelihoods: ClassVar[tuple[str, ...] | None] = None
+    """The names of the likelihoods that it can fit; None for any, the user's own among them."""
     stages: ClassVar[Stages] = {}
     """What its calls of `Task.stage` compute, and so what a checkpoint of its fits may hold."""
     proves_gradients: ClassVar[bool] = True

@@ -9,7 +9,7 @@ from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.message_changes import changed, check_last
 from posthoc_uq.inference.message_options import ALL, LAST, MessagePassingOptions
-from posthoc_uq.inference.message_passing import MESSAGE_PASSING, fit_by_messages
+from posthoc_uq.inference.message_passing import LIKELIHOODS, MESSAGE_PASSING, fit_by_messages
 from posthoc_uq.inference.task import Task
 from posthoc_uq.methods.base import Method
 from posthoc_uq.posteriors.base import Posterior
@@ -37,6 +37,7 @@ class MessagePassing(MessagePassingOptions, Method):
     name: ClassVar[str] = MESSAGE_PASSING
     block_kinds: ClassVar[tuple[str, ...]] = ("messages", "joint_messages")
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
+    likelihoods: ClassVar[tuple[str, ...] | None] = LIKELIHOODS
 
     prior_precision: float | None = None
 

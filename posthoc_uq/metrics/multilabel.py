@@ -84,7 +84,9 @@ def multilabel_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) 
         raise PosthocUQError(f"A calibration needs at least one bin, not {bins}.")
     below_one = 1 - torch.finfo(torch.float32).eps / 2  # torchmetrics puts 1 into a bin of its own
     return float(
-        binary_calibration_error(probs.clamp(0, below_one).flatten(), labels.flatten(), n_bins=bins, norm="l1")
+        binary_calibration_error(
+            probs.clamp(0, below_one).flatten(), labels.flatten(), n_bins=bins, norm="l1"
+        )
     )
 
 

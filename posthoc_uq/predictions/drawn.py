@@ -245,7 +245,9 @@ class DrawnPrediction(Prediction):
         Raises:
             PosthocUQError: the likelihood has no density of single outputs.
         """
-        return self._over_draws(lambda outputs, values: self.likelihood.log_terms(outputs, values).exp(), value)
+        return self._over_draws(
+            lambda outputs, values: self.likelihood.log_terms(outputs, values).exp(), value
+        )
 
     def cdf(self, value: Tensor | float) -> Tensor:
         """Shaped like the outputs: the probability that each is at most `value`; as `probability`.

@@ -16,8 +16,8 @@ from posthoc_uq.predictions.samples import mean_and_variance
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OrdinalPrediction(ClassPrediction):
-    """A `ClassPrediction` of classes 0, 1, ... that have an order. `logits_mean` and `logits_variance` are of the model's
-    own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
+    """A `ClassPrediction` of classes 0, 1, ... that have an order. `logits_mean` and `logits_variance` are of the
+    model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
     """
 
     of: ClassVar[str] = "likelihood='ordinal'"
