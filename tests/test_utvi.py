@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import batches, cnn, inputs_of, mlp, steady, targets_of
+from networks import batches, cnn, inputs_of, mlp, outputs_for, steady, targets_of
 from scipy.integrate import quad
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
@@ -108,7 +108,7 @@ def test_the_density_of_a_prediction_by_quadrature(name: str) -> None:
     """Exact for a regression; for logits the probit approximation, within its known error."""
     likelihood = resolve_likelihood(name, 0.3 if name == "regression" else None)
     mean, variance = torch.tensor([[0.7]]).double(), torch.tensor([[1.6]]).double()
-    target = torch.tensor([[1.0]]).double()
+    target = likelihood.draw(mean, torch.arange(1), 0)
 
     def integrand(f: float) -> float:
         value = torch.tensor([[f]], dtype=torch.float64)
@@ -398,7 +398,7 @@ def test_a_layer_that_moments_do_not_reach() -> None:
 def test_outputs_that_are_certain_have_finite_gradients(name: str) -> None:
     """A variance of 0, as of an input of zeros without a bias: the root has no derivative there."""
     likelihood = resolve_likelihood(name)
-    mean = torch.zeros(4, 3 if name == "classification" else 1, requires_grad=True)
+    mean = torch.zeros(4, outputs_for(likelihood), requires_grad=True)
     variance = torch.zeros_like(mean).requires_grad_()
     targets = likelihood.draw(mean.detach(), torch.arange(4), 0)
     likelihood.expected_log_prob(mean, variance, targets).sum().backward()

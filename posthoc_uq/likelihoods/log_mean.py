@@ -171,6 +171,7 @@ class LogMean(Likelihood):
         all else by quasi-random draws of the outputs.
         """
         drawn = super().from_gaussian(mean, variance, covariance=covariance, link=link, n_draws=n_draws)
+        assert isinstance(drawn, DrawnPrediction)
         a, b = self.variance_terms
         rate = (mean + variance / 2).exp()
         return replace(

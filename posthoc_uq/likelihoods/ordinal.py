@@ -167,7 +167,7 @@ class Ordinal(Likelihood):
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw)
         cumulative = self.log_probs(outputs).exp().to(u.dtype).cumsum(1)
-        return torch.searchsorted(cumulative[:, :-1].contiguous(), u).squeeze(1)
+        return torch.searchsorted(cumulative[:, :-1].contiguous(), u.contiguous()).squeeze(1)
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
         """One for a latent output; one a logit where they are conditional, whose Fisher is diagonal; one a class where
@@ -282,9 +282,9 @@ class Ordinal(Likelihood):
                 f"link={link!r} makes probabilities of the logits of classes; likelihood 'ordinal' predicts by draws "
                 f"of the outputs: link='mc'."
             )
-        functional = tuple(moment.reshape(mean.shape[0], -1) for moment in (mean, variance))
-        draws = output_draws(*functional, covariance, n_draws)
-        return OrdinalPrediction.from_log_probs(self._by_draw(draws), draws, (functional[0], functional[1]))
+        mean, variance = mean.reshape(mean.shape[0], -1), variance.reshape(mean.shape[0], -1)
+        draws = output_draws(mean, variance, covariance, n_draws)
+        return OrdinalPrediction.from_log_probs(self._by_draw(draws), draws, (mean, variance))
 
 
 def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class HeteroscedasticPrediction(RegressionPrediction):
         return HeteroscedasticPrediction(**dict(zip(known, moved(known.values(), device), strict=True)))
 
     @staticmethod
-    def cat(predictions: Sequence[HeteroscedasticPrediction]) -> HeteroscedasticPrediction:
+    def cat(predictions: Sequence[Any]) -> HeteroscedasticPrediction:
         """Predictions of several batches as one, in order.
 
         Raises:

@@ -1,0 +1,521 @@
+"""Likelihoods against the definitions: torch's distributions, sums over all targets, dense matrices, quadrature.
+
+Networks have a few dozen weights and run in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special
+import torch
+from networks import batches, inputs_of, mlp
+from torch import Tensor, nn
+from torch import distributions as td
+
+import posthoc_uq as uq
+from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
+from posthoc_uq.predictions.base import cat
+
+SAMPLES, TAU, DRAWS = 24, 3.0, 10**5
+THRESHOLDS = (-0.7, 0.2, 1.1)
+
+
+def conditional(outputs: Tensor) -> td.Distribution:
+    """P(y = k) = prod_(j < k) s_j (1 - s_k), by loops."""
+    steps, remaining, probs = outputs.sigmoid(), torch.ones_like(outputs[..., 0]), []
+    for k in range(outputs.shape[-1]):
+        probs.append(remaining * (1 - steps[..., k]))
+        remaining = remaining * steps[..., k]
+    return td.Categorical(probs=torch.stack([*probs, remaining], -1))
+
+
+def cumulative(at_most: Tensor) -> td.Distribution:
+    """From ``P(y <= k)``, but for the last class."""
+    ones = torch.ones_like(at_most[..., :1])
+    return td.Categorical(probs=torch.cat([at_most, ones], -1) - torch.cat([0 * ones, at_most], -1))
+
+
+def noisy(outputs: Tensor) -> td.Distribution:
+    half = outputs.shape[-1] // 2
+    return td.Independent(td.Normal(outputs[..., :half], outputs[..., half:].exp().sqrt()), 1)
+
+
+@dataclass
+class Case:
+    """A likelihood with its definition.
+
+    Attributes:
+        likelihood: as the library has it.
+        outputs: of the network.
+        distribution: of the target, by outputs ``(..., outputs)``.
+        support: targets and weights whose weighted sums are expectations of the score's products, by outputs
+            ``(outputs,)``: all targets, or the points of a Gaussian quadrature.
+    """
+
+    likelihood: Likelihood
+    outputs: int
+    distribution: Callable[[Tensor], td.Distribution]
+    support: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def targets_and_weights(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        if self.support is not None:
+            return self.support(outputs)
+        own = self.distribution(outputs)
+        targets = own.enumerate_support() if isinstance(own, td.Categorical) else counts(len(outputs))
+        return targets, own.log_prob(targets).exp()
+
+
+def counts(outputs: int, most: int = 120) -> Tensor:
+    return torch.tensor(list(itertools.product(range(most), repeat=outputs)), dtype=torch.float64)
+
+
+def all_labels(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    labels = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(outputs))), dtype=torch.float64)
+    return labels, td.Independent(td.Bernoulli(logits=outputs), 1).log_prob(labels).exp()
+
+
+def gamma_points(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    nodes, weights = scipy.special.roots_genlaguerre(20, 2.5 - 1)  # of y shape / mean
+    targets = torch.from_numpy(nodes).unsqueeze(1) * outputs.exp() / 2.5
+    return targets, torch.from_numpy(weights / weights.sum())
+
+
+def normal_points(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(12)
+    half = len(outputs) // 2
+    grid = torch.tensor(list(itertools.product(nodes, repeat=half)))
+    shares = torch.tensor(list(itertools.product(weights / weights.sum(), repeat=half))).prod(1)
+    return outputs[:half] + (outputs[half:] / 2).exp() * grid, shares
+
+
+CASES = {
+    "multilabel": Case(uq.Multilabel(), 3, lambda f: td.Independent(td.Bernoulli(logits=f), 1), all_labels),
+    "ordinal": Case(uq.Ordinal(), 3, conditional),
+    "ordinal, thresholds": Case(
+        uq.Ordinal(THRESHOLDS), 1, lambda f: cumulative((torch.tensor(THRESHOLDS).double() - f).sigmoid())
+    ),
+    "ordinal, cumulative": Case(
+        uq.Ordinal(cumulative=True), 2, lambda f: cumulative(1 - f.cummin(-1).values.sigmoid())
+    ),
+    "poisson": Case(uq.Poisson(), 2, lambda f: td.Independent(td.Poisson(f.exp()), 1)),
+    "negative_binomial": Case(
+        uq.NegativeBinomial(0.4),
+        1,
+        lambda f: td.Independent(
+            td.NegativeBinomial(1 / 0.4, 0.4 * f.exp() / (1 + 0.4 * f.exp()), validate_args=False), 1
+        ),
+    ),
+    "gamma": Case(uq.Gamma(2.5), 1, lambda f: td.Independent(td.Gamma(2.5, 2.5 / f.exp()), 1), gamma_points),
+    "heteroscedastic": Case(uq.Heteroscedastic(), 4, noisy, normal_points),
+}
+CASE = pytest.mark.parametrize("name", CASES)
+
+
+def network(name: str) -> nn.Sequential:
+    """A perceptron; the two cumulative logits of one are made to decrease."""
+    model = mlp(CASES[name].outputs, dtype=torch.float64)
+    if name == "ordinal, cumulative":
+        with torch.no_grad():
+            model[2].weight[1] = model[2].weight[0]
+            model[2].bias.copy_(torch.tensor([0.5, -0.8]))
+    return model
+
+
+def data(name: str, model: nn.Module, samples: int = SAMPLES, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs and targets drawn from the definition."""
+    x = inputs_of(4, samples=samples, seed=seed, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        return x, CASES[name].distribution(model(x)).sample()
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """``(samples, outputs, weights)``, each layer's bias as its last column."""
+    outputs = model(x)
+    rows = []
+    for sample, output in itertools.product(*map(range, outputs.shape)):
+        own = torch.autograd.grad(outputs[sample, output], list(model.parameters()), retain_graph=True)
+        pairs = zip(own[::2], own[1::2], strict=True)
+        rows.append(torch.cat([torch.cat([w, b[:, None]], 1).flatten() for w, b in pairs]))
+    return torch.stack(rows).reshape(*outputs.shape, -1)
+
+
+def scores(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Gradients of ``-log p`` by copies of one sample's outputs, ``(targets, outputs)``, by autograd of the definition."""
+    copies = outputs.detach().expand(len(targets), -1).clone().requires_grad_()
+    logs = CASES[name].distribution(copies).log_prob(targets)
+    return torch.autograd.grad(-logs.sum(), copies)[0]
+
+
+def output_fisher(name: str, outputs: Tensor) -> Tensor:
+    """``E_y[score score^T]`` of one sample, ``(outputs, outputs)``."""
+    targets, weights = CASES[name].targets_and_weights(outputs.detach())
+    own = scores(name, outputs, targets)
+    return (own * weights.unsqueeze(1)).T @ own
+
+
+def dense_fisher(name: str, model: nn.Module, x: Tensor) -> Tensor:
+    inner = torch.stack([output_fisher(name, outputs) for outputs in model(x)])
+    own = jacobian(model, x)
+    return torch.einsum("nkp,nkl,nlq->pq", own, inner, own) / len(x)
+
+
+def fit(name: str, model: nn.Module, method: str = "full", **options: Any) -> uq.Posterior:
+    x, y = data(name, model)
+    options = {"likelihood": CASES[name].likelihood, "prior_precision": TAU, "progress": False} | options
+    return uq.fit(model, batches(x, y), method, **options)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Callable[[str], tuple[nn.Module, uq.Posterior]]:
+    """One exact dense fit of each case, which no test changes."""
+    kept: dict[str, tuple[nn.Module, uq.Posterior]] = {}
+
+    def get(name: str) -> tuple[nn.Module, uq.Posterior]:
+        if name not in kept:
+            model = network(name)
+            kept[name] = model, fit(name, model, fisher="exact")
+        return kept[name]
+
+    return get
+
+
+def test_every_likelihood_of_the_package_has_a_case_or_tests_elsewhere() -> None:
+    assert {case.likelihood.name for case in CASES.values()} | {
+        "classification",
+        "binary",
+        "regression",
+    } == set(LIKELIHOODS)
+
+
+# Density, score, draws
+
+
+@CASE
+def test_density_score_and_draws_are_those_of_the_definition(name: str) -> None:
+    case, model = CASES[name], network(name)
+    x, y = data(name, model)
+    outputs = model(x).detach()
+    case.likelihood.check(outputs, y)
+    expected = case.distribution(outputs).log_prob(y)
+    torch.testing.assert_close(case.likelihood.log_prob(outputs, y), expected, rtol=1e-9, atol=1e-9)
+    by_autograd = torch.cat(
+        [scores(name, f, target.unsqueeze(0)) for f, target in zip(outputs, y, strict=True)]
+    )
+    torch.testing.assert_close(case.likelihood.score(outputs, y), by_autograd, rtol=1e-8, atol=1e-8)
+    one = outputs[:1].expand(20_000, -1)
+    drawn = case.likelihood.draw(one, torch.arange(20_000), 3)
+    case.likelihood.check(one, drawn)
+    own = case.likelihood.score(one, drawn)
+    truth = output_fisher(name, outputs[0])
+    assert float((own.T @ own / len(own) - truth).norm() / truth.norm()) < 0.05
+    if case.likelihood.defines("mean", "variance"):
+        values = drawn.double().reshape(len(drawn), -1)
+        mean, variance = (
+            part(outputs[:1]).flatten() for part in (case.likelihood.mean, case.likelihood.variance)
+        )
+        error = (variance / len(values)).sqrt()
+        assert bool(((values.mean(0) - mean).abs() < 4 * error).all())
+        torch.testing.assert_close(values.var(0), variance, rtol=0.1, atol=0)
+    if case.likelihood.defines("entropy"):
+        targets, weights = case.targets_and_weights(outputs[0])
+        logs = case.distribution(outputs[0]).log_prob(targets)
+        torch.testing.assert_close(case.likelihood.entropy(outputs)[0], -(weights * logs).sum())
+
+
+@pytest.mark.parametrize("name", ["poisson", "negative_binomial", "gamma"])
+def test_extreme_means_have_draws_and_densities(name: str) -> None:
+    likelihood = CASES[name].likelihood
+    outputs = torch.tensor([[-30.0], [0.0], [12.0], [30.0]]).expand(4, CASES[name].outputs)
+    drawn = likelihood.draw(outputs, torch.arange(4), 0)
+    likelihood.check(outputs, drawn)
+    assert bool(torch.isfinite(likelihood.log_prob(outputs, drawn)).all())
+    ratio = drawn.double() / outputs.double().exp()
+    assert bool((ratio[2:] < 20).all()) and bool((ratio[2:] > 1e-3).all())
+
+
+@CASE
+def test_expectations_over_gaussian_outputs(name: str) -> None:
+    """`expected_log_prob` and `predictive_log_prob`, by many draws."""
+    case, model = CASES[name], network(name)
+    x, y = data(name, model)
+    mean = model(x[:2]).detach()
+    if name == "ordinal, cumulative":  # so far apart that draws do not cross
+        mean = torch.tensor([[3.0, -3.0], [2.0, -4.0]]).double()
+    variance = torch.linspace(0.1, 0.5, mean.numel(), dtype=torch.float64).reshape(mean.shape)
+    generator = torch.Generator().manual_seed(0)
+    draws = mean + variance.sqrt() * torch.randn(DRAWS, *mean.shape, generator=generator, dtype=torch.float64)
+    logs = case.distribution(draws).log_prob(y[:2])
+    expected, found = logs.mean(0), case.likelihood.expected_log_prob(mean, variance, y[:2], 4096)
+    error = 5 * logs.std(0) / DRAWS**0.5 + 2e-3
+    assert bool(((found - expected).abs() < error).all())
+    found = case.likelihood.predictive_log_prob(mean, variance, y[:2], 4096)
+    error = 5 * logs.exp().std(0) / DRAWS**0.5 / logs.exp().mean(0) + 2e-3
+    assert bool(((found - logs.exp().mean(0).log()).abs() < error).all())
+
+
+# The Fisher and the evidence
+
+
+@CASE
+def test_the_fisher_of_three_kinds(name: str, fitted: Any) -> None:
+    model, posterior = fitted(name)
+    x, y = data(name, model)
+    truth = dense_fisher(name, model, x)
+    torch.testing.assert_close(posterior.blocks["joint"].fisher, truth, rtol=1e-6, atol=1e-9)
+    diagonal = fit(name, model, "diag", fisher="exact").blocks
+    own = torch.cat([diagonal[layer].diagonal.flatten() for layer in ("0", "2")])
+    torch.testing.assert_close(own, truth.diagonal(), rtol=1e-6, atol=1e-9)
+    drawn = fit(name, model, fisher="mc", n_samples=150).blocks["joint"].fisher
+    assert 0 < float((drawn - truth).norm() / truth.norm()) < 0.2
+    gradients = torch.einsum(
+        "nk,nkp->np",
+        torch.cat([scores(name, f, t.unsqueeze(0)) for f, t in zip(model(x), y, strict=True)]),
+        jacobian(model, x),
+    )
+    empirical = fit(name, model, fisher="empirical").blocks["joint"].fisher
+    torch.testing.assert_close(empirical, gradients.T @ gradients / SAMPLES, rtol=1e-6, atol=1e-9)
+
+
+@CASE
+def test_the_evidence_of_the_definition(name: str, fitted: Any) -> None:
+    model, posterior = fitted(name)
+    x, y = data(name, model)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    precision = SAMPLES * dense_fisher(name, model, x) + TAU * torch.eye(len(weights), dtype=torch.float64)
+    truth = CASES[name].distribution(model(x).detach()).log_prob(y).sum() - 0.5 * (
+        precision.logdet() - len(weights) * math.log(TAU) + TAU * weights.square().sum()
+    )
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(truth), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "ordinal, cumulative"])
+def test_the_evidence_by_quadrature(name: str) -> None:
+    """The integral over one or two weights, on a grid; Laplace's approximation is off by the order of 1 / samples."""
+    case, samples = CASES[name], 200
+    outputs = min(case.outputs, 2)
+    model = nn.Linear(1, outputs, bias=False).double()
+    x = inputs_of(1, samples=samples, dtype=torch.float64)
+
+    def log_joint(weights: Tensor) -> Tensor:  # (points, outputs)
+        logs = case.distribution(weights.unsqueeze(1) * x).log_prob(y).sum(1)
+        prior = -0.5 * TAU * weights.square() + 0.5 * math.log(TAU / (2 * math.pi))
+        return logs + prior.sum(1)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        y = case.distribution(x * torch.linspace(0.3, 0.6, outputs, dtype=torch.float64)).sample()
+    mode = torch.zeros(1, outputs, dtype=torch.float64)
+    for _ in range(30):  # Newton's steps to the most probable weights
+        at = mode.clone().requires_grad_()
+        gradient = torch.autograd.grad(log_joint(at).sum(), at)[0]
+        hessian = torch.autograd.functional.hessian(lambda w: log_joint(w.unsqueeze(0)).sum(), mode[0])
+        mode = mode - torch.linalg.solve(hessian, gradient[0]).unsqueeze(0)
+    with torch.no_grad():
+        model.weight.copy_(mode.T)
+    widths = (-hessian).inverse().diagonal().sqrt()
+    axes = [torch.linspace(-8, 8, 201, dtype=torch.float64) * width for width in widths]
+    grid = torch.cartesian_prod(*axes).reshape(-1, outputs) + mode
+    cell = math.log(math.prod(float(axis[1] - axis[0]) for axis in axes))
+    parts = torch.cat([log_joint(part) for part in grid.split(2000)])
+    truth = float(torch.logsumexp(parts, 0)) + cell
+    options = {"fisher": "exact", "prior_precision": TAU, "progress": False}
+    posterior = uq.fit(model, [(x, y)], "full", likelihood=case.likelihood, **options)
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(truth, abs=0.1)
+
+
+# Predictions
+
+
+@CASE
+def test_functional_covariance_is_the_dense_one(name: str, fitted: Any) -> None:
+    model, posterior = fitted(name)
+    x = data(name, model, 5, seed=2)[0]
+    own = jacobian(model, x)
+    fisher = dense_fisher(name, model, data(name, model)[0])
+    covariance = (SAMPLES * fisher + TAU * torch.eye(own.shape[-1], dtype=torch.float64)).inverse()
+    truth = torch.einsum("nkp,pq,nlq->nkl", own, covariance, own)
+    found = uq.wrap(model, posterior, "linearized").functional_covariance(x)
+    torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-9)
+
+
+def drawn_outputs(predictor: Any, x: Tensor, head: str) -> Tensor:
+    """`DRAWS` draws of the head's Gaussian outputs, pseudo-random."""
+    mean, variance = predictor.functional_mean(x), predictor.functional_variance(x)
+    generator = torch.Generator().manual_seed(4)
+    normals = torch.randn(DRAWS, *mean.shape, generator=generator, dtype=torch.float64)
+    if head == "moments":
+        return mean + variance.sqrt() * normals
+    root = torch.linalg.cholesky(predictor.functional_covariance(x) + 1e-12 * torch.eye(mean.shape[1]))
+    return mean + torch.einsum("nkl,snl->snk", root, normals)
+
+
+def assert_predicts(name: str, found: Any, outputs: Tensor, y: Tensor, rough: float = 1.0) -> None:
+    """A prediction against outputs of many draws ``(draws, batch, outputs)``; `rough` multiplies the tolerances."""
+    own = CASES[name].distribution(outputs)
+    logs = own.log_prob(y)
+    if name == "multilabel":
+        probs = outputs.sigmoid()
+        entropies = -(probs * probs.log() + (1 - probs) * (1 - probs).log())
+        mean = probs.mean(0)
+        total = -(mean * mean.log() + (1 - mean) * (1 - mean).log())
+        torch.testing.assert_close(found.probs, mean, rtol=0, atol=4e-3 * rough)
+        torch.testing.assert_close(found.label_entropy(), total, rtol=0, atol=4e-3 * rough)
+        torch.testing.assert_close(
+            found.expected_label_entropy(), entropies.mean(0), rtol=0, atol=4e-3 * rough
+        )
+        information = found.label_mutual_information()
+        torch.testing.assert_close(information, total - entropies.mean(0), rtol=0, atol=2e-3 * rough)
+        torch.testing.assert_close(found.mutual_information(), information.sum(1))
+        each = torch.where(y.bool(), mean, 1 - mean).log().sum(1)
+        torch.testing.assert_close(found.log_prob(y), each, rtol=0, atol=1e-2 * rough)
+        return
+    if name == "heteroscedastic":
+        means, noises = outputs.chunk(2, -1)[0], outputs.chunk(2, -1)[1].exp()
+        torch.testing.assert_close(found.mean, means.mean(0), rtol=0, atol=1e-2 * rough)
+        torch.testing.assert_close(found.epistemic_variance, means.var(0), rtol=3e-2 * rough, atol=0)
+        torch.testing.assert_close(found.noise_variance, noises.mean(0), rtol=3e-2 * rough, atol=0)
+        spread = found.log_noise_variance
+        torch.testing.assert_close(spread, noises.log().var(0), rtol=3e-2 * rough, atol=0)
+        # a Gaussian of the mixture's mean and variance
+        gaussian = td.Normal(means.mean(0), (means.var(0) + noises.mean(0)).sqrt())
+        expected = gaussian.log_prob(y).sum(1)
+        torch.testing.assert_close(found.log_prob(y), expected, rtol=0, atol=4e-2 * rough)
+        return
+    mixture = torch.logsumexp(logs, 0) - math.log(len(outputs))
+    torch.testing.assert_close(found.log_prob(y), mixture, rtol=0, atol=2e-2 * rough)
+    if name.startswith("ordinal"):
+        torch.testing.assert_close(found.probs, own.probs.mean(0), rtol=0, atol=4e-3 * rough)
+        entropy = own.entropy().mean(0)
+        torch.testing.assert_close(found.expected_entropy(), entropy, rtol=0, atol=6e-3 * rough)
+        ranks = torch.arange(own.probs.shape[-1])
+        torch.testing.assert_close(
+            found.mean(), (own.probs * ranks).sum(-1).mean(0), rtol=0, atol=1e-2 * rough
+        )
+        return
+    torch.testing.assert_close(found.mean, own.mean.mean(0), rtol=2e-2 * rough, atol=0)
+    torch.testing.assert_close(
+        found.epistemic_variance, own.mean.var(0), rtol=0.12 * rough, atol=0
+    )  # heavy tails
+    torch.testing.assert_close(found.noise_variance, own.variance.mean(0), rtol=6e-2 * rough, atol=0)
+
+
+@pytest.mark.parametrize("head", ["linearized", "moments"])
+@CASE
+def test_gaussian_outputs_against_many_draws(name: str, head: str, fitted: Any) -> None:
+    model, posterior = fitted(name)
+    x, y = data(name, model, 4, seed=2)
+    closed = name == "heteroscedastic"
+    predictor = uq.wrap(model, posterior, head, **({} if closed else {"n_draws": 2048}))
+    outputs = drawn_outputs(predictor, x, head)
+    assert_predicts(name, predictor(x), outputs, y, 3.0 if name == "ordinal, cumulative" else 1.0)
+
+
+@CASE
+def test_drawn_weights_by_the_definition(name: str, fitted: Any) -> None:
+    model, posterior = fitted(name)
+    x, y = data(name, model, 4, seed=2)
+    predictor = uq.wrap(model, posterior, "sampling", n_samples=30)
+    weights = posterior.sample(30, torch.Generator().manual_seed(0))
+    outputs = torch.stack(
+        [
+            torch.func.functional_call(model, {own: draws[i] for own, draws in weights.items()}, (x,))
+            for i in range(30)
+        ]
+    ).detach()
+    assert_predicts(name, predictor(x), outputs, y, 0.5 if name == "ordinal, cumulative" else 1e-5)
+    batch_by_batch = predictor.predict([x[:3], x[3:]], progress=False)
+    assert type(batch_by_batch) is type(predictor(x))
+    torch.testing.assert_close(batch_by_batch.log_prob(y), predictor(x).log_prob(y))
+
+
+@CASE
+def test_the_faithful_prior_is_the_default(name: str) -> None:
+    model = network(name)
+    posterior = fit(name, model, "kfac", prior_precision=None, divergence=0.005)
+    assert posterior.history.head["criterion"] == "faithful"
+    assert 0 < posterior.history.faithful["divergence"] <= 0.005
+    x = data(name, model)[0]
+    prediction, outputs = uq.wrap(model, posterior)(x), model(x).detach()
+    found = CASES[name].likelihood.divergence(outputs, prediction)
+    truth = torch.stack([divergence_of(name, f, prediction, row) for row, f in enumerate(outputs)])
+    assert float(found.mean()) == pytest.approx(float(truth.mean()), rel=0.2)
+
+
+def divergence_of(name: str, outputs: Tensor, prediction: Any, row: int) -> Tensor:
+    """``sum_y p(y) log (p(y) / q(y))`` over all targets, the mean over outputs or labels."""
+    case = CASES[name]
+    targets, weights = case.targets_and_weights(outputs)
+    if name in ("gamma", "poisson"):  # q has no Gaussian quadrature, and two outputs have many counts
+        targets = case.distribution(outputs.expand(2000, -1)).sample()
+        weights = torch.full((2000,), 1 / 2000)
+    logs = case.distribution(outputs).log_prob(targets)
+    copies = cat([prediction_row(prediction, row)] * len(targets))
+    each = (weights * (logs - copies.log_prob(copies.fitting(targets)))).sum()
+    number = {"multilabel": 3, "poisson": 2, "heteroscedastic": 2}.get(name, 1)
+    return each / number
+
+
+def prediction_row(prediction: Any, row: int) -> Any:
+    values = {
+        key: value[row : row + 1] if isinstance(value, Tensor) else value
+        for key, value in vars(prediction).items()
+    }
+    return type(prediction)(**values)
+
+
+# Files, tuning, evaluation
+
+
+@CASE
+def test_a_file(name: str, fitted: Any, tmp_path: Path) -> None:
+    model, posterior = fitted(name)
+    path = tmp_path / "p.h5"
+    uq.save(posterior, path)
+    loaded = uq.load(path, model)
+    assert type(loaded.likelihood) is type(posterior.likelihood)
+    assert loaded.likelihood.attributes() == posterior.likelihood.attributes()
+    x, y = data(name, model, 5, seed=2)
+    found, before = uq.wrap(model, loaded)(x), uq.wrap(model, posterior)(x)
+    assert torch.equal(found.log_prob(y), before.log_prob(y))
+    assert posterior.likelihood.name in str(uq.inspect(path))
+
+
+@CASE
+def test_evaluate_and_tune(name: str, fitted: Any) -> None:
+    model, posterior = fitted(name)
+    x, y = data(name, model, 40, seed=3)
+    found = uq.evaluate(
+        {"network": model, "posterior": uq.wrap(model, posterior)},
+        batches(x, y, 20),
+        ood_loaders=[5 * x],
+        progress=False,
+    )
+    own = found.metrics["posterior"]
+    prediction = uq.wrap(model, posterior)(x)
+    nll = "log density" if name == "heteroscedastic" else "NLL"
+    sign = 1 if name == "heteroscedastic" else -1
+    each = float(prediction.log_prob(prediction.fitting(y)).mean())
+    assert own[nll] == pytest.approx(sign * each, rel=1e-4)
+    assert name != "multilabel" or found.figures()
+    assert str(found) and found.foreign["posterior"]["foreign"]
+    assert found.set_referral(0.1) > -math.inf
+    tuned = fit(name, model, "diag", fisher="exact")
+    trials = uq.tune(tuned, [(x, y)], max_evaluations=4, progress=False)
+    assert trials.model_alone == pytest.approx(
+        -float(CASES[name].distribution(model(x)).log_prob(y).mean()), rel=1e-6
+    )
+
+
+def test_names_make_the_defaults() -> None:
+    for name in LIKELIHOODS:
+        assert type(resolve_likelihood(name)) is LIKELIHOODS[name]
+        assert resolve_likelihood(name).attributes() == LIKELIHOODS[name]().attributes()
