@@ -336,8 +336,8 @@ class HeldOutSearch:
         )
 
     def _plain_likelihood(self) -> Likelihood:
-        """The posterior's likelihood at its present noise variance."""
-        likelihood, noise_variance = self.posterior.likelihood, self.posterior.noise_variance
+        """The posterior's likelihood of the targets at its present noise variance."""
+        likelihood, noise_variance = self.posterior.likelihood.of_targets(), self.posterior.noise_variance
         return likelihood if noise_variance is None else likelihood.with_noise(noise_variance)
 
 

@@ -100,7 +100,9 @@ CASES = {
     "multilabel": Case(uq.Multilabel(), 3, lambda f: td.Independent(td.Bernoulli(logits=f), 1), all_labels),
     "ordinal": Case(uq.Ordinal(), 3, conditional),
     "ordinal, thresholds": Case(
-        uq.Ordinal(THRESHOLDS), 1, lambda f: cumulative((torch.tensor(THRESHOLDS).double() - f).sigmoid())
+        uq.Ordinal(THRESHOLDS),
+        1,
+        lambda f: cumulative((torch.tensor(THRESHOLDS, dtype=torch.float64) - f).sigmoid()),
     ),
     "ordinal, cumulative": Case(
         uq.Ordinal(cumulative=True), 2, lambda f: cumulative(1 - f.cummin(-1).values.sigmoid())
@@ -149,7 +151,7 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def scores(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Gradients of ``-log p`` by copies of one sample's outputs, ``(targets, outputs)``, by autograd of the definition."""
+    """Gradients of ``-log p`` by copies of one sample's outputs, ``(targets, outputs)``, by autograd."""
     copies = outputs.detach().expand(len(targets), -1).clone().requires_grad_()
     logs = CASES[name].distribution(copies).log_prob(targets)
     return torch.autograd.grad(-logs.sum(), copies)[0]
@@ -511,7 +513,7 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     tuned = fit(name, model, "diag", fisher="exact")
     trials = uq.tune(tuned, [(x, y)], max_evaluations=4, progress=False)
     assert trials.model_alone == pytest.approx(
-        -float(CASES[name].distribution(model(x)).log_prob(y).mean()), rel=1e-6
+        -float(CASES[name].distribution(model(x).detach()).log_prob(y).mean()), rel=1e-6
     )
 
 
@@ -519,3 +521,68 @@ def test_names_make_the_defaults() -> None:
     for name in LIKELIHOODS:
         assert type(resolve_likelihood(name)) is LIKELIHOODS[name]
         assert resolve_likelihood(name).attributes() == LIKELIHOODS[name]().attributes()
+
+
+# Soft labels and label smoothing
+
+
+def soft_data(samples: int = SAMPLES) -> tuple[nn.Module, Tensor, Tensor]:
+    model, x = mlp(3, dtype=torch.float64), inputs_of(4, samples=samples, dtype=torch.float64)
+    return model, x, (2 * inputs_of(3, samples=samples, seed=8, dtype=torch.float64)).softmax(1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_soft_and_smoothed_labels_by_the_definition(smoothing: float) -> None:
+    model, x, soft = soft_data()
+    likelihood, outputs = uq.Categorical(label_smoothing=smoothing), model(x).detach()
+    for targets in (soft, soft.argmax(1)):
+        loss = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="none")
+        torch.testing.assert_close(likelihood.log_prob(outputs, targets), -loss(outputs, targets))
+        by_autograd = Likelihood.score(likelihood, outputs, targets)
+        torch.testing.assert_close(likelihood.score(outputs, targets), by_autograd)
+        options = {"likelihood": likelihood, "prior_precision": TAU, "progress": False}
+        empirical = uq.fit(model, [(x, targets)], "full", fisher="empirical", **options)
+        gradients = torch.einsum("nk,nkp->np", by_autograd, jacobian(model, x))
+        fisher = gradients.T @ gradients / SAMPLES
+        torch.testing.assert_close(empirical.blocks["joint"].fisher, fisher, rtol=1e-6, atol=1e-9)
+        assert empirical.evidence.log_likelihood == pytest.approx(-float(loss(outputs, targets).sum()))
+        plain = uq.fit(model, [(x, soft.argmax(1))], "full", fisher="mc", progress=False, prior_precision=TAU)
+        drawn = uq.fit(model, [(x, targets)], "full", fisher="mc", **options)
+        assert torch.equal(drawn.blocks["joint"].fisher, plain.blocks["joint"].fisher)
+
+
+def test_soft_labels_are_rated_by_their_mean(tmp_path: Path) -> None:
+    model, x, soft = soft_data()
+    likelihood = uq.Categorical(label_smoothing=0.1)
+    posterior = uq.fit(model, [(x, soft)], "kfac", likelihood=likelihood, progress=False)
+    predictor = uq.wrap(model, posterior)
+    prediction = predictor(x)
+    expected = (soft * prediction.log_probs).sum(1)
+    torch.testing.assert_close(prediction.log_prob(soft), expected)
+    found = uq.evaluate(predictor, [(x[:9], soft[:9]), (x[9:], soft[9:])], progress=False)
+    quality, hard = found.metrics["linearized"], prediction.quality(soft.argmax(1))
+    assert quality["NLL"] == pytest.approx(-float(expected.mean()))
+    assert quality["accuracy"] == hard["accuracy"] and quality["Brier"] == pytest.approx(hard["Brier"])
+    assert found.figures() and found.selective["linearized"]["entropy"]
+    trials = uq.tune(posterior, [(x, soft)], max_evaluations=3, progress=False)
+    network = -float((soft * model(x).detach().log_softmax(1)).sum(1).mean())  # held-out data are not smoothed
+    assert trials.model_alone == pytest.approx(network)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model).likelihood
+    assert isinstance(loaded, uq.Categorical) and loaded.label_smoothing == 0.1
+    plain = uq.fit(model, [(x, soft)], "diag", progress=False)
+    uq.save(plain, tmp_path / "plain.h5")
+    assert uq.inspect(tmp_path / "plain.h5")["likelihood"] == {"name": "classification"}
+
+
+def test_soft_labels_are_checked() -> None:
+    model, x, soft = soft_data()
+    for wrong in (soft * 2, -soft, soft.log()):
+        with pytest.raises(uq.PosthocUQError, match="Batch 0: Soft labels must be probabilities"):
+            uq.fit(model, [(x, wrong)], progress=False)
+    with pytest.raises(uq.PosthocUQError, match=r"or probabilities of shape \(24, 3\)"):
+        uq.fit(model, [(x, soft[:, :2])], progress=False)
+    with pytest.raises(uq.PosthocUQError, match="soft ones of shape"):
+        uq.fit(model, [(x, soft)], "message_passing", progress=False)
+    with pytest.raises(uq.PosthocUQError, match=r"label_smoothing must be a number in \[0, 1\)"):
+        uq.Categorical(label_smoothing=1.0)

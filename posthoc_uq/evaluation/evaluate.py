@@ -17,6 +17,7 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.predictions.base import Prediction, cat
+from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.scores import SCORES
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.values import COUNT, NATURAL, Number, check_function, one_of, shown
@@ -187,10 +188,15 @@ def _pass(
             last = parts[rows[-1].name][-1]
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())
-            labels = targets[-1].flatten() if batch.targets is not None and name == FAMILIAR else None
+            labels = _labels(last, targets[-1]) if batch.targets is not None and name == FAMILIAR else None
             for gallery in galleries:
                 gallery.offer(images_of(batch.tensors()), last, labels, seen)
             seen += len(last)
             bar.advance(len(last))
     joined = torch.cat(targets) if targets and sum(map(len, targets)) == seen else None
     return {row: cat(predictions) for row, predictions in parts.items()}, joined
+
+
+def _labels(prediction: Prediction, targets: Tensor) -> Tensor:
+    """The labels ``(inputs,)`` of a batch, for the images worth a look."""
+    return (prediction.labels(targets) if isinstance(prediction, ClassPrediction) else targets).flatten()

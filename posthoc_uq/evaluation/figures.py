@@ -24,7 +24,7 @@ def figures(evaluation: Measurements) -> dict[str, Figure]:
     by_title: dict[str, Figure] = {}
     if evaluation.classification:
         classes = cast(Mapping[str, ClassPrediction], test)
-        calibration = {name: (p.probs, evaluation.targets) for name, p in classes.items()}
+        calibration = {name: (p.probs, p.labels(evaluation.targets)) for name, p in classes.items()}
         by_title["Reliability"] = plots.reliability_diagram(calibration, bins=evaluation.bins)
     else:
         values = {name: p for name, p in test.items() if p.kind == "values"}

@@ -58,6 +58,11 @@ class _Kept:
             fault = self._likelihood.fault(outputs, targets)
         except PosthocUQError as error:
             raise PosthocUQError(f"Batch {index}: {error}") from None
+        if self._likelihood.softmax and targets.is_floating_point():
+            raise PosthocUQError(
+                f"method='message_passing' learns from labels that are class indices, and batch {index} has soft ones "
+                f"of shape {tuple(targets.shape)}; take a Laplace method for them."
+            )
         if fault is not None:
             checks.later(fault, lambda faulty: self._refuse(faulty, outputs, targets, index))
         samples, layer = keys.shape[0], self._layer

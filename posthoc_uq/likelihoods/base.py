@@ -48,6 +48,7 @@ class Likelihood(ABC):
             use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
         fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
+        optional_fields: the same for attributes that a file may lack.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
     """
@@ -57,6 +58,7 @@ class Likelihood(ABC):
     softmax: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, Field]] = {}
+    optional_fields: ClassVar[Mapping[str, Field]] = {}
     noise_variance: Tensor | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -329,6 +331,12 @@ class Likelihood(ABC):
     def predicted_class(self, outputs: Tensor) -> Tensor:
         """The class of every sample, ``(samples,)`` int64, below `classes`."""
         return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
+
+    def of_targets(self: Self) -> Self:
+        """The likelihood of the targets as they are, where `log_prob` is a training loss that is not; by default
+        itself.
+        """
+        return self
 
     # Observation noise
 

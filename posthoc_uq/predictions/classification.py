@@ -19,6 +19,7 @@ from torch import Tensor
 from posthoc_uq.devices import moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.labels import are_soft, binary_labels, checked_soft, hard_labels, soft_log_prob
 from posthoc_uq.predictions.measures import class_quality, retained_classes
 from posthoc_uq.predictions.samples import (
     at_least_float32,
@@ -249,14 +250,17 @@ class ClassPrediction(Prediction):
 
         Args:
             targets: (batch,), integer labels; of a binary model also (batch, 1), and floats 0 and 1, as `fit` takes
-                them.
+                them. Of soft labels, probabilities (batch, classes), the mean over them.
 
         Raises:
             PosthocUQError: wrong shape, labels that are not integers or out of range.
         """
         inputs, classes = self.probs.shape
+        log_probs = self.probs.log() if self.log_probs is None else self.log_probs
+        if are_soft(targets, self.probs):
+            return soft_log_prob(targets, log_probs)
         if self.logits_mean.shape[1] == 1:
-            targets = _binary_labels(targets)
+            targets = binary_labels(targets)
         if targets.shape != (inputs,) or targets.is_floating_point() or targets.is_complex():
             raise PosthocUQError(
                 f"log_prob needs {inputs} integer labels of shape ({inputs},), not {targets.dtype} of shape "
@@ -265,16 +269,17 @@ class ClassPrediction(Prediction):
         # checked here: an index out of range makes a GPU unusable for the rest of the process
         if inputs and not bool(((targets >= 0) & (targets < classes)).all()):
             raise PosthocUQError(f"log_prob needs labels between 0 and {classes - 1}.")
-        log_probs = self.probs.log() if self.log_probs is None else self.log_probs
         index = targets.to(device=log_probs.device, dtype=torch.int64).unsqueeze(-1)
         return log_probs.gather(-1, index).squeeze(-1)
 
     def fitting(self, targets: Tensor) -> Tensor:
-        """Labels (batch,), int64, of labels with more dimensions or in another type.
+        """Labels (batch,), int64, of labels with more dimensions or in another type; soft labels as they are.
 
         Raises:
-            PosthocUQError: they are not one whole number an input.
+            PosthocUQError: they are neither one whole number an input nor its probabilities.
         """
+        if are_soft(targets, self.probs):
+            return checked_soft(targets)
         labels = targets.flatten()
         integral = not labels.is_floating_point() or bool((labels == labels.round()).all())
         if len(labels) != len(self) or not integral:
@@ -283,6 +288,10 @@ class ClassPrediction(Prediction):
                 f"{shape_text(targets)}."
             )
         return labels.long()
+
+    def labels(self, targets: Tensor) -> Tensor:
+        """Labels (batch,) of targets as `fitting` gives them: of soft labels the most probable class."""
+        return hard_labels(targets, self.probs)
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of classes."""
@@ -297,16 +306,19 @@ class ClassPrediction(Prediction):
         return {name: score for name, score in scores.items() if score is not None}
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """Accuracy, NLL, Brier score, calibration errors and the mean entropy."""
-        return class_quality(self.probs, self.log_prob, self.entropy(), targets, bins)
+        """Accuracy, NLL, Brier score, calibration errors and the mean entropy; but for the NLL, of soft labels those of
+        the most probable class.
+        """
+        log_probs, labels = self.log_prob(targets), self.labels(targets)
+        return class_quality(self.probs, lambda _: log_probs, self.entropy(), labels, bins)
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): 1 where the predicted class is wrong."""
-        return (self.predicted() != targets).double()
+        return (self.predicted() != self.labels(targets)).double()
 
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
         """Accuracies, and for two classes areas under the ROC curve."""
-        return retained_classes(scores, self.probs, targets, rates)
+        return retained_classes(scores, self.probs, self.labels(targets), rates)
 
     def of_one_network(self) -> ClassPrediction:
         """The same without expected entropy, votes and the variance of the probabilities."""
@@ -370,13 +382,6 @@ class ClassPrediction(Prediction):
             cat_known([p.votes for p in predictions]),
             cat_known([p.novelty_ratio for p in predictions]),
         )
-
-
-def _binary_labels(targets: Tensor) -> Tensor:
-    """Labels of one logit, without a second dimension of 1, as integers where they are whole numbers."""
-    flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
-    integral = flat.is_floating_point() and bool((flat == flat.round()).all())
-    return flat.long() if integral else flat
 
 
 _FIELDS = tuple(field.name for field in fields(ClassPrediction))
