@@ -565,7 +565,9 @@ def test_soft_labels_are_rated_by_their_mean(tmp_path: Path) -> None:
     assert quality["accuracy"] == hard["accuracy"] and quality["Brier"] == pytest.approx(hard["Brier"])
     assert found.figures() and found.selective["linearized"]["entropy"]
     trials = uq.tune(posterior, [(x, soft)], max_evaluations=3, progress=False)
-    network = -float((soft * model(x).detach().log_softmax(1)).sum(1).mean())  # held-out data are not smoothed
+    network = -float(
+        (soft * model(x).detach().log_softmax(1)).sum(1).mean()
+    )  # held-out data are not smoothed
     assert trials.model_alone == pytest.approx(network)
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model).likelihood

@@ -70,6 +70,13 @@ _fit_options = several_options(
         click.option("--val-split", metavar="NAME", help="Part of the held-out data, such as train[50000:]."),
         divergence_option,
         click.option(
+            "--likelihood-option",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Of the likelihood's class, such as dispersion=0.5, thresholds=-1,0.5,2 or label_smoothing=0.1; "
+            "several times for several.",
+        ),
+        click.option(
             "--noise-variance", type=float, help="Of a regression; else from the training residuals."
         ),
         click.option(

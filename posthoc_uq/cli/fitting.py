@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from posthoc_uq.cli.data import data_of
+from posthoc_uq.cli.likelihoods import likelihood_of, takes_labels_of_folders
 from posthoc_uq.cli.models import Source, device_named, source_of
 from posthoc_uq.cli.posterior_files import check_output
 from posthoc_uq.distributed import agree, rank, world
@@ -46,11 +47,13 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
     arguments["layers"] = None if arguments["layers"] is None else _layers(arguments["layers"])
     likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}
     check_output(output)
-    if arguments["likelihood"] == "regression" and os.path.isdir(spec):
+    if not takes_labels_of_folders(arguments["likelihood"]) and os.path.isdir(spec):
+        kind = "regression" if arguments["likelihood"] == "regression" else repr(arguments["likelihood"])
         raise PosthocUQError(
-            f"A regression needs targets that are numbers, and the folder '{spec}' has images alone; give the data as "
+            f"A {kind} needs targets that are numbers, and the folder '{spec}' has images alone; give the data as "
             f"package.module:function."
         )
+    arguments["likelihood"] = likelihood_of(arguments["likelihood"], options["likelihood_option"])
     source = source_of(options)
     data = data_of(spec, source, options, labels=not options["unlabelled"], split="train", divided=True)
     held_out = _held_out(source, options)

@@ -28,6 +28,7 @@ from posthoc_uq.loaders import Bar, BatchReader, batches
 from posthoc_uq.posteriors.referral import thresholds_of
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.multilabel import MultilabelPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.randomness import isolated_random_state
 
@@ -114,6 +115,11 @@ def _files(data: Data, numbers: Tensor | None, start: int, count: int) -> Sequen
     )
 
 
+def _ranked(prediction: Prediction) -> int | None:
+    """How many classes, or labels, have a probability; None where values are predicted."""
+    return prediction.probs.shape[1] if isinstance(prediction, MultilabelPrediction) else prediction.classes
+
+
 class _Table:
     """The columns of one kind of prediction."""
 
@@ -126,7 +132,7 @@ class _Table:
     ) -> None:
         self._names, self._level = names, options["level"]
         self._scores: list[str] = []
-        classes = prediction.classes
+        classes = _ranked(prediction)
         if classes is not None:
             if names is not None and len(names) != classes:
                 raise PosthocUQError(
@@ -153,10 +159,10 @@ class _Table:
 
     def rows(self, prediction: Prediction, files: Sequence[str], flags: _Flags | None) -> list[list[str]]:
         """The rows of one batch."""
-        if prediction.classes is None:
-            middle = self._values(cast(RegressionPrediction, prediction))
+        if isinstance(prediction, (ClassPrediction, MultilabelPrediction)):
+            middle = self._classes(prediction)
         else:
-            middle = self._classes(cast(ClassPrediction, prediction))
+            middle = self._values(cast(RegressionPrediction, prediction))
         return [
             [file, *cells, *end]
             for file, cells, end in zip(files, middle, self._ends(flags, len(files)), strict=True)
@@ -174,7 +180,7 @@ class _Table:
             for end, names, tail in zip(ends, flags.reasons, flags.tails, strict=True)
         ]
 
-    def _classes(self, prediction: ClassPrediction) -> list[list[str]]:
+    def _classes(self, prediction: ClassPrediction | MultilabelPrediction) -> list[list[str]]:
         top = prediction.top_k(self._k)
         known = prediction.scores()
         scores = [known[name].tolist() if name in known else None for name in self._scores]
