@@ -69,7 +69,8 @@ def fit(
             arguments. The names are the keys of `posthoc_uq.methods.METHODS`.
         val_loader: held-out batches; the fit then ends with `tune(posterior, val_loader)`, or a training with the
             weights of the epoch that predicts them best.
-        likelihood: ``"classification"``, ``"binary"``, ``"regression"`` or a `Likelihood`.
+        likelihood: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"ordinal"``, ``"regression"``,
+            ``"heteroscedastic"``, ``"poisson"``, ``"negative_binomial"``, ``"gamma"``, or a `Likelihood`.
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
             ``(name, module) -> bool``. By default those that the method is for: the last one for message passing, all
             for the others.

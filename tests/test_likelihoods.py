@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.special
+import scipy.stats
 import torch
 from networks import batches, inputs_of, mlp
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ class Case:
         return targets, own.log_prob(targets).exp()
 
 
-def counts(outputs: int, most: int = 120) -> Tensor:
+def counts(outputs: int, most: int = 50) -> Tensor:
     return torch.tensor(list(itertools.product(range(most), repeat=outputs)), dtype=torch.float64)
 
 
@@ -324,7 +325,7 @@ def test_the_evidence_by_quadrature(name: str) -> None:
     with torch.no_grad():
         model.weight.copy_(mode.T)
     widths = (-hessian).inverse().diagonal().sqrt()
-    axes = [torch.linspace(-8, 8, 201, dtype=torch.float64) * width for width in widths]
+    axes = [torch.linspace(-7, 7, 71, dtype=torch.float64) * width for width in widths]
     grid = torch.cartesian_prod(*axes).reshape(-1, outputs) + mode
     cell = math.log(math.prod(float(axis[1] - axis[0]) for axis in axes))
     parts = torch.cat([log_joint(part) for part in grid.split(2000)])
@@ -449,7 +450,7 @@ def test_the_faithful_prior_is_the_default(name: str) -> None:
     prediction, outputs = uq.wrap(model, posterior)(x), model(x).detach()
     found = CASES[name].likelihood.divergence(outputs, prediction)
     truth = torch.stack([divergence_of(name, f, prediction, row) for row, f in enumerate(outputs)])
-    assert float(found.mean()) == pytest.approx(float(truth.mean()), rel=0.2)
+    assert float(found.mean()) == pytest.approx(float(truth.mean()), rel=0.3)
 
 
 def divergence_of(name: str, outputs: Tensor, prediction: Any, row: int) -> Tensor:
@@ -457,8 +458,8 @@ def divergence_of(name: str, outputs: Tensor, prediction: Any, row: int) -> Tens
     case = CASES[name]
     targets, weights = case.targets_and_weights(outputs)
     if name in ("gamma", "poisson"):  # q has no Gaussian quadrature, and two outputs have many counts
-        targets = case.distribution(outputs.expand(2000, -1)).sample()
-        weights = torch.full((2000,), 1 / 2000)
+        targets = case.distribution(outputs.expand(500, -1)).sample()
+        weights = torch.full((500,), 1 / 500)
     logs = case.distribution(outputs).log_prob(targets)
     copies = cat([prediction_row(prediction, row)] * len(targets))
     each = (weights * (logs - copies.log_prob(copies.fitting(targets)))).sum()
@@ -494,10 +495,10 @@ def test_a_file(name: str, fitted: Any, tmp_path: Path) -> None:
 @CASE
 def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     model, posterior = fitted(name)
-    x, y = data(name, model, 40, seed=3)
+    x, y = data(name, model, 24, seed=3)
     found = uq.evaluate(
         {"network": model, "posterior": uq.wrap(model, posterior)},
-        batches(x, y, 20),
+        batches(x, y, 16),
         ood_loaders=[5 * x],
         progress=False,
     )
@@ -511,7 +512,7 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     assert str(found) and found.foreign["posterior"]["foreign"]
     assert found.set_referral(0.1) > -math.inf
     tuned = fit(name, model, "diag", fisher="exact")
-    trials = uq.tune(tuned, [(x, y)], max_evaluations=4, progress=False)
+    trials = uq.tune(tuned, [(x, y)], max_evaluations=3, progress=False)
     assert trials.model_alone == pytest.approx(
         -float(CASES[name].distribution(model(x).detach()).log_prob(y).mean()), rel=1e-6
     )
@@ -588,3 +589,172 @@ def test_soft_labels_are_checked() -> None:
         uq.fit(model, [(x, soft)], "message_passing", progress=False)
     with pytest.raises(uq.PosthocUQError, match=r"label_smoothing must be a number in \[0, 1\)"):
         uq.Categorical(label_smoothing=1.0)
+
+
+# What the predictions say
+
+
+@pytest.mark.parametrize("name", ["poisson", "negative_binomial", "gamma"])
+def test_probabilities_quantiles_and_intervals_of_a_mixture(name: str, fitted: Any) -> None:
+    model, posterior = fitted(name)
+    x, _ = data(name, model, 5, seed=2)
+    prediction = uq.wrap(model, posterior, n_draws=512)(x)
+    means, case = prediction.outputs.exp().numpy(), CASES[name]
+    by_name = {
+        "poisson": lambda mean: scipy.stats.poisson(mean),
+        "negative_binomial": lambda mean: scipy.stats.nbinom(1 / 0.4, 1 / (1 + 0.4 * mean)),
+        "gamma": lambda mean: scipy.stats.gamma(2.5, scale=mean / 2.5),
+    }
+    mixture, counts_only = by_name[name](means), case.likelihood.counts
+    for value in (1.0, 3.0):
+        density = (mixture.pmf if counts_only else mixture.pdf)(value).mean(1)
+        torch.testing.assert_close(prediction.probability(value), torch.from_numpy(density))
+        torch.testing.assert_close(prediction.cdf(value), torch.from_numpy(mixture.cdf(value).mean(1)))
+    assert prediction.probability(torch.ones(5, case.outputs)).shape == (5, case.outputs)
+    for q in (0.1, 0.5, 0.8):
+        found = prediction.quantile(q)
+        assert bool((prediction.cdf(found) > q - 0.03).all())
+        below = found - 1 if counts_only else found
+        assert bool((prediction.cdf(below) < q + 0.03).all())
+    lower, upper = prediction.interval(0.8)
+    assert torch.equal(lower, prediction.quantile(0.1)) and torch.equal(upper, prediction.quantile(0.9))
+    with pytest.raises(uq.PosthocUQError, match="strictly between 0 and 1"):
+        prediction.quantile(1.0)
+
+
+def test_what_an_ordinal_prediction_says(fitted: Any) -> None:
+    model, posterior = fitted("ordinal")
+    x, y = data("ordinal", model, 30, seed=2)
+    found = uq.wrap(model, posterior)(x)
+    torch.testing.assert_close(found.cdf()[:, 1], found.probs[:, :2].sum(1))
+    ranks = torch.arange(4)
+    mean = (found.probs * ranks).sum(1)
+    torch.testing.assert_close(found.mean(), mean)
+    torch.testing.assert_close(found.variance(), (found.probs * ranks**2).sum(1) - mean**2)
+    lower, upper = found.interval(0.5)
+    for row in range(30):
+        cdf = found.probs[row].cumsum(0).tolist()
+        assert int(lower[row]) == next(k for k in range(4) if k == 3 or cdf[k] >= 0.25)
+        assert int(upper[row]) == next(k for k in range(4) if k == 3 or cdf[k] >= 0.75)
+    quality = found.quality(y)
+    reached = (y.unsqueeze(1) <= ranks).double()
+    expected = ((found.probs.cumsum(1) - reached) ** 2)[:, :3].mean()
+    assert quality["RPS"] == pytest.approx(float(expected))
+    predicted, squares = found.predicted(), (ranks.unsqueeze(1) - ranks) ** 2
+    table = torch.zeros(4, 4)
+    for row, column in zip(y, predicted, strict=True):
+        table[row, column] += 1
+    chance = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / 30
+    kappa = 1 - float((squares * table).sum() / (squares * chance).sum())
+    assert quality["quadratic kappa"] == pytest.approx(kappa, abs=1e-5)
+    assert found.of_one_network().votes is None and type(found.to("cpu")) is uq.OrdinalPrediction
+    assert "mean" in found.to_dict() and "OrdinalPrediction" in repr(found)
+
+
+def test_what_a_multilabel_prediction_says(fitted: Any) -> None:
+    model, posterior = fitted("multilabel")
+    x, y = data("multilabel", model, 30, seed=2)
+    found = uq.wrap(model, posterior)(x)
+    right = torch.where(y.bool(), found.probs, 1 - found.probs)
+    torch.testing.assert_close(found.log_prob(y), right.log().sum(1))
+    most = torch.maximum(found.probs, 1 - found.probs).prod(1)
+    torch.testing.assert_close(found.max_probability(), most)
+    torch.testing.assert_close(found.entropy(), found.label_entropy().sum(1))
+    quality, decided = found.quality(y), found.probs > 0.5
+    assert quality["Hamming loss"] == pytest.approx(float((decided != y.bool()).double().mean()), abs=1e-6)
+    assert quality["Brier"] == pytest.approx(float((found.probs - y).square().mean()))
+    hits, guesses, truths = (part.sum(0).double() for part in (decided & y.bool(), decided, y))
+    assert quality["F1 (macro)"] == pytest.approx(float((2 * hits / (guesses + truths)).mean()), abs=1e-5)
+    precisions = []
+    for label in range(3):
+        order = y[found.probs[:, label].argsort(descending=True), label]
+        ranked = order.cumsum(0) / torch.arange(1, 31)
+        precisions.append(float((ranked * order).sum() / order.sum()))
+    assert quality["mAP"] == pytest.approx(np.mean(precisions), abs=1e-4)
+    torch.testing.assert_close(found.losses(y.long()), (decided != y.bool()).double().mean(1))
+    assert found.top_k(2).labels.shape == (30, 2) and "MultilabelPrediction" in repr(found)
+    plain = found.of_one_network()
+    assert plain.sample_entropy is None and "mutual_information" not in plain.scores()
+    with pytest.raises(uq.PosthocUQError, match="link="):
+        plain.mutual_information()
+    probit = uq.wrap(model, posterior, link="probit")(x)
+    assert float((probit.probs - found.probs).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("multilabel", "moments"), ("ordinal", "sampling"), ("heteroscedastic", "sampling")]
+)
+def test_exported(name: str, head: str) -> None:
+    model = mlp(CASES[name].outputs)
+    x, y = inputs_of(4), data(name, network(name))[1]
+    posterior = uq.fit(
+        model, [(x, y)], "kfac", likelihood=CASES[name].likelihood, prior_precision=TAU, progress=False
+    )
+    few = {"n_draws": 16} if head == "moments" else {"n_samples": 4}
+    predictor = uq.wrap(model, posterior, head, **few)
+    found, expected = uq.export(predictor, x[:4]).module()(x[:9]), predictor(x[:9]).tensors()
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets", "sentence"),
+    [
+        (uq.Multilabel(), (4, 3), torch.zeros(4), r"0 or 1 for each of 3 labels.*not \(4,\)"),
+        (uq.Multilabel(), (4, 3), torch.full((4, 3), 0.5), "must be 0 or 1"),
+        (uq.Multilabel(), (4,), None, r"outputs of shape \(samples, labels\)"),
+        (uq.Poisson(), (4, 1), torch.full((4,), 0.5), "whole numbers of at least 0; these run from 0.5"),
+        (uq.Poisson(), (4, 1), torch.tensor([0, 1, -1, 2]), "these run from -1 to 2"),
+        (uq.Poisson(), (4, 2), torch.zeros(4), "do not fit outputs"),
+        (uq.Poisson(), (4, 2, 2), None, "logarithms of means"),
+        (uq.Gamma(), (4, 1), torch.zeros(4), "finite numbers above 0"),
+        (uq.Heteroscedastic(), (4, 3), None, "all means and after them the logarithms"),
+        (uq.Heteroscedastic(), (4, 2), torch.zeros(4, 2), "a mean and a log variance for each of 1 targets"),
+        (uq.Heteroscedastic(), (4, 2), torch.full((4,), math.nan), "not finite"),
+        (uq.Ordinal(), (4, 2), torch.tensor([0, 1, 2, 3]), "3 ordered classes; labels must lie in 0..2"),
+        (uq.Ordinal(), (4,), None, r"\(samples, classes - 1\)"),
+        (uq.Ordinal([0.0, 1.0]), (4, 2), None, "leave the thresholds out"),
+        (uq.Ordinal([0.0, 1.0]), (4, 1), torch.zeros(4), "Labels must be integers"),
+    ],
+)
+def test_targets_and_outputs_that_do_not_fit(
+    likelihood: Likelihood, outputs: tuple[int, ...], targets: Tensor | None, sentence: str
+) -> None:
+    with pytest.raises(uq.PosthocUQError, match=sentence):
+        likelihood.check(torch.zeros(outputs), targets)
+
+
+def test_cumulative_logits_are_told_from_conditional_ones() -> None:
+    model, labels = network("ordinal, cumulative"), torch.arange(SAMPLES) % 3
+    x = data("ordinal, cumulative", model)[0]
+    with pytest.raises(uq.PosthocUQError, match=r"fall by the same steps.*Ordinal\(cumulative=True\)"):
+        uq.fit(model, [(x, labels)], likelihood="ordinal", progress=False)
+    with pytest.raises(uq.PosthocUQError, match="that do not increase from one step"):
+        uq.fit(mlp(3).double(), [(x, labels)], likelihood=uq.Ordinal(cumulative=True), progress=False)
+    # the same model by its latent output
+    latent = nn.Sequential(model[0], model[1], nn.Linear(5, 1, bias=False).double())
+    with torch.no_grad():
+        latent[2].weight.copy_(model[2].weight[:1])
+    own = uq.Ordinal(-model[2].bias.detach())
+    expected = uq.Ordinal(cumulative=True).log_prob(model(x), labels)
+    torch.testing.assert_close(own.log_prob(latent(x), labels), expected)
+    assert not own.logits and uq.Ordinal().logits
+
+
+def test_settings_that_are_refused() -> None:
+    for thresholds in ([], [1.0, 1.0], [2.0, 1.0], [math.nan], "high", None):
+        if thresholds is not None:
+            with pytest.raises(uq.PosthocUQError, match="thresholds must"):
+                uq.Ordinal(thresholds)
+    with pytest.raises(uq.PosthocUQError, match="Pass one of the two"):
+        uq.Ordinal([0.0], cumulative=True)
+    for wrong in (0.0, -1.0, math.inf, "one"):
+        with pytest.raises(uq.PosthocUQError, match="dispersion must be"):
+            uq.NegativeBinomial(wrong)
+        with pytest.raises(uq.PosthocUQError, match="shape must be"):
+            uq.Gamma(wrong)
+    with pytest.raises(uq.PosthocUQError, match="link='mc'"):
+        uq.Ordinal().from_gaussian(torch.zeros(1, 2), torch.ones(1, 2), link="probit")

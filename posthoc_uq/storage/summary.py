@@ -51,6 +51,14 @@ def _tunable(contents: Mapping[str, Any]) -> frozenset[str]:
     return frozenset[str]().union(*(BLOCKS[block["kind"]].tunable for block in contents["blocks"].values()))
 
 
+def _options(likelihood: Mapping[str, Any]) -> str:
+    """The class of a user's likelihood, or the options of one of the package, but for the noise variance."""
+    if "class" in likelihood:
+        return f", {likelihood['class']}"
+    own = {name: value for name, value in likelihood.items() if name not in ("name", "noise_variance")}
+    return "".join(f", {name} {_text(value)}" for name, value in own.items() if value not in ([], False))
+
+
 def _facts(path: str, contents: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is said of the posterior as a whole, each with its name."""
     prior: Any = contents["prior_precision"]
@@ -61,7 +69,7 @@ def _facts(path: str, contents: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("file", f"{path}, {contents['bytes']:,} bytes, format {contents['format_version']}"),
         ("written by", f"posthoc_uq {contents['library_version']}"),
         ("method", contents["method"]),
-        ("likelihood", likelihood["name"] + (f", {likelihood['class']}" if "class" in likelihood else "")),
+        ("likelihood", likelihood["name"] + _options(likelihood)),
         ("parameters", f"{contents['parameters']:,} with a posterior, {numbers:,} numbers stored"),
         ("prior precision", "per layer" if isinstance(prior, Mapping) else f"{prior:.6g}"),
         ("scale", f"{contents['scale']:.6g}"),
