@@ -46,6 +46,7 @@ class Categorical(Likelihood):
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
     optional_fields: ClassVar[Mapping[str, Field]] = {"label_smoothing": Number(0.0, 1.0)}  # if not 0
+    label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = float(_SMOOTHING("label_smoothing", label_smoothing))
