@@ -12,7 +12,8 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 from posthoc_uq.curvature.plain_attention import PlainAttention
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.forward import jvp
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
 
 # `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.
 _SWAPPING = threading.RLock()

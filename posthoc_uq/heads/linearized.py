@@ -117,9 +117,9 @@ class LinearizedPredictor(Predictor):
         check_differentiable(unwrap(model))
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
-            self._twin: tuple[nn.Module] = (replicate(model, posterior.centre),)
+            self._twin: tuple[nn.Module] = (replicate(self._model[0], posterior.centre),)
             # a copy whose weights are swapped while it runs, so that no other thread may run it meanwhile
-            self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
+            self._swapped = (replicate(self._model[0], posterior.centre),) if engine == "jvp" else self._twin
         self._fixed_part = FixedPart(self._twin[0], posterior.mean)
         self._ready: TrackedModel | None = None
         self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None

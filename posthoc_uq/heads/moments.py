@@ -161,7 +161,7 @@ class MomentsPredictor(Predictor):
         self._rules = self._options.rules()
         self._tells_novelty = self._options.novelty
         with isolated_random_state():  # copying a module may run its code
-            self.network = replicate(model, posterior.centre)
+            self.network = replicate(self._model[0], posterior.centre)
         self._fixed_part = FixedPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
