@@ -111,8 +111,7 @@ def requested(
             f"Likelihood {resolved.name!r} has no prediction that could be faithful to the network's; give "
             f"prior_precision a number or 'evidence'."
         )
-    if head is not None:
-        head_class(head)
+    head_class(head or chosen.head)
     finds_noise = (
         resolved.noise_variance is not None and isinstance(likelihood, str) and noise_variance is None
     )
@@ -120,16 +119,8 @@ def requested(
     device = model_device(network)
     check_differentiable(network)
     reader = BatchReader(device, others["batch_to_inputs"], others["batch_to_targets"])
-    return Request(
-        chosen,
-        resolved,
-        finds_noise,
-        prior,
-        head or chosen.head,
-        seed,
-        reader,
-        checked_output(others["output"]),
-    )
+    output = checked_output(others["output"])
+    return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader, output)
 
 
 def _check_loaders(loader: Iterable[Any], val_loader: Iterable[Any] | None, sweeps: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from posthoc_uq.arguments import explained
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import NotAnsweredError, PosthocUQError
+from posthoc_uq.heads.drawing import DrawnFunctions
 from posthoc_uq.heads.finite import check_finite, checked
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
@@ -58,7 +59,7 @@ def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     return model if choice is None else with_choice(unwrap(model), choice)
 
 
-class Predictor(nn.Module, ABC):
+class Predictor(DrawnFunctions, nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
 
