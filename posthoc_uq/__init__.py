@@ -35,6 +35,7 @@ from posthoc_uq.methods import (
     LatentBinary,
     MessagePassing,
     Method,
+    Subnetwork,
     register_method,
 )
 from posthoc_uq.posteriors.base import Posterior
@@ -91,6 +92,7 @@ __all__ = [
     "Predictor",
     "RegressionPrediction",
     "SamplingPredictor",
+    "Subnetwork",
     "UnsupportedLayerError",
     "__version__",
     "density",

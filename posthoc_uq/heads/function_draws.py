@@ -53,8 +53,8 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
                 if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
                     raise
                 raise PosthocUQError(
-                    f"engine='jvp', and draws of functions, need forward derivatives, and the model has an operation without one ({reason}); "
-                    f"use engine='exact', and draw functions with head='sampling'."
+                    f"engine='jvp', and draws of functions, need forward derivatives, and the model has an operation "
+                    f"without one ({reason}); use engine='exact', and draw functions with head='sampling'."
                 ) from error
             outputs, derivative = value_and_derivative[0], value_and_derivative[1]
             derivatives.append(derivative)

@@ -84,8 +84,8 @@ class LinearizedPredictor(Predictor):
         novelty: whether predictions know their novelty, if the posterior does.
         memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
         backpropagate: whether predictions, and the mean, the variance and the covariance of the outputs, can be
-            differentiated by the inputs, where gradients are enabled: for acquisition functions. The Jacobian of a batch
-            then exists as a tensor, (batch, outputs, weights), and all outputs are used. Novelty has no gradient.
+            differentiated by the inputs, where gradients are enabled: for acquisition functions. The Jacobian of a
+            batch then exists as a tensor, (batch, outputs, weights), and all outputs are used. Novelty has no gradient.
 
     Raises:
         PosthocUQError: an option is none of the above.
