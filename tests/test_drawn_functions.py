@@ -279,7 +279,8 @@ def test_what_backpropagate_refuses_and_leaves_alone() -> None:
         with pytest.raises(PosthocUQError, match="backpropagate=True forms the Jacobian of all outputs"):
             uq.wrap(model, posterior, "linearized", backpropagate=True, **options)
     assert uq.wrap(model, posterior, backpropagate=True).head == "linearized"
-    plain = uq.wrap(model, posterior, "linearized")(_x().requires_grad_())
+    plain: Any = uq.wrap(model, posterior, "linearized")(_x().requires_grad_())
     assert not plain.probs.requires_grad
     predictor = uq.wrap(model, posterior, "linearized", backpropagate=True)
-    assert predictor.predict([_x()]).probs.requires_grad is False
+    predicted: Any = predictor.predict([_x()])
+    assert predicted.probs.requires_grad is False

@@ -181,8 +181,20 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
         _fit(mlp(3, dtype=torch.float64), **options)
 
 
-def test_there_is_no_evidence() -> None:
-    model = mlp(3)
-    x, y = _data()
-    with pytest.raises(PosthocUQError, match="log marginal likelihood"):
-        uq.fit(model, [(x.float(), y)], "subnetwork", n=5, prior_precision="evidence", progress=False)
+def test_the_evidence_is_that_of_the_chosen_weights() -> None:
+    """``log p(D | theta) - (log det P - n log tau + tau |theta_S|^2) / 2``, and its derivative by tau."""
+    model, (x, y) = mlp(3, dtype=torch.float64), _data()
+    flat = _flat({name: p.detach() for name, p in model.named_parameters()})
+    chosen = flat.abs() >= flat.abs().sort(descending=True).values[11]
+    posterior, index = _fit(model, n=12), chosen.nonzero().flatten()
+    fisher = _defined(model, chosen)[2][index][:, index]
+    tau = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    determinant = torch.logdet(fisher + tau * torch.eye(12).double())
+    occam = determinant - 12 * tau.log() + tau * flat[chosen].square().sum()
+    expected = -nn.functional.cross_entropy(model(x), y, reduction="sum").detach() - occam / 2
+    found = posterior.log_marginal_likelihood(tau)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, tau), torch.autograd.grad(expected, tau))
+    assert uq.fit(
+        model, [(x, y)], "subnetwork", n=5, prior_precision="evidence", progress=False
+    ).prior_precision

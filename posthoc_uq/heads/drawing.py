@@ -24,7 +24,9 @@ class DrawnFunctions(ABC):
     """The part of a predictor that draws functions."""
 
     if TYPE_CHECKING:
-        posterior: Posterior
+
+        @property
+        def posterior(self) -> Posterior: ...
 
         def explaining(self, batch: Batch) -> AbstractContextManager[None]: ...
 

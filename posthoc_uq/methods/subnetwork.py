@@ -33,8 +33,8 @@ class Subnetwork(Curvature):
     ``I_S = E[g_S g_S^T]`` over the chosen weights S of the chosen layers (Daxberger, Nalisnick, Allingham, Antoran,
     Hernandez-Lobato 2021, "Bayesian deep learning via subnetwork inference").
 
-    One sweep, one more to choose by variance, and a number for every pair of chosen weights. The prior precision is
-    that of the chosen weights; there is no log marginal likelihood.
+    One sweep, one more to choose by variance, and a number for every pair of chosen weights. The prior and
+    the log marginal likelihood are those of the chosen weights alone.
 
     Attributes:
         n: how many weights are chosen; all, where there are fewer.

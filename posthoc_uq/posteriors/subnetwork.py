@@ -46,6 +46,10 @@ class SubnetworkFactor(Factor):
     def quadratic(self, jacobians: Tensor) -> Tensor:
         return self._chosen.quadratic(self._of_chosen(jacobians))
 
+    def log_determinant(self) -> Tensor:
+        """Over the chosen weights."""
+        return self._chosen.log_determinant()
+
     def bytes(self) -> int:
         return self._chosen.bytes()
 
@@ -105,6 +109,9 @@ class SubnetworkBlock(Block):
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:
         return min(shape[-1] ** 2, LARGEST_BYTES // 8) + shape[-1]
+
+    def uncertain(self) -> Tensor:
+        return unpacked(self.kept, self.weights).reshape(1, 1, -1)
 
     def fault(self) -> str | None:
         counted = int(unpacked(self.kept, 8 * len(self.kept)).sum())
