@@ -26,8 +26,8 @@ class SubnetworkFactor(Factor):
         self._chosen, self._index, self._weights = chosen, index, weights
 
     def _of_chosen(self, matrix: Tensor) -> Tensor:
-        """The chosen columns of ``(q, 1, 1, weights)``, ``(q, 1, 1, chosen)``."""
-        return matrix[..., self._index.to(matrix.device)]
+        """The chosen columns of ``(q, 1, 1, weights)``, or of one layer's ``(q, G, m, n)``, ``(q, 1, 1, chosen)``."""
+        return matrix.flatten(1)[:, self._index.to(matrix.device)].reshape(len(matrix), 1, 1, -1)
 
     def _spread(self, values: Tensor) -> Tensor:
         """Numbers of the chosen weights ``(..., 1, 1, chosen)`` among zeros."""
@@ -35,7 +35,7 @@ class SubnetworkFactor(Factor):
         return whole.index_copy(-1, self._index.to(values.device), values)
 
     def transform(self, normals: Tensor) -> Tensor:
-        return self._spread(self._chosen.transform(self._of_chosen(normals)))
+        return self._spread(self._chosen.transform(self._of_chosen(normals))).reshape(normals.shape)
 
     def whiten(self, jacobians: Tensor) -> Tensor:
         return self._chosen.whiten(self._of_chosen(jacobians))
