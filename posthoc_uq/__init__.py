@@ -46,6 +46,7 @@ from posthoc_uq.methods import (
     LatentBinary,
     MessagePassing,
     Method,
+    Subnetwork,
     register_method,
 )
 from posthoc_uq.posteriors.base import Posterior
@@ -114,6 +115,7 @@ __all__ = [
     "Predictor",
     "RegressionPrediction",
     "SamplingPredictor",
+    "Subnetwork",
     "UnsupportedLayerError",
     "__version__",
     "density",

@@ -15,7 +15,8 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.prediction import divisor_of, predict
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.tensors import ClassTensors, ValueTensors
 from posthoc_uq.replica import unwrap

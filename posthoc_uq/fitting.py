@@ -28,6 +28,7 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import BatchFunction
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.methods import Method
+from posthoc_uq.outputs import Output, chosen_in
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.preparing import prepared_task
 from posthoc_uq.randomness import isolated_random_state
@@ -54,6 +55,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    output: Output | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Posterior:
@@ -85,6 +87,9 @@ def fit(
             on one device if the loader gives the same batches in the same order. Deleted when the fit is done.
         batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of named ones.
         batch_to_targets: takes a batch to its targets.
+        output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
+            (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
+            known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
         progress: show a bar per sweep, on rank 0.
         **options: the method's fields, if it is given by name (``rank=50``); ``divergence``, the budget of a
             `Faithful`, in nats; ``noise_variance`` of a regression, in squared units of the targets, one number or one
@@ -113,6 +118,8 @@ def fit(
     if posterior.likelihood.noise_variance is not None:
         posterior.history.tuning.setdefault("noise variance", noise_origin)
     posterior.history.head = {"name": request.head, "options": {}}
+    choice = chosen_in(task.model)
+    posterior.history.output = {} if choice is None else choice.plain()
     _set_prior(posterior, request, task, kept_inputs)
     if val_loader is not None and not request.method.trains:
         readers: dict[str, Any] = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
@@ -146,13 +153,14 @@ def _prepared_task(
         seed=seed,
         dtype=together(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
         progress=progress,
+        output=request.output,
     )
 
     def look() -> tuple[FeatureSource | None, bool]:
         with isolated_random_state(seed):
-            check_log_prob(model, task.batch, likelihood)
-            features = find_features(model, task.batch, torch.is_autocast_enabled(task.device.type))
-            return features, gives_probabilities(model, task.batch, likelihood)
+            check_log_prob(task.model, task.batch, likelihood)
+            features = find_features(task.model, task.batch, torch.is_autocast_enabled(task.device.type))
+            return features, gives_probabilities(task.model, task.batch, likelihood)
 
     features, probabilities = together(look, "the dry run")
     if task.prepared.warning is not None:

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from posthoc_uq.devices import sent
 from posthoc_uq.distributed import rank, sampler_of
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.outputs import output_tensor
 from posthoc_uq.values import check_function
 
 BatchFunction = Callable[[Any], Any]
@@ -115,25 +116,6 @@ class Batch:
         )
 
 
-def output_tensor(output: Any) -> Tensor:
-    """The tensor of outputs in a model's return value: the value itself, ``.logits``, ``["logits"]``, or the first
-    entry of a sequence.
-    """
-    tensor = output
-    if isinstance(output, Mapping):
-        tensor = cast(Mapping[str, Any], output).get("logits")
-    elif not isinstance(output, Tensor):
-        tensor = getattr(output, "logits", None)
-        if tensor is None and isinstance(output, Sequence) and len(cast(Sequence[Any], output)) > 0:
-            tensor = cast(Sequence[Any], output)[0]
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise PosthocUQError(
-            f"The model returned {type(output).__name__}; it must return a tensor of logits or means, "
-            f"or something with that tensor as 'logits'."
-        )
-    return tensor
-
-
 @dataclass(frozen=True)
 class BatchReader:
     """Takes batches apart and moves them to a device."""
@@ -220,7 +202,11 @@ def _target_tensor(targets: Any) -> Tensor:
         return targets if isinstance(targets, Tensor) else torch.as_tensor(targets, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         items = type(next(iter(targets), None)).__name__ if isinstance(targets, Sequence) else ""
-        detection = " Boxes of a detector have no likelihood here." if items == "dict" else ""
+        detection = (
+            " Boxes of a detector have no likelihood here: see 'Detectors' in docs/methods.md."
+            if items == "dict"
+            else ""
+        )
         raise PosthocUQError(
             f"The targets are a {type(targets).__name__}{items and f' of {items}'} that is no tensor of numbers "
             f"({error}); pass batch_to_targets=lambda batch: ... that makes one of them.{detection}"

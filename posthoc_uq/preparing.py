@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from posthoc_uq.arguments import LOADER, explained
-from posthoc_uq.curvature.dryrun import prepare
+from posthoc_uq.curvature.dryrun import PROBE_SAMPLES, count_samples, prepare
 from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import together
@@ -19,6 +19,7 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch, BatchReader, no_sample
 from posthoc_uq.memory import default_budget
 from posthoc_uq.methods import Method
+from posthoc_uq.outputs import Choice, Output, chosen_in, guessed_choice, with_choice
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 
@@ -34,6 +35,7 @@ def prepared_task(
     seed: int,
     dtype: torch.dtype,
     progress: bool,
+    output: Output | None = None,
 ) -> Task:
     """The task of a method, after a dry run on the first batch.
 
@@ -47,6 +49,7 @@ def prepared_task(
         seed: of all random numbers.
         dtype: of the statistics.
         progress: whether sweeps show a bar.
+        output: which part of what the model returns its outputs are; None to find it, or for that of a view.
 
     Raises:
         UnsupportedLayerError: a layer's gradients cannot be caught.
@@ -60,8 +63,9 @@ def prepared_task(
             first, all_batches = _first_batch(loader, reader)
             batch = first.copied()  # which is run several times
             with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
+                view = with_choice(model, _choice(model, batch, output))
                 prepared = prepare(
-                    model,
+                    view,
                     batch,
                     method.selection(layers),
                     unsupported=method.unsupported,
@@ -69,9 +73,29 @@ def prepared_task(
                     prove=method.proves_gradients,
                 )
             settings = SweepSettings(reader, likelihood, seed=seed, dtype=dtype, progress=progress)
-            return Task(model, prepared, all_batches, batch, settings, device, budget)
+            return Task(view, prepared, all_batches, batch, settings, device, budget)
 
     return together(dry_run, "the dry run")
+
+
+def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | None:
+    """Which part of what the model returns its outputs are, by a run on the first samples where nobody says so.
+
+    Raises:
+        PosthocUQError: no part can be the outputs, or several can.
+    """
+    if chosen_in(model) is not None:
+        return chosen_in(model)
+    if output is not None:
+        return Choice(output)
+    samples = count_samples(batch)
+    few = min(samples, PROBE_SAMPLES)
+    with torch.no_grad():
+        try:
+            returned = batch.narrow(0, few, samples).copied().call_any(replicate(model))
+        except Exception:  # a model that takes whole batches only, or none: then that says more
+            few, returned = samples, batch.copied().call_any(replicate(model))
+    return guessed_choice(returned, few)
 
 
 def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:

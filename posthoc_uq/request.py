@@ -17,6 +17,7 @@ from posthoc_uq.inference.plain_values import as_plain
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import METHODS, Method, method_of
+from posthoc_uq.outputs import Output, checked_output
 from posthoc_uq.replica import check_differentiable, model_device, unwrap
 from posthoc_uq.values import POSITIVE, SEED
 from posthoc_uq.wrapping import head_class
@@ -36,6 +37,7 @@ class Request:
         head: the head by which a faithful prior is found and predictions are made.
         seed: of all random numbers.
         reader: of the batches.
+        output: which part of what the model returns its outputs are, if the user said so.
     """
 
     method: Method
@@ -45,6 +47,7 @@ class Request:
     head: str
     seed: int
     reader: BatchReader
+    output: Output | None = None
 
     @property
     def faithful(self) -> float | None:
@@ -108,23 +111,27 @@ def requested(
             f"Likelihood {resolved.name!r} has no prediction that could be faithful to the network's; give "
             f"prior_precision a number or 'evidence'."
         )
-    if head is not None:
-        head_class(head)
+    head_class(head or chosen.head)
     finds_noise = (
         resolved.noise_variance is not None and isinstance(likelihood, str) and noise_variance is None
     )
+    _check_loaders(loader, val_loader, chosen.passes() + finds_noise)
+    device = model_device(network)
+    check_differentiable(network)
+    reader = BatchReader(device, others["batch_to_inputs"], others["batch_to_targets"])
+    output = checked_output(others["output"])
+    return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader, output)
+
+
+def _check_loaders(loader: Iterable[Any], val_loader: Iterable[Any] | None, sweeps: int) -> None:
     check_loader(loader)
-    check_reusable(loader, chosen.passes() + finds_noise)
+    check_reusable(loader, sweeps)
     if val_loader is not None:
         check_loader(val_loader, "val_loader")
         if is_divided(val_loader):
             raise PosthocUQError(
                 "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
             )
-    device = model_device(network)
-    check_differentiable(network)
-    reader = BatchReader(device, others["batch_to_inputs"], others["batch_to_targets"])
-    return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader)
 
 
 def _has_layers(method: str) -> bool:

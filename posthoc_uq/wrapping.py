@@ -82,6 +82,7 @@ def wrap(
     n_probes: int = 32,
     memory_budget: int | None = None,
     novelty: bool = True,
+    backpropagate: bool = False,
 ) -> LinearizedPredictor: ...
 
 

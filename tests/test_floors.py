@@ -223,6 +223,7 @@ def test_no_test_imports_another() -> None:
             assert not [name for name in names if name.split(".")[-1].startswith("test_")], file.name
 
 
+# fit: 15 with `output`, which says where the outputs are and so belongs to the model, not to a method or a reader
 LONG = {"fit", "tune", "evaluate", "MomentsPredictor.__init__", "SamplingPredictor.__init__"}
 """What users call by keywords: its parameters are its options, and its docstring explains each."""
 

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.loaders import Bar, Batch, BatchReader, batches, check_loader, check_reusable, output_tensor
+from posthoc_uq.loaders import Bar, Batch, BatchReader, batches, check_loader, check_reusable
+from posthoc_uq.outputs import output_tensor
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 CPU = torch.device("cpu")
@@ -167,10 +168,17 @@ def test_an_iterator_can_be_read_once() -> None:
 
 
 def test_where_the_outputs_are() -> None:
-    for output in (X, {"logits": X, "loss": Y}, SimpleNamespace(logits=X), (X, Y), [X]):
+    for output in (
+        X,
+        {"logits": X, "loss": Y},
+        SimpleNamespace(logits=X),
+        (X, Y),
+        [X],
+        {"out": X, "aux": -X},
+    ):
         assert output_tensor(output) is X
     for output in (None, "text", Y, {"p": X}, (), ("text", X), SimpleNamespace(p=X)):
-        with pytest.raises(PosthocUQError, match=f"returned {type(output).__name__};.*'logits'"):
+        with pytest.raises(PosthocUQError, match=f"returned {type(output).__name__}[; ].*'logits'"):
             output_tensor(output)
 
 

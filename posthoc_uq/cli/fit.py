@@ -43,6 +43,14 @@ def _methods() -> Choices:
         ),
         "head": Spelling(type=click.Choice(HEADS)),
         "checkpoint": Spelling(metavar="FILE"),
+        "output": Spelling(
+            ("--model-output",),
+            "model_output",
+            OneOf([int, str]),
+            "Where the outputs are in what the model returns, if that is no tensor: a key, an attribute's name or an "
+            "index; by default found by itself.",
+            metavar="KEY",
+        ),
     }
     arguments = argument_options(fit, spellings, _PASSED_BY_THE_COMMAND)
     names = {option.name for option in arguments}

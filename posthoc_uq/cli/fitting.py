@@ -45,6 +45,7 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
     arguments: dict[str, Any] = dict(options["arguments"])
     arguments["method"] = _method_as_used(arguments["method"], options["method_options"])
     arguments["layers"] = None if arguments["layers"] is None else _layers(arguments["layers"])
+    arguments["output"] = arguments.pop("model_output")
     likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}
     check_output(output)
     if not takes_labels_of_folders(arguments["likelihood"]) and os.path.isdir(spec):

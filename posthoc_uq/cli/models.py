@@ -166,7 +166,7 @@ def count_outputs(model: nn.Module, sample: torch.Tensor) -> int:
     Raises:
         PosthocUQError: it cannot take such an input.
     """
-    from posthoc_uq.loaders import output_tensor
+    from posthoc_uq.outputs import output_tensor
 
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:

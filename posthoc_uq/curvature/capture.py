@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.errors import UnsupportedLayerError
 from posthoc_uq.layers import WEIGHTED_MODULES, Call, Geometry, Layer, describe
 from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import chosen_in
 from posthoc_uq.replica import parameter_names, replicate
 
 Engine = Literal["backpack", "hooks"]
@@ -87,9 +88,13 @@ class Capture:
         self._by_module: dict[nn.Module, TrackedLayer] = {}
 
     def discover(self, batch: Batch, autocast: bool) -> list[TrackedLayer]:
-        """Run one batch and return every weighted layer it uses, in the order of their last calls."""
+        """Run one batch and return every weighted layer it uses, in the order of their last calls.
+
+        Where the outputs are a part of what the model returns, layers that do not reach it are left out.
+        """
         names, holders = parameter_names(self.twin), owners(self.twin)
         seen: dict[int, tuple[TrackedLayer, list[tuple[Use, int, Tensor, int]]]] = {}
+        part = chosen_in(self.twin) is not None
 
         def note(use: Use, output: Tensor) -> None:
             key = id(use.weight)
@@ -100,7 +105,14 @@ class Capture:
             seen[key] = entry
 
         with torch.enable_grad(), CallInterceptor(set(names), note):
-            batch.call(self.twin)
+            outputs = batch.call(self.twin)
+        if part:
+            before = _nodes_before(outputs)
+            seen = {
+                key: entry
+                for key, entry in seen.items()
+                if any(output.grad_fn in before for _, _, output, _ in entry[1])
+            }
         for tracked, uses in seen.values():
             use = uses[0][0]
             tracked.both_ways = len({u.kind for u, _, _, _ in uses}) > 1
@@ -150,6 +162,17 @@ class Capture:
     def watched_id(self) -> int | None:
         """The identity of the watched layer's weight, or None."""
         return None if self.watched is None else id(self.twin.get_parameter(self.watched.weight))
+
+
+def _nodes_before(outputs: Tensor) -> set[Any]:
+    """All nodes of the autograd graph that the outputs depend on."""
+    nodes, left = set[Any](), [outputs.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            left += [before for before, _ in node.next_functions]
+    return nodes
 
 
 def _describe(use: Use, names: Mapping[int, str], all_holders: Mapping[int, list[Owner]]) -> TrackedLayer:

@@ -13,6 +13,7 @@ from posthoc_uq.curvature.uncovered import home_of, why_not_caught
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.layers import WEIGHTED_MODULES
 from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import chosen_in
 from posthoc_uq.replica import parameter_names, replicate
 
 # Types of modules that are weighted layers, those whose uses cannot be followed included.
@@ -34,6 +35,9 @@ class Reference:
     def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
         self.samples = samples
         twin = replicate(model).requires_grad_(True)
+        self._unused = (
+            "not used in the forward pass" if chosen_in(twin) is None else "not used for the chosen outputs"
+        )
         self.names = parameter_names(twin)
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self.parameters = dict(twin.named_parameters())
@@ -153,7 +157,7 @@ class Reference:
                 continue
             module_name, module = self._home(name)
             if gradient is None:
-                reasons[name] = "not used in the forward pass"
+                reasons[name] = self._unused
             elif failing := next(
                 (n for n in (module_name, name, *self._names_of(name)) if n in failures), None
             ):

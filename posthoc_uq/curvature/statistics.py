@@ -175,3 +175,20 @@ class JointFisher(_Sums):
     def mean(self, samples: int) -> Tensor:
         """The Fisher over `samples`."""
         return self._sums["fisher"] / samples
+
+
+class ChosenFisher(JointFisher):
+    """The dense Fisher of some of these parameters, ``(chosen, chosen)``.
+
+    Args:
+        index: places of the chosen among all parameters, ``(chosen,)``.
+        dtype: of the sums.
+        device: of the sums.
+    """
+
+    def __init__(self, index: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(len(index), dtype, device)
+        self._index = index.to(device)
+
+    def add_rows(self, gradients: Tensor) -> None:
+        super().add_rows(gradients[:, self._index])

@@ -13,7 +13,8 @@ from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import Choice, output_tensor
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.replica import model_device, replicate
 
@@ -61,10 +62,14 @@ def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[
         noise_variance = next(
             (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
         )
-    return [_row(str(name), model, plain_likelihood, noise_variance) for name, model in named.items()]
+    choice = next((found for p in predictors if (found := p.output_choice) is not None), None)
+    return [_row(str(name), model, plain_likelihood, noise_variance, choice) for name, model in named.items()]
 
 
-def _row(name: str, model: Any, likelihood: Likelihood, noise_variance: Tensor | None) -> ComparedModel:
+def _row(
+    name: str, model: Any, likelihood: Likelihood, noise_variance: Tensor | None, choice: Choice | None
+) -> ComparedModel:
+    """One row; of a plain model that returns no tensor, or of one like the predictors', the outputs are the choice."""
     if isinstance(model, Predictor):
         return ComparedModel(
             name or model.head, lambda batch: model(*batch.args, **batch.kwargs), model.device, model
@@ -76,6 +81,8 @@ def _row(name: str, model: Any, likelihood: Likelihood, noise_variance: Tensor |
         def predict(batch: Batch) -> Prediction:
             with explained(lambda: twin, batch, "a batch of the loader", LOADER):
                 output = batch.copied().call_any(twin)
+            if choice is not None and (callable(choice.part) or not isinstance(output, (Tensor, Prediction))):
+                output = choice.of(output)
             return _as_prediction(output, likelihood, noise_variance)
 
         return ComparedModel(name or "model", predict, device, None)

@@ -36,7 +36,7 @@ from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.heads.inputs import Inputs
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.replay import Features
-from posthoc_uq.loaders import output_tensor
+from posthoc_uq.outputs import output_tensor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate

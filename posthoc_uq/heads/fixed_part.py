@@ -23,7 +23,8 @@ from posthoc_uq.heads.interception import ReplayError, intercept
 from posthoc_uq.heads.recording import FunctionRecorder, RewrittenError
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.stand_ins import writable_copy
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
 from posthoc_uq.randomness import device_generators, isolated_random_state
 from posthoc_uq.replica import replicate
 

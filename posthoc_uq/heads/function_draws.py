@@ -12,7 +12,8 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 from posthoc_uq.curvature.plain_attention import PlainAttention
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.forward import jvp
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
 
 # `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.
 _SWAPPING = threading.RLock()
@@ -52,8 +53,8 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
                 if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
                     raise
                 raise PosthocUQError(
-                    f"engine='jvp' needs forward derivatives, and the model has an operation without one ({reason}); "
-                    f"use engine='exact'."
+                    f"engine='jvp', and draws of functions, need forward derivatives, and the model has an operation "
+                    f"without one ({reason}); use engine='exact', and draw functions with head='sampling'."
                 ) from error
             outputs, derivative = value_and_derivative[0], value_and_derivative[1]
             derivatives.append(derivative)

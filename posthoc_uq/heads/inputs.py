@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from posthoc_uq.loaders import output_tensor
+from posthoc_uq.outputs import output_tensor
 
 
 class Inputs:

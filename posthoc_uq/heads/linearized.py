@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.chosen_outputs import ChosenOutputs, checked_outputs
+from posthoc_uq.heads.chosen_outputs import ChosenOutputs, check_shape, checked_outputs
+from posthoc_uq.heads.differentiable import differentiable_outputs
 from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.fixed_part import FixedPart
+from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearization import Engine, Linearization
@@ -31,6 +33,7 @@ from posthoc_uq.posteriors.capabilities import QUADRATIC
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.links import DRAWS, checked_link
+from posthoc_uq.predictions.samples import at_least_float32
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.values import COUNT, Number, flag, one_of
@@ -80,6 +83,9 @@ class LinearizedPredictor(Predictor):
         n_probes: draws of ``"jvp"``, and random vectors of `functional_trace`.
         novelty: whether predictions know their novelty, if the posterior does.
         memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
+        backpropagate: whether predictions, and the mean, the variance and the covariance of the outputs, can be
+            differentiated by the inputs, where gradients are enabled: for acquisition functions. The Jacobian of a
+            batch then exists as a tensor, (batch, outputs, weights), and all outputs are used. Novelty has no gradient.
 
     Raises:
         PosthocUQError: an option is none of the above.
@@ -100,6 +106,7 @@ class LinearizedPredictor(Predictor):
         n_probes: int = 32,
         memory_budget: int | None = None,
         novelty: bool = True,
+        backpropagate: bool = False,
     ) -> None:
         super().__init__(model, posterior)
         self._tells_novelty = flag("novelty", novelty)
@@ -114,12 +121,18 @@ class LinearizedPredictor(Predictor):
                 f"outputs={outputs!r} picks classes by their logits; use outputs='all' for likelihood "
                 f"{likelihood.name!r}."
             )
+        self._backpropagate = flag("backpropagate", backpropagate)
+        if backpropagate and (engine not in ("auto", "exact") or isinstance(self._chosen.top, int)):
+            raise PosthocUQError(
+                f"backpropagate=True forms the Jacobian of all outputs, and engine={engine!r}, outputs={outputs!r} "
+                f"forms less; leave these out."
+            )
         check_differentiable(unwrap(model))
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
-            self._twin: tuple[nn.Module] = (replicate(model, posterior.centre),)
+            self._twin: tuple[nn.Module] = (replicate(self._model[0], posterior.centre),)
             # a copy whose weights are swapped while it runs, so that no other thread may run it meanwhile
-            self._swapped = (replicate(model, posterior.centre),) if engine == "jvp" else self._twin
+            self._swapped = (replicate(self._model[0], posterior.centre),) if engine == "jvp" else self._twin
         self._fixed_part = FixedPart(self._twin[0], posterior.mean)
         self._ready: TrackedModel | None = None
         self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
@@ -152,7 +165,32 @@ class LinearizedPredictor(Predictor):
         options |= {"n_probes": self._n_probes} if self._engine == "jvp" else {}
         return options | {"outputs": str(self._chosen.top), "engine": self._engine}
 
+    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+        """See `DrawnFunctions`."""
+        with _without_gradients():
+            drawn = posterior.sample(n, generator)
+            network = replicate(self._twin[0])
+            place = model_device(network)
+            deviations = {name: (d - posterior.mean[name]).to(place) for name, d in drawn.items()}
+            outputs, derivatives = function_draws(network, batch, deviations)
+            return at_least_float32(outputs) + derivatives.to(at_least_float32(outputs))
+
+    @property
+    def _differentiated(self) -> bool:
+        """Whether this call keeps the graph back to its inputs."""
+        return self._backpropagate and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+    def _with_graph(self, posterior: Posterior, batch: Batch, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """Outputs and their covariance, differentiable in the inputs."""
+        samples = count_samples(batch)
+        mean, covariance = differentiable_outputs(replicate(self._twin[0]), posterior, batch, samples, joint)
+        check_shape(mean, samples)
+        return mean, covariance
+
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
+        if self._differentiated:
+            ratio = self._known_novelty(batch)
+            return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
         with _without_gradients():
             linearization = self._linearized(posterior, batch)
             outputs, calls = _shaped(linearization.gaussian()), linearization.watched
@@ -160,11 +198,17 @@ class LinearizedPredictor(Predictor):
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
+        if self._differentiated and not isinstance(batch, FeatureBatch):
+            mean, covariance = self._with_graph(posterior, batch)
+            variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape)
+            return GaussianOutputs(
+                mean, variance, covariance if self._chosen.wants_covariance(mean) else None
+            )
         with _without_gradients():
             return _shaped(self._linearized(posterior, batch).gaussian())
 
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
-        with _without_gradients():
+        with nullcontext() if self._differentiated else _without_gradients():
             return from_gaussian(
                 distribution.mean,
                 distribution.variance,
@@ -192,8 +236,11 @@ class LinearizedPredictor(Predictor):
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs."""
         batch = Batch(args, None, kwargs)
-        with _without_gradients(), self.explaining(batch):
-            return batch.copied().call(self._twin[0])
+        with self.explaining(batch):
+            if self._differentiated:
+                return self._with_graph(self._posterior.snapshot(), batch)[0]
+            with _without_gradients():
+                return batch.copied().call(self._twin[0])
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
@@ -203,6 +250,9 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model.
         """
         batch = Batch(args, None, kwargs)
+        if self._differentiated:
+            with self.explaining(batch):
+                return self._distribution(self._posterior.snapshot(), batch).variance
         with _without_gradients(), self.explaining(batch):
             linearization = self._linearized(self._posterior.snapshot(), batch)
             variance = linearization.variance().reshape(linearization.mean.shape)
@@ -225,6 +275,9 @@ class LinearizedPredictor(Predictor):
             PosthocUQError: the engine cannot serve this model.
         """
         batch = Batch(args, None, kwargs)
+        if self._differentiated:
+            with self.explaining(batch):
+                return self._with_graph(self._posterior.snapshot(), batch, joint)[1]
         with _without_gradients(), self.explaining(batch):
             covariance = self._linearized(self._posterior.snapshot(), batch).covariance(joint)
             check_finite({"covariance": covariance}, "functional covariance")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
+from posthoc_uq.heads.drawing import gaussian_draws
 from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.interception import intercept
@@ -161,7 +162,7 @@ class MomentsPredictor(Predictor):
         self._rules = self._options.rules()
         self._tells_novelty = self._options.novelty
         with isolated_random_state():  # copying a module may run its code
-            self.network = replicate(model, posterior.centre)
+            self.network = replicate(self._model[0], posterior.centre)
         self._fixed_part = FixedPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
@@ -298,6 +299,10 @@ class MomentsPredictor(Predictor):
         variance = variance if prepared.calibration is None else prepared.calibration.apply(variance)
         check_finite({"variance": variance}, "functional variance")
         return variance
+
+    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+        """See `DrawnFunctions`."""
+        return gaussian_draws(self._distribution(posterior, batch), n, generator)
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)

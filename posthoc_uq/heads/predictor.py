@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from posthoc_uq.arguments import explained
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import NotAnsweredError, PosthocUQError
+from posthoc_uq.heads.drawing import DrawnFunctions
 from posthoc_uq.heads.finite import check_finite, checked
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
@@ -25,6 +26,7 @@ from posthoc_uq.heads.novelty import (
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import DRAWS, QUADRATIC
 from posthoc_uq.predictions.base import Prediction, cat
@@ -50,7 +52,14 @@ class GaussianOutputs(NamedTuple):
     covariance: Tensor | Spread | None = None
 
 
-class Predictor(nn.Module, ABC):
+def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
+    """The model as the posterior's fit took its outputs."""
+    known = None if posterior.model is None else chosen_in(posterior.model)
+    choice = known or choice_of(posterior.history.output)
+    return model if choice is None else with_choice(unwrap(model), choice)
+
+
+class Predictor(DrawnFunctions, nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
 
@@ -70,7 +79,9 @@ class Predictor(nn.Module, ABC):
     def __init__(self, model: nn.Module, posterior: Posterior) -> None:
         super().__init__()
         posterior.require(self.needs, f"head={self.head!r}")
-        self._model: tuple[nn.Module] = (model,)  # a tuple hides it from `nn.Module`
+        # tuples hide them from `nn.Module`
+        self._given: tuple[nn.Module] = (model,)
+        self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
         self._tells_novelty = False
         self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
@@ -121,7 +132,12 @@ class Predictor(nn.Module, ABC):
     @property
     def model(self) -> nn.Module:
         """The model that it was made for."""
-        return self._model[0]
+        return self._given[0]
+
+    @property
+    def output_choice(self) -> Choice | None:
+        """Which part of what the model returns its outputs are; None where it returns a tensor."""
+        return chosen_in(self._model[0])
 
     @property
     def device(self) -> torch.device:

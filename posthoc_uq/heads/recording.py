@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from posthoc_uq.heads.interception import Intercepted, ReplayError, watched_by
 from posthoc_uq.heads.replay import SINGLE_TENSOR, Call, Features
 from posthoc_uq.heads.stand_ins import QUERIES, StandIn, form_of, writable_copy
-from posthoc_uq.loaders import output_tensor
+from posthoc_uq.outputs import output_tensor
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

@@ -182,6 +182,18 @@ class SamplingPredictor(Predictor):
         with self.explaining(batch):
             return torch.cat(list(self._blocks(self._posterior.snapshot(), batch)))
 
+    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+        """See `DrawnFunctions`: other draws than those of its predictions."""
+        seeds = posterior.draw_seeds(n, generator)
+        if self._drawn_outputs:
+            ensemble: Ensemble | OutputDraws = OutputDraws(self._model[0], posterior, seeds)
+        else:
+            ensemble = Ensemble(
+                self._model[0], posterior, seeds, keep="seeds", dtype=self._dtype, batched=self._batched
+            )
+        ensemble.to(self.device)
+        return torch.cat([at_least_float32(block) for block in ensemble.blocks(*batch.args, **batch.kwargs)])
+
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
         return summarise(self._blocks(posterior, batch), posterior).with_novelty(ratio)

@@ -16,7 +16,8 @@ from posthoc_uq.inference.latent_layers import LatentLayer
 from posthoc_uq.inference.latent_options import LatentBinaryOptions
 from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.reparametrised import AffineCalls
 

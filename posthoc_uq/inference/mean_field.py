@@ -12,7 +12,8 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
 

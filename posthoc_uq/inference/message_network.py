@@ -15,6 +15,7 @@ from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.layers import Layer
 from posthoc_uq.message_passing.network import Activation, Flat, Pool, Stage, Weighted
 from posthoc_uq.message_passing.windows import Pair, Windows
+from posthoc_uq.outputs import chosen_in
 
 _SUPPORTED = (
     "Linear, Conv2d, ReLU, LeakyReLU, MaxPool2d (stride = kernel, no padding), AvgPool2d (no padding), "
@@ -67,6 +68,11 @@ def chain_of(model: nn.Module, layers: Mapping[str, Layer]) -> Chain:
         raise UnsupportedLayerError(
             f"layers='all' of method='message_passing' needs a torch.nn.Sequential, not a {type(model).__name__}; "
             f"write the model as one, or take layers='last'."
+        )
+    if chosen_in(model) is not None:
+        raise UnsupportedLayerError(
+            f"layers='all' of method='message_passing' cannot pass output={chosen_in(model)}, which is applied to what "
+            f"the model returns; take layers='last'."
         )
     chain, faults = Chain([], {}, {}), list[str]()
     for path, module in _flattened(model):

@@ -22,6 +22,7 @@ from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.kfac import KFAC
 from posthoc_uq.methods.latent_binary import LatentBinary
 from posthoc_uq.methods.message_passing import MessagePassing
+from posthoc_uq.methods.subnetwork import Subnetwork
 from posthoc_uq.methods.utvi import UTVI
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.values import shown
@@ -39,6 +40,7 @@ __all__ = [
     "LatentBinary",
     "MessagePassing",
     "Method",
+    "Subnetwork",
     "method_of",
     "register_method",
 ]
@@ -69,7 +71,7 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     return kind
 
 
-for _kind in (INF, EFB, KFAC, Diagonal, Dense, FunctionSpace, LatentBinary, MessagePassing, UTVI):
+for _kind in (INF, EFB, KFAC, Diagonal, Dense, Subnetwork, FunctionSpace, LatentBinary, MessagePassing, UTVI):
     register_method(_kind)
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.layers import Layer
-from posthoc_uq.loaders import output_tensor
 from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
 from posthoc_uq.moments.tensor import WeightPosterior, variance_dtype
+from posthoc_uq.outputs import output_tensor
 
 
 class OutputMoments(NamedTuple):

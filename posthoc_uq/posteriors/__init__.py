@@ -12,6 +12,7 @@ from posthoc_uq.posteriors import (
     mean_field,
     median_model,
     messages,
+    subnetwork,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "mean_field",
     "median_model",
     "messages",
+    "subnetwork",
 ]

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
@@ -352,12 +351,10 @@ class Posterior(Adjustable):
         else:
             factor = self.blocks[block].factor(self._of_block(block, settings, prior, noise_factor))
         total = factor.log_determinant()
-        for name in self.members[block]:
+        for name, weights, norm in self._layout.norms(block, self.blocks[block], self.mean):
             tau = prior[name] if isinstance(prior, Mapping) else prior
-            layer = self.layers[name]
-            norm = sum(float(as_double(self.mean[p]).square().sum()) for p in layer.parameter_names)
             logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
-            total = total - layer.parameters * logarithm + tau * norm
+            total = total - weights * logarithm + tau * norm
         return total
 
     def factor(self, block: str) -> Factor:

@@ -228,6 +228,10 @@ class Block(ABC):
         """
         return None
 
+    def uncertain(self) -> Tensor | None:
+        """Which weights it is about, ``(G, m, n)`` of bool, where some are certain; None where all are uncertain."""
+        return None
+
     def fault(self) -> str | None:
         """What is wrong with its tensors taken together, in words, or None; `specs` is about each tensor alone."""
         return None

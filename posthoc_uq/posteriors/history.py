@@ -75,6 +75,8 @@ class History:
             the samples that came in less that of those that went out; the hash of the ``last`` ones; and for the last
             update of a posterior with fixed bases the share of the new data's Fisher ``outside`` of them, and
             ``outside before``, that of the Fisher of the data before; or empty.
+        output: which part of what the model returns its outputs are: ``name``, ``index`` or (the name of) a
+            ``function``, and whether it was ``guessed``; empty where it returns a tensor.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
@@ -86,6 +88,7 @@ class History:
     referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     novelty: str = ""
     changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    output: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
 
     @property
     def revision(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from posthoc_uq.devices import host_double
+from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.blocks import Block
@@ -68,6 +68,25 @@ class Layout:
                 for parameter, tensor in layer.to_parameters(matrix).items():
                     means[parameter] = tensor.to(like[parameter])
         return means
+
+    def norms(self, name: str, block: Block, mean: Mapping[str, Tensor]) -> Iterator[tuple[str, int, float]]:
+        """Of each layer of a block: its name, how many of its weights are uncertain, and the square of their norm.
+
+        Args:
+            name: of the block.
+            block: which says what is uncertain.
+            mean: parameters by name.
+        """
+        uncertain = block.uncertain()
+        if uncertain is None:
+            for layer in (self._layers[inner] for inner in self._members[name]):
+                norm = sum(float(as_double(mean[p]).square().sum()) for p in layer.parameter_names)
+                yield layer.name, layer.parameters, norm
+            return
+        for layer, mask in self.split(name, uncertain):
+            matrix = layer.to_matrix(mean[layer.weight], None if layer.bias is None else mean[layer.bias])
+            own = as_double(matrix.detach()[mask.to(matrix.device)])
+            yield layer.name, int(mask.sum()), float(own.square().sum())
 
     def split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
         """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""

@@ -156,7 +156,7 @@ def build_report(
     if notes:
         summary["heads"] = "; ".join(notes)
     return Report(
-        summary | history.fit,
+        summary | _outputs(history.output) | history.fit,
         rows,
         dict(history.deterministic),
         _settled(history),
@@ -186,6 +186,18 @@ def described_changes(changes: Mapping[str, Any]) -> str:
             f"{changes['outside']:.1%} of the last update's Fisher is outside of the kept bases{before}"
         )
     return ", ".join([*parts, f"digest {changes['digest'][:12]}"])
+
+
+def described_output(output: Mapping[str, Any]) -> str:
+    """Which part of what the model returns its outputs are, in words."""
+    if "function" in output:
+        return f"{output['function']}(...) of what the model returns"
+    part = repr(output["name"]) if "name" in output else f"[{output['index']}]"
+    return f"{part} of what the model returns{', found by itself' if output.get('guessed') else ''}"
+
+
+def _outputs(output: Mapping[str, Any]) -> dict[str, str]:
+    return {"outputs": described_output(output)} if output else {}
 
 
 def _novelty(features: FeatureGrams) -> str:

@@ -53,6 +53,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "referral": dict(posterior.history.referral),
                 "novelty": posterior.history.novelty,
                 "changes": dict(posterior.history.changes),
+                "output": dict(posterior.history.output),
             },
         },
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
@@ -332,4 +333,5 @@ def _history(history: Mapping[str, Any], layers: Collection[str]) -> History:
         # older files only have it in words, in the fit's facts
         str(history.get("novelty", "posterior" if "novelty" in history["fit"] else "")),
         dict(history.get("changes", {})),
+        dict(history.get("output", {})),
     )

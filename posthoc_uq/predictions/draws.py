@@ -91,7 +91,7 @@ def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | N
     elif isinstance(covariance, Spread):
         spread = covariance
     else:
-        spread = Spread(_symmetric_root(covariance).to(flat), torch.zeros_like(flat))
+        spread = Spread(symmetric_root(covariance).to(flat), torch.zeros_like(flat))
     directions = spread.root.shape[2]
     width = directions + flat.shape[1]
     if torch.compiler.is_compiling():
@@ -106,7 +106,7 @@ def output_draws(mean: Tensor, variance: Tensor, covariance: Tensor | Spread | N
     return draws.reshape(n_draws, *mean.shape)
 
 
-def _symmetric_root(covariance: Tensor) -> Tensor:
+def symmetric_root(covariance: Tensor) -> Tensor:
     """The symmetric root of each matrix, which changes little when the matrix does; NaN where that is not finite."""
     wide = as_double(covariance)
     not_finite = ~torch.isfinite(wide).flatten(1).all(1)[:, None, None]

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.affine import affine_call
 from posthoc_uq.layers import Layer
-from posthoc_uq.loaders import Batch, output_tensor
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 from posthoc_uq.sparsity.inclusion import unit_matrix

@@ -18,6 +18,7 @@ from posthoc_uq.devices import has_double
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
+from posthoc_uq.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.specs import TensorSpec
 from posthoc_uq.posteriors.state import (
@@ -61,6 +62,7 @@ def load(
     untrusted: bool = False,
     device: torch.device | str | None = None,
     likelihood: Likelihood | None = None,
+    output: Output | None = None,
 ) -> Posterior:
     """Read a posterior for the model it was fitted on; it is centred on that model's parameters, or on those that the
     method trained.
@@ -73,9 +75,12 @@ def load(
         device: where the posterior shall live; the model's device if None.
         likelihood: of a posterior that was fitted with a likelihood of your own: an object of the same class with the
             same attributes. Nothing is imported because a file names it.
+        output: of a posterior that was fitted with a function as ``output=``: the same function. A key or an index is
+            in the file.
 
     Raises:
-        PosthocUQError: the file is missing or cannot be read, or the likelihood is missing or another one.
+        PosthocUQError: the file is missing or cannot be read, or the likelihood or the output's function is missing or
+            another one.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
         PosteriorMismatchError: it belongs to another model, or to other weights of this one.
     """
@@ -103,7 +108,7 @@ def load(
     _place(state, mean, place)
     with _translated(path):
         posterior = posterior_from_state(state, mean, likelihood)
-        posterior.model = model
+        posterior.model = with_choice(model, choice_of(posterior.history.output, checked_output(output)))
         posterior.fingerprint = state["fingerprint"]
         return posterior
 
@@ -115,7 +120,8 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         A dictionary of plain values, which prints as a summary: ``format_version``, ``library_version``, ``bytes``,
         ``fingerprint``, ``method``, ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``,
         ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
-        ``calibration``, ``referral``, ``changes`` (of the data since the fit), ``parameters``, ``centre`` (names of
+        ``calibration``, ``referral``, ``changes`` (of the data since the fit),
+        ``output`` (the part of what the model returns), ``parameters``, ``centre`` (names of
         parameters with a trained mean),
         ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes) and
         ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and dtype, and
@@ -141,7 +147,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             **{key: history[key] for key in ("fit", "tuning", "deterministic")},
             **{
                 key: history.get(key, {})
-                for key in ("head", "faithful", "calibration", "referral", "changes")
+                for key in ("head", "faithful", "calibration", "referral", "changes", "output")
             },
             "parameters": sum(layer.parameters for layer in layers.values()),
             "centre": list(state["centre"]),

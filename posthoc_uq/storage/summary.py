@@ -9,7 +9,7 @@ from typing import Any, cast
 from posthoc_uq.errors import printable
 from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.posteriors.referral import rule_of
-from posthoc_uq.posteriors.report import described_changes
+from posthoc_uq.posteriors.report import described_changes, described_output
 from posthoc_uq.tables import text_table
 
 
@@ -107,6 +107,8 @@ def _facts(path: str, contents: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"{referral['inputs']:,} inputs), {head}",
             )
         )
+    if contents["output"]:
+        lines.append(("outputs", described_output(contents["output"])))
     if contents["changes"]:
         lines.append(("data since the fit", described_changes(contents["changes"])))
     lines.append(("fingerprint", contents["fingerprint"]))

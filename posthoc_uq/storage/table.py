@@ -199,6 +199,18 @@ _CHANGES = Record(
     {name: Number(0.0, 1.0) for name in ("outside", "outside before")},
 )
 
+_OUTPUT = OneOf(
+    lambda value: 0 if not isinstance(value, dict) or "name" in value else 1 + ("index" in value),
+    tuple(
+        Record({kind: form, "guessed": Flag()})
+        for kind, form in (
+            ("name", _NAME),
+            ("function", Text(longest=200)),
+            ("index", Whole(-(2**31), 2**31)),
+        )
+    ),
+)
+
 _HISTORY = Record(
     {
         "fit": Named(
@@ -222,6 +234,7 @@ _HISTORY = Record(
         "referral": or_empty(_REFERRAL),
         "novelty": Text(NOVELTIES),
         "changes": or_empty(_CHANGES),
+        "output": or_empty(_OUTPUT),
     },
 )
 

@@ -1,0 +1,95 @@
+"""The linearised model's outputs as differentiable functions of its inputs: ``N(f(x), J(x) Sigma J(x)^T)`` with the
+Jacobian of every sample formed as a tensor.
+
+That is for acquisition functions, of a few inputs at a time. Predictions that nobody differentiates take the other
+engines, which form no Jacobian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._pytree import tree_map
+
+from posthoc_uq.curvature.plain_attention import PlainAttention
+from posthoc_uq.loaders import Batch
+from posthoc_uq.outputs import output_tensor
+from posthoc_uq.posteriors.base import Posterior
+
+Weights = dict[str, Tensor]
+
+
+def differentiable_outputs(
+    model: nn.Module, posterior: Posterior, batch: Batch, samples: int, joint: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``(samples, ...)``, and their covariance ``(samples, outputs, outputs)``, or with `joint`
+    ``(samples * outputs, samples * outputs)``, with their graphs back to the inputs.
+
+    Args:
+        model: at the posterior's mean, in eval mode; nothing else may run it meanwhile.
+        posterior: a snapshot.
+        batch: the model's arguments.
+        samples: in the batch.
+        joint: also between samples.
+    """
+    names = {name for layer in posterior.layers.values() for name in layer.parameter_names}
+    weights = {name: p.detach() for name, p in model.named_parameters() if name in names}
+    fresh = Batch(*tree_map(_clone, (batch.args, None, batch.kwargs)))
+    outputs = output_tensor(functional_call(model, weights, fresh.args, fresh.kwargs))
+    jacobians = _jacobians(model, weights, batch, samples)
+    by_layer = {
+        name: layer.to_matrix(jacobians[layer.weight], None if layer.bias is None else jacobians[layer.bias])
+        for name, layer in posterior.layers.items()
+    }
+    if joint:
+        return outputs, posterior.quadratic({name: j.flatten(0, 1) for name, j in by_layer.items()})
+    parts = [posterior.quadratic({name: j[row] for name, j in by_layer.items()}) for row in range(samples)]
+    return outputs, torch.stack(parts)
+
+
+def _jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -> Weights:
+    """The Jacobian of every sample's outputs by each parameter, ``(samples, outputs, *shape)``: all samples in one
+    `vmap`, or one by one for a model that cannot run in it.
+    """
+
+    def counted(value: object) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
+
+    def of_one(weights: Weights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
+        one = tree_map(_clone, (args, dict(kwargs)))
+        return output_tensor(functional_call(model, weights, *one)).flatten()
+
+    with PlainAttention():
+        try:
+            dims = tree_map(lambda value: 0 if counted(value) else None, (batch.args, batch.kwargs))
+
+            def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> Weights:
+                places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
+                return jacrev(of_one)(weights, *places)
+
+            return vmap(in_vmap, in_dims=dims)(batch.args, batch.kwargs)
+        except Exception:  # the model's code decides what vmap makes of it
+            rows = [batch.narrow(row, 1, samples) for row in range(samples)]
+            parts = [_by_autograd(lambda w, b=one: of_one(w, b.args, b.kwargs), weights) for one in rows]
+            return {name: torch.stack([part[name] for part in parts]) for name in weights}
+
+
+def _by_autograd(run: Callable[[Weights], Tensor], weights: Weights) -> Weights:
+    """The Jacobian of ``run`` by the weights, one backward pass an output, with its graph."""
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    outputs = run(leaves)
+    rows = [
+        torch.autograd.grad(
+            output, list(leaves.values()), create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for output in outputs
+    ]
+    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
+
+
+def _clone(value: object) -> object:
+    """A copy with its graph, since a model may write into its inputs."""
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,156 @@
+"""The full Fisher of single weights that are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.curvature.statistics import ChosenFisher
+from posthoc_uq.devices import as_double
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.checkpoint import Tensors
+from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
+from posthoc_uq.inference.task import Task
+from posthoc_uq.methods.curvature import Curvature, squares_of
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.dense import LARGEST_BYTES
+from posthoc_uq.posteriors.median_model import packed
+from posthoc_uq.posteriors.subnetwork import SubnetworkBlock
+from posthoc_uq.values import COUNT, put_numbers
+
+_JOINT = "joint"  # name of the block of all layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subnetwork(Curvature):
+    """The full Fisher of a few single weights, with all others certain.
+
+    ``I_S = E[g_S g_S^T]`` over the chosen weights S of the chosen layers (Daxberger, Nalisnick, Allingham, Antoran,
+    Hernandez-Lobato 2021, "Bayesian deep learning via subnetwork inference").
+
+    One sweep, one more to choose by variance, and a number for every pair of chosen weights. The prior and
+    the log marginal likelihood are those of the chosen weights alone.
+
+    Attributes:
+        n: how many weights are chosen; all, where there are fewer.
+        by: ``"magnitude"`` for those furthest from zero; ``"variance"`` for those of the largest variance under the
+            diagonal posterior, the smallest diagonal of the Fisher. Of equal ones the first.
+        mask: the weights to choose instead: tensors of bool by the name of the parameter, of its shape; parameters
+            without one are certain.
+    """
+
+    name: ClassVar[str] = "subnetwork"
+    block_kinds: ClassVar[tuple[str, ...]] = ("subnetwork",)
+    stages: ClassVar[Stages] = {
+        "diagonal": StageSpec({"diagonal": StageTensor("Gmn", non_negative=True)}),
+        "chosen Fisher": StageSpec({"fisher": StageTensor("kk", symmetric=True)}, owner=_JOINT),
+    }
+
+    n: int = 1000
+    by: Literal["magnitude", "variance"] = "magnitude"
+    mask: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        put_numbers(self, {"n": COUNT})
+
+    def passes(self) -> int:
+        return 2 if self.by == "variance" and self.mask is None else 1
+
+    def members(self, task: Task) -> dict[str, list[str]]:
+        return {_JOINT: list(task.layers)}
+
+    def described(self) -> dict[str, Any]:
+        return {"weights chosen": "by a mask" if self.mask is not None else f"at most {self.n}, by {self.by}"}
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        chosen = self._chosen(task)
+        count = int(chosen.sum())
+        if 8 * count**2 > LARGEST_BYTES:
+            raise PosthocUQError(
+                f"method='subnetwork' needs a dense matrix over the {count} chosen weights "
+                f"({8 * count**2 / 2**30:.0f} GiB); choose fewer."
+            )
+        fisher = _fisher(task, chosen)[_JOINT]["fisher"]
+        return {_JOINT: SubnetworkBlock(fisher, packed(chosen).to(fisher.device), len(chosen))}
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        block = posterior.blocks[_JOINT]
+        assert isinstance(block, SubnetworkBlock)
+        chosen = torch.zeros(block.weights, dtype=torch.bool, device="cpu")
+        chosen[block.index.cpu()] = True
+        return _fisher(task, chosen)
+
+    def _chosen(self, task: Task) -> Tensor:
+        """Which weights of the layers are chosen, ``(weights,)`` on the CPU."""
+        if self.mask is not None:
+            return _masked(self.mask, task)
+        if self.by == "magnitude":
+            parameters = dict(task.model.named_parameters())
+            parts = [
+                layer.to_matrix(
+                    parameters[layer.weight], None if layer.bias is None else parameters[layer.bias]
+                )
+                for layer in task.layers.values()
+            ]
+            scores = torch.cat([part.detach().abs().flatten().cpu() for part in parts])
+        else:
+            diagonals = _diagonals(task)
+            scores = -torch.cat([diagonals[name]["diagonal"].flatten().cpu() for name in task.layers])
+        first = torch.argsort(as_double(scores), descending=True, stable=True)[: self.n]
+        return torch.zeros(len(scores), dtype=torch.bool, device="cpu").index_fill(0, first, True)
+
+
+def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
+    """The user's mask in the order of the layers' weights."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in task.layers.values():
+        shapes[layer.weight] = layer.weight_shape
+        if layer.bias is not None:
+            shapes[layer.bias] = (layer.groups * layer.outputs,)
+    for name, own in mask.items():
+        if name not in shapes:
+            raise PosthocUQError(
+                f"The mask names '{name}', no parameter of the layers; those are {list(shapes)[:6]}."
+            )
+        if not isinstance(own, Tensor) or own.dtype != torch.bool or tuple(own.shape) != shapes[name]:
+            raise PosthocUQError(f"The mask of '{name}' must be a bool tensor of shape {shapes[name]}.")
+    whole = {
+        name: mask[name].cpu() if name in mask else torch.zeros(shape, dtype=torch.bool, device="cpu")
+        for name, shape in shapes.items()
+    }
+    parts = [
+        layer.to_matrix(whole[layer.weight], None if layer.bias is None else whole[layer.bias]).flatten()
+        for layer in task.layers.values()
+    ]
+    chosen = torch.cat(parts)
+    if not bool(chosen.any()):
+        raise PosthocUQError("The mask chooses no weight; make some of it True.")
+    return chosen
+
+
+def _diagonals(task: Task) -> Tensors:
+    """The exact diagonal of every layer, in one sweep."""
+
+    def work() -> Tensors:
+        squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
+        samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
+        return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
+
+    return task.stage("diagonal", work)
+
+
+def _fisher(task: Task, chosen: Tensor) -> Tensors:
+    """The Fisher of the chosen weights of all layers together, in one sweep."""
+    index = chosen.nonzero().flatten()
+
+    def work() -> Tensors:
+        joint = ChosenFisher(index, task.settings.dtype, task.device)
+        return {_JOINT: {"fisher": joint.mean(task.sweep({}, "chosen Fisher", joint=joint))}}
+
+    return task.stage("chosen Fisher", work)

@@ -1,0 +1,381 @@
+"""Models that return more than a tensor: the chosen part is the outputs, everywhere, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from click.testing import CliRunner
+from networks import heads_of, short
+from torch import Tensor, nn
+from watching import Watch
+
+import posthoc_uq as uq
+from posthoc_uq.cli.entry import commands
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.methods import METHODS
+from posthoc_uq.outputs import Choice, chosen_in, guessed_choice, with_choice
+
+torchvision: Any = pytest.importorskip("torchvision")
+
+
+@dataclass
+class Data:
+    scores: Tensor
+    rest: Tensor
+
+
+class Named(NamedTuple):
+    scores: Tensor
+    rest: Tensor
+
+
+class Body(nn.Module):
+    """A network of two layers and a second, larger last layer, which runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body = nn.Linear(3, 5).double()
+            self.head = nn.Linear(5, 4).double()
+            self.other = nn.Linear(5, 6).double()
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x).tanh()
+        return self.head(features), self.other(features)
+
+
+class Several(Body):
+    """Returns `form` of the outputs of both last layers."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(*self.both(x))
+
+
+class Plain(nn.Module):
+    """The first of its outputs alone, without the weights of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = Body()
+        self.body, self.head = body.body, body.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+def _x(n: int = 12, seed: int = 1) -> Tensor:
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def _data() -> list[tuple[Tensor, Tensor]]:
+    y = torch.arange(12) % 4
+    return [(_x()[:7], y[:7]), (_x()[7:], y[7:])]
+
+
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any]] = {
+    "dict": (lambda a, b: OrderedDict(out=a, aux=b), None),
+    "other key": (lambda a, b: {"a": a, "b": b}, "a"),
+    "tuple": (lambda a, b: (b, a), 1),
+    "from the end": (lambda a, b: [b, a], -1),
+    "dataclass": (lambda a, b: Data(a, b), "scores"),
+    "named tuple": (lambda a, b: Named(a, b), "scores"),
+    "object": (lambda a, b: SimpleNamespace(logits=a, rest=b), None),
+    "only one": (lambda a, b: (a, b.argmax(1), b.mean()), None),
+    "function": (lambda a, b: {"deep": [b, (a,)]}, lambda returned: returned["deep"][1][0]),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_gives_the_posterior_and_the_predictions_of_the_part_alone(
+    name: str, tmp_path: Path
+) -> None:
+    form, output = FORMS[name]
+    model, plain, x = Several(form), Plain(), _x(5, 2)
+    with Watch(model):
+        posterior = uq.fit(model, _data(), output=output, progress=False)
+        uq.save(posterior, tmp_path / "a.h5")
+        function: Any = output if callable(output) else None
+        again = uq.load(tmp_path / "a.h5", model, output=function)
+        head = uq.wrap(model, again)
+        found = head(x)
+    expected_posterior = uq.fit(plain, _data(), progress=False)
+    expected = uq.wrap(plain, expected_posterior)(x)
+    assert list(posterior.layers) == list(expected_posterior.layers) == ["body", "head"]
+    torch.testing.assert_close(found.probs, expected.probs, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.novelty(), expected.novelty(), rtol=1e-9, atol=1e-12)
+    assert head.model is model
+    assert posterior.report().summary["outputs"].endswith("found by itself") == (output is None)
+    assert uq.inspect(tmp_path / "a.h5")["output"]["guessed"] == (output is None)
+    assert "outputs" not in expected_posterior.report().summary
+
+
+@pytest.mark.filterwarnings("ignore:The posterior's prior precision", "ignore:.*steps at inclusion_lr")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_head_of_every_method(method: str) -> None:
+    options: Any = {"method": short(method), "layers": "last", "prior_precision": None, "progress": False}
+    model, plain, x = Several(lambda a, b: {"out": a, "aux": b}), Plain(), _x(5, 2)
+    with Watch(model):
+        found = uq.fit(model, _data(), **options)
+    expected = uq.fit(plain, _data(), **options)
+    assert list(found.layers) == list(expected.layers) == ["head"]
+    for head in heads_of(found):
+        with Watch(model):
+            probs = uq.wrap(model, found, head)(x).probs
+        torch.testing.assert_close(probs, uq.wrap(plain, expected, head)(x).probs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The posterior's prior precision", "ignore:.*steps at inclusion_lr")
+@pytest.mark.parametrize("method", ["diag", "inf", "utvi", "latent_binary"])
+def test_all_layers_through_a_function(method: str) -> None:
+    """Also trainings take the function, in every pass."""
+    options: Any = {
+        "method": short(method),
+        "likelihood": "regression",
+        "noise_variance": 0.5,
+        "progress": False,
+    }
+    data = [(_x(), _x(12, 5))]
+    model = Several(lambda a, b: {"p": a, "q": b})
+    found = uq.fit(model, data, output=lambda returned: returned["p"][:, :3] * 2.0, **options)
+    expected = uq.fit(Doubled(), data, **options)
+    assert list(found.layers) == ["body", "head"]
+    for head in heads_of(found):
+        torch.testing.assert_close(
+            uq.wrap(model, found, head)(_x(5, 2)).mean, uq.wrap(Doubled(), expected, head)(_x(5, 2)).mean
+        )
+
+
+class Doubled(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :3] * 2.0
+
+
+def test_update_forget_tune_evaluate_and_export() -> None:
+    model, plain = Several(lambda a, b: {"a": a, "b": b}), Plain()
+    options: Any = {"method": "diag", "prior_precision": 2.0, "progress": False, "fisher": "exact"}
+    first, second = _data()
+    with Watch(model):
+        found = uq.fit(model, [first], output="a", **options)
+        expected = uq.fit(plain, [first], **options)
+        for posterior in (found, expected):
+            uq.update(posterior, [second], progress=False)
+            uq.tune(posterior, [second], progress=False, max_evaluations=4)
+        both = uq.fit(plain, [first, second], **options)
+        blocks: list[Any] = [found.blocks["head"], both.blocks["head"]]
+        torch.testing.assert_close(blocks[0].diagonal, blocks[1].diagonal)
+        assert found.prior_precision == pytest.approx(expected.prior_precision, rel=1e-9)
+        tables = [
+            uq.evaluate({"uq": uq.wrap(network, posterior), "bare": network}, [first], progress=False)
+            for network, posterior in ((model, found), (plain, expected))
+        ]
+        assert str(tables[0]) == str(tables[1])
+        uq.forget(found, [second], progress=False)
+        exported = uq.exportable(uq.wrap(model, found, "sampling", n_samples=3))
+        torch.testing.assert_close(
+            exported(_x(4))[0], uq.wrap(model, found, "sampling", n_samples=3)(_x(4)).probs.float()
+        )
+    assert chosen_in(found.model or model) == Choice("a")
+
+
+def test_what_cannot_be_guessed() -> None:
+    x = torch.zeros(3, 2)
+    assert guessed_choice(x, 3) is None
+    assert guessed_choice({"logits": x, "hidden": x}, 3) == Choice("logits", True)
+    assert guessed_choice({"loss": x.sum(), "p": x, "ids": x.long(), "past": (x,)}, 3) == Choice("p", True)
+    assert guessed_choice((x[:2], x), 3) == Choice(1, True)
+    with pytest.raises(
+        PosthocUQError, match=r"tuple of 0: float32 \(3, 2\), 1: float32 \(3, 2\), .*output=0 or"
+    ):
+        guessed_choice((x, x), 3)
+    with pytest.raises(
+        PosthocUQError, match=r"returned dict of 'a': float32 \(3, 2\); one part must .* 4 samples"
+    ):
+        guessed_choice({"a": x}, 4)
+    boxes = [{"boxes": x, "labels": x, "scores": x}]
+    with pytest.raises(PosthocUQError, match=r"list of 0: a dict; .*detector.*box head.*proposals"):
+        guessed_choice(boxes, 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("c", "output='c' names no part .*OrderedDict of 'out'.*'aux'.*name one of these"),
+        (5, "output=5 names no part"),
+        (True, "output must be a key.*not True"),
+        (1.5, "output must be a key"),
+        (lambda returned: returned, "lambda> gives a OrderedDict"),
+        (lambda returned: returned["out"].argmax(1), "gives a torch.int64 tensor"),
+    ],
+)
+def test_wrong_choices(output: Any, words: str) -> None:
+    model = Several(lambda a, b: OrderedDict(out=a, aux=b))
+    with Watch(model), pytest.raises(PosthocUQError, match=words):
+        uq.fit(model, _data(), output=output, progress=False)
+
+
+def test_a_key_of_a_model_that_returns_a_tensor() -> None:
+    for output in ("out", 0):
+        with pytest.raises(
+            PosthocUQError, match=r"names no part.*Tensor of float64 \(2, 4\); leave output out"
+        ):
+            uq.fit(Plain(), _data(), output=output, progress=False)
+
+
+def test_files_ask_for_a_function_and_refuse_another_part(tmp_path: Path) -> None:
+    model = Several(lambda a, b: (a, b))
+    posterior = uq.fit(model, _data(), "diag", output=_first, prior_precision=1.0, progress=False)
+    assert posterior.report().summary["outputs"] == "_first(...) of what the model returns"
+    uq.save(posterior, tmp_path / "f.h5")
+    with pytest.raises(
+        PosthocUQError, match=r"output=_first.*pass the same one, uq.load\(path, model, output="
+    ):
+        uq.load(tmp_path / "f.h5", model)
+    again = uq.load(tmp_path / "f.h5", model, output=_first)
+    assert torch.equal(uq.wrap(model, again)(_x(2)).probs, uq.wrap(model, posterior)(_x(2)).probs)
+    posterior = uq.fit(model, _data(), "diag", output=0, prior_precision=1.0, progress=False)
+    uq.save(posterior, tmp_path / "g.h5")
+    for wrong in (1, _first):
+        with pytest.raises(PosthocUQError, match="fitted with output=0, and this is another one"):
+            uq.load(tmp_path / "g.h5", model, output=wrong)
+    assert "[0] of what the model returns" in str(uq.inspect(tmp_path / "g.h5"))
+
+
+def _first(returned: tuple[Tensor, Tensor]) -> Tensor:
+    return returned[0]
+
+
+def test_a_view_shares_everything_and_changes_nothing() -> None:
+    model = Several(lambda a, b: {"out": a, "aux": b})
+    with Watch(model):
+        view = with_choice(model, Choice("out"))
+        assert torch.equal(view(_x(2)), model(_x(2))["out"])
+        assert [id(p) for p in view.parameters()] == [id(p) for p in model.parameters()]
+        assert with_choice(view, Choice("aux")) is view and with_choice(model, None) is model
+
+
+def test_message_passing_through_a_whole_network_refuses_a_function() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(uq.UnsupportedLayerError, match="cannot pass output="):
+        uq.fit(
+            net,
+            [(torch.zeros(4, 3), torch.zeros(4, 2))],
+            short("message_passing", layers="all"),
+            likelihood="regression",
+            output=lambda z: z * 2,
+            progress=False,
+        )
+
+
+def _mean_over_positions(returned: dict[str, Tensor]) -> Tensor:
+    return returned["out"].mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("deeplabv3_mobilenet_v3_large", ["classifier.4"]),
+        ("lraspp_mobilenet_v3_large", ["classifier.high_classifier"]),
+        ("fcn_resnet50", "last"),
+    ],
+)
+def test_segmentation_of_torchvision_as_it_is(name: str, layers: Any, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        aux = {"aux_loss": True} if name.startswith("fcn") else {}
+        model = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=3, **aux)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    options: Any = {"layers": layers, "method": "diag", "prior_precision": 1.0, "progress": False}
+    with Watch(model):
+        posterior = uq.fit(model, [(images, torch.tensor([0, 2]))], output=_mean_over_positions, **options)
+        prediction = uq.wrap(model, posterior, "linearized")(images)
+    logits = model.eval()(images)["out"].mean((2, 3))
+    assert prediction.probs.shape == (2, 3)
+    assert torch.equal(uq.wrap(model, posterior, "linearized").distribution(images)[0], logits)
+    assert list(posterior.layers)[-1].startswith("classifier")
+    if not name.startswith("lraspp"):
+        return
+    targets = torch.zeros(2, 3 * 32 * 32)
+    flat = uq.fit(
+        model,
+        [(images, targets)],
+        likelihood="regression",
+        output=lambda returned: returned["out"].flatten(1),
+        fisher="empirical",
+        **options,
+    )
+    drawn = uq.wrap(model, flat, "sampling", n_samples=2)(images)
+    assert drawn.mean.shape == (2, 3 * 32 * 32) and bool((drawn.epistemic_variance > 0).all())
+
+
+def test_a_detector_is_refused_with_what_can_be_done() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
+            return [{"boxes": self.net(row)[None], "scores": row[:1]} for row in x]
+
+    with pytest.raises(PosthocUQError, match=r"detector.*class logits of its box head for given proposals"):
+        uq.fit(Detector(), [torch.zeros(4, 3)], progress=False)
+
+
+def test_the_box_head_of_a_detector_as_the_documentation_has_it() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
+    code = document.split("### Detectors", 1)[1].split("```python\n", 1)[1].split("```", 1)[0]
+    detection = torchvision.models.detection
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        detector = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
+            weights=None, weights_backbone=None, num_classes=3
+        )
+        images, boxes = torch.randn(4, 3, 64, 64), torch.tensor([[4.0, 4.0, 40.0, 40.0]] * 4)
+    names: dict[str, Any] = {"detector": detector, "images": images, "boxes": boxes}
+    loader = [((images, boxes), torch.tensor([0, 1, 2, 1]))]
+    with Watch(detector):
+        exec(code, names := names | {"loader": loader})
+    assert list(names["posterior"].layers) == ["heads.box_predictor.cls_score"]
+    assert names["prediction"].probs.shape == (4, 3)
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "several.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.net = nn.Linear(2, 1)\n"
+        "    def forward(self, x):\n        z = self.net(x)\n        return z + 1, z\n"
+        "def net():\n    torch.manual_seed(0)\n    return Net()\n"
+        "def points():\n    x = torch.linspace(0, 1, 12).reshape(6, 2)\n    return [(x, x.sum(1, keepdim=True))]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    common = ["--model", "several.py:net", "--device", "cpu"]
+    fit = [
+        "fit",
+        "several.py:points",
+        *common,
+        "-o",
+        "a.h5",
+        "--likelihood",
+        "regression",
+        "--method",
+        "diag",
+    ]
+    asked = CliRunner().invoke(commands, fit)
+    assert asked.exit_code == 1 and "several parts can be its outputs" in asked.output
+    done = CliRunner().invoke(commands, [*fit, "--model-output", "1"])
+    assert done.exit_code == 0 and "outputs: [1] of what the model returns" in done.output
+    predicted = CliRunner().invoke(commands, ["predict", "a.h5", "several.py:points", *common, "-o", "a.csv"])
+    assert predicted.exit_code == 0, predicted.output
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 7
