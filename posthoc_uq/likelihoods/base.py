@@ -24,6 +24,7 @@ from posthoc_uq.likelihoods.outputs import plain_value, wide
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.drawn import DrawnPrediction
 from posthoc_uq.predictions.draws import output_draws
+from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.randomness import sample_keys, uniforms
@@ -48,6 +49,7 @@ class Likelihood(ABC):
             use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
         fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
+        optional_fields: the same for attributes that a file may lack.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
     """
@@ -57,6 +59,7 @@ class Likelihood(ABC):
     softmax: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, Field]] = {}
+    optional_fields: ClassVar[Mapping[str, Field]] = {}
     noise_variance: Tensor | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -106,6 +109,10 @@ class Likelihood(ABC):
             outputs: ``(samples, ...)``, in [0, 1], with their autograd graph. Asked only where outputs are `logits`.
         """
         return False
+
+    def positions_of(self, outputs: Tensor) -> Layout | None:
+        """Where outputs have positions, each with a prediction of its own: how they are laid out. Else None."""
+        return None
 
     # The density and its gradients
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from math import pi
 from typing import Any, ClassVar
 
@@ -12,12 +13,21 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.likelihoods.base import Likelihood
+from posthoc_uq.fields import Field, Flag, Whole
+from posthoc_uq.likelihoods import positions
+from posthoc_uq.likelihoods.base import Fisher, Likelihood
 from posthoc_uq.likelihoods.outputs import divergence_of_classes, entropy_of_logits, last_function, wide
 from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.links import DRAWS, classes_of_gaussian
+from posthoc_uq.predictions.positions import (
+    PositionPrediction,
+    positions_of_draws,
+    positions_of_gaussian,
+)
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.streaming import classes_of_draws
+from posthoc_uq.values import flag, shown
 
 AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
 _TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
@@ -26,21 +36,91 @@ _TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half 
 class Categorical(Likelihood):
     """Softmax classification: outputs ``(samples, classes)`` are logits, targets ``(samples,)`` are class
     indices.
+
+    Outputs of more dimensions have positions, such as pixels or tokens: ``(samples, classes, *positions)``, or
+    ``(samples, *positions, classes)`` with ``class_dim=-1``. Targets are then ``(samples, *positions)``, and a sample's
+    positions count together: its log-probability is their sum. Divergences and entropies of a sample, by which a prior
+    or a temperature is found, are means over its positions. See `posthoc_uq.likelihoods.positions`.
+
+    Args:
+        class_dim: the dimension of the classes where outputs have positions, 1 or -1.
+        ignore_index: the label of a position that does not count, such as padding; of outputs with positions.
+        next_token: for causal language models: the outputs at position t predict the label at t + 1, as their own
+            loss shifts them, and those at the last position count for nothing.
+
+    Raises:
+        PosthocUQError: another `class_dim`, an `ignore_index` that could be a class, or one of another type.
     """
 
     name = "classification"
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
+    optional_fields: ClassVar[Mapping[str, Field]] = {
+        "class_dim": Whole(-1, -1),  # files hold what is not the default
+        "ignore_index": Whole(-(2**31), -1),
+        "next_token": Flag(),
+    }
+
+    def __init__(self, class_dim: int = 1, ignore_index: int = -100, next_token: bool = False) -> None:
+        if isinstance(class_dim, bool) or class_dim not in (1, -1):
+            raise PosthocUQError(
+                f"class_dim must be 1, for outputs (samples, classes, *positions), or -1, for (samples, *positions, "
+                f"classes), not {shown(class_dim)}."
+            )
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or ignore_index >= 0:
+            raise PosthocUQError(
+                f"ignore_index must be a negative whole number, which no class has, not {shown(ignore_index)}; give "
+                f"padding another label, with batch_to_targets=lambda batch: ... if need be."
+            )
+        self.layout = Layout(class_dim, ignore_index, flag("next_token", next_token))
+
+    def attributes(self) -> dict[str, Any]:
+        return {"name": self.name, **self._options()}
+
+    def _options(self) -> dict[str, Any]:
+        """The options that are not the defaults."""
+        plain = Layout()
+        return {
+            name: getattr(self.layout, name)
+            for name in ("class_dim", "ignore_index", "next_token")
+            if getattr(self.layout, name) != getattr(plain, name)
+        }
+
+    def identity(self) -> dict[str, Any]:
+        return self.attributes()
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any]) -> Categorical:
+        return cls(**{name: attributes[name] for name in cls.optional_fields if name in attributes})
+
+    def positions_of(self, outputs: Tensor) -> Layout | None:
+        """The layout of outputs that have positions, else None."""
+        return self.layout if outputs.ndim > 2 else None
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         fault = Categorical.fault(self, outputs, targets)
         if targets is not None and fault is not None and bool(fault):
+            layout = self.positions_of(outputs)
+            classes = outputs.shape[1] if layout is None else layout.classes(outputs)
+            ignored = "" if layout is None else f", or be ignore_index={layout.ignore_index}"
             raise PosthocUQError(
-                f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {outputs.shape[1]} "
-                f"outputs; labels must lie in 0..{outputs.shape[1] - 1}."
+                f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} "
+                f"outputs; labels must lie in 0..{classes - 1}{ignored}."
             )
 
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            layout.check(outputs)
+            if targets is None:
+                return None
+            layout.check_labels(outputs, targets)
+            return layout.fault(outputs, targets)
+        if self.layout.next_token:
+            raise PosthocUQError(
+                f"next_token=True needs outputs with one dimension of tokens, and the model gives "
+                f"{tuple(outputs.shape)}."
+            )
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise PosthocUQError(
                 f"likelihood='classification' needs outputs of shape (samples, classes), and the model gives "
@@ -69,7 +149,9 @@ class Categorical(Likelihood):
         """Every row is non-negative and sums to 1; where all rows are equal, the outputs must also come out
         of a softmax.
         """
+        layout = self.positions_of(outputs)
         values = outputs.detach().float()
+        values = values if layout is None else layout.rows(values)
         if values.ndim != 2 or values.shape[1] < 2:
             return False
         tolerance = max(_TOLERANCE, torch.finfo(outputs.dtype).eps)
@@ -78,6 +160,9 @@ class Categorical(Likelihood):
         return bool((values != values[0]).any()) or last_function(outputs).startswith("Softmax")
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.log_probs(outputs, targets, layout)
         return -F.cross_entropy(wide(outputs), self._indices(outputs, targets), reduction="none")
 
     def predictive_log_prob(
@@ -87,13 +172,23 @@ class Categorical(Likelihood):
         return self.log_prob(wide(mean) * (1 + pi / 8 * wide(variance)).rsqrt(), targets)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            rows = divergence_of_classes(wide(layout.rows(outputs)).log_softmax(1), prediction.rows)
+            return positions.by_sample(rows, outputs)
         return divergence_of_classes(wide(outputs).log_softmax(1), prediction)
 
     def entropy(self, outputs: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.by_sample(entropy_of_logits(as_double(layout.rows(outputs))), outputs)
         return entropy_of_logits(as_double(outputs.reshape(len(outputs), -1)))
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of the samples keep their most probable class."""
+        """At least three quarters of the samples, or positions, keep their most probable class."""
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            outputs, draws = layout.rows(outputs), torch.stack([layout.rows(draw) for draw in draws])
         same = draws.softmax(-1).mean(0).argmax(-1) == outputs.argmax(-1)
         return not bool(same.float().mean() < AGREEMENT)
 
@@ -101,13 +196,23 @@ class Categorical(Likelihood):
         return outputs
 
     def predicted_class(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(1)
+        """The class of every sample; of outputs with positions, of every position, ``(samples * positions,)``."""
+        layout = self.positions_of(outputs)
+        return outputs.argmax(1) if layout is None else layout.rows(outputs).argmax(1)
 
-    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> ClassPrediction:
-        return ClassPrediction.from_logits(outputs)
+    def from_draws(
+        self, outputs: Tensor, noise: Tensor | None = None
+    ) -> ClassPrediction | PositionPrediction:
+        return self.from_blocks(iter([outputs])) if outputs.ndim > 3 else ClassPrediction.from_logits(outputs)
 
-    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> ClassPrediction:
-        return classes_of_draws(blocks)
+    def from_blocks(
+        self, blocks: Iterable[Tensor], noise: Tensor | None = None
+    ) -> ClassPrediction | PositionPrediction:
+        remaining = iter(blocks)
+        first = list(islice(remaining, 1))
+        if first and first[0].ndim > 3:
+            return positions_of_draws(chain(first, remaining), self.layout)
+        return classes_of_draws(chain(first, remaining))
 
     def from_gaussian(
         self,
@@ -118,14 +223,40 @@ class Categorical(Likelihood):
         link: str = "mc",
         n_draws: int = DRAWS,
         noise: Tensor | None = None,
-    ) -> ClassPrediction:
-        """By one of three links; see `classes_of_gaussian`."""
+    ) -> ClassPrediction | PositionPrediction:
+        """By one of three links; see `classes_of_gaussian`. With positions a covariance is one of rows of classes,
+        ``(samples * positions, classes, classes)``, or the `Spread` of rows.
+        """
+        layout = self.positions_of(mean)
+        if layout is not None:
+            return positions_of_gaussian(mean, variance, covariance, layout, link, n_draws)
         return classes_of_gaussian(mean, variance, covariance, link, n_draws)
 
+    def gradients(
+        self, outputs: Tensor, targets: Tensor | None, keys: Tensor, fisher: Fisher, n_samples: int = 1
+    ) -> Iterator[Tensor]:
+        """See `Likelihood`; positions that the targets ignore are left out of drawn and exact labels, too."""
+        layout = self.positions_of(outputs)
+        if layout is None or fisher == "empirical":
+            yield from super().gradients(outputs, targets, keys, fisher, n_samples)
+        elif fisher == "exact":
+            yield from positions.exact_factors(outputs.detach(), targets, layout, self.exact_factors)
+        else:
+            outputs = outputs.detach()
+            for draw in range(n_samples):
+                labels = positions.counted_alone(self.draw(outputs, keys, draw), targets, layout)
+                yield self.score(outputs, labels) * n_samples**-0.5
+
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.scores(outputs, targets, layout)
         return wide(outputs).softmax(1) - F.one_hot(self._indices(outputs, targets), outputs.shape[1])
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.drawn(outputs, keys, draw, layout)
         u = self.uniforms(outputs, keys, draw)
         cumulative = wide(outputs).softmax(1).to(u.dtype).cumsum(1)
         return (
@@ -133,6 +264,10 @@ class Categorical(Likelihood):
         )
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            yield from positions.exact_factors(outputs, None, layout, self.exact_factors)
+            return
         # diag(p) - p p^T has rank classes - 1. Its Cholesky factor (Tanabe & Sagae 1992) has a column for each choice
         # between a class and all classes after it, given that no earlier class was chosen.
         logits = wide(outputs)

@@ -104,7 +104,10 @@ _LIKELIHOOD = OneOf(
     (
         ByName(
             "name",
-            {name: Record({"name": _NAME, **kind.fields}) for name, kind in LIKELIHOODS.items()},
+            {
+                name: Record({"name": _NAME, **kind.fields}, kind.optional_fields)
+                for name, kind in LIKELIHOODS.items()
+            },
         ),
         # a user's own: these texts are compared with the object passed to `load`, and never imported
         Record(
