@@ -246,6 +246,10 @@ class PositionPrediction(Prediction):
             ratio = F.interpolate(ratio.unsqueeze(1), size=self.positions, mode="nearest").squeeze(1)
         return self if ratio is None else replace(self, novelty_ratio=ratio)
 
+    def unshifted(self) -> PositionPrediction:
+        """The same for single positions: labels are then those that belong to each, whatever `next_token` says."""
+        return replace(self, layout=replace(self.layout, next_token=False))
+
     def of_one_network(self) -> PositionPrediction:
         """The same without the parts that need several sets of weights."""
         return replace(self, rows=self.rows.of_one_network())
@@ -295,6 +299,21 @@ class PositionPrediction(Prediction):
             rows=ClassPrediction.cat([p.rows for p in predictions]),
             novelty_ratio=torch.cat(known) if len(known) == len(ratios) else None,
         )
+
+
+def novelty_at(ratio: Tensor | None, sizes: tuple[int, ...], picked: Tensor | None) -> Tensor | None:
+    """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
+
+    Args:
+        ratio: ``(batch, *grid)``, or ``(batch,)``, which stays as it is; or None.
+        sizes: of the dimensions that count positions.
+        picked: indices into a sample's rows; None for all.
+    """
+    if ratio is None or ratio.ndim == 1 or picked is None:
+        return ratio
+    if tuple(ratio.shape[1:]) != sizes:
+        ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)
+    return ratio.flatten(1)[:, picked.to(ratio.device)]
 
 
 def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPrediction:
