@@ -130,12 +130,10 @@ def test_exact_fisher(kind: str) -> None:
 
 @EVERY
 def test_drawn_labels_estimate_it_in_one_backward_pass(kind: str) -> None:
-    own, calls = case(kind), []
+    own = case(kind)
     truth = own.fisher()
-    handle = own.model[2].register_full_backward_hook(lambda *_: calls.append(1))
-    handle.remove()
-    drawn = found_fisher(fit(own, fisher="mc", n_samples=3000))
-    assert float((drawn - truth).norm() / truth.norm()) < 0.05
+    drawn = found_fisher(fit(own, fisher="mc", n_samples=400))
+    assert float((drawn - truth).norm() / truth.norm()) < 0.13
     keys = sample_keys([own.x], SAMPLES, 0)
     passes = list(own.likelihood.gradients(own.model(own.x), own.y, keys, "mc", 2))
     assert len(passes) == 2 and passes[0].shape == own.model(own.x).shape
@@ -177,13 +175,23 @@ def test_evidence(kind: str) -> None:
     assert float(found.log_marginal_likelihood()) == pytest.approx(truth, rel=1e-9)
 
 
+@EVERY
+def test_drawn_scores_are_those_of_drawn_labels(kind: str) -> None:
+    own = case(kind)
+    outputs, keys = own.model(own.x).detach(), sample_keys([own.x], SAMPLES, 0)
+    passes = list(own.likelihood.gradients(outputs, own.y, keys, "mc", 3))
+    for draw, found in enumerate(passes):
+        labels = own.likelihood.draw(outputs, keys, draw).masked_fill(own.y == -100, -100)
+        torch.testing.assert_close(found, own.likelihood.score(outputs, labels) * 3**-0.5)
+
+
 def test_drawn_labels_follow_the_probabilities() -> None:
     own = case("causal")
     outputs, keys = own.model(own.x).detach(), sample_keys([own.x], SAMPLES, 0)
-    draws = torch.stack([own.likelihood.draw(outputs, keys, draw) for draw in range(4000)])
+    draws = torch.stack([own.likelihood.draw(outputs, keys, draw) for draw in range(1500)])
     shares = torch.nn.functional.one_hot(draws, CLASSES).double().mean(0)
     # the label at t + 1 is drawn from the outputs at t
-    assert float((shares[:, 1:] - own.probs()[:, :-1]).abs().max()) < 0.04
+    assert float((shares[:, 1:] - own.probs()[:, :-1]).abs().max()) < 0.06
 
 
 # Predictions
@@ -376,7 +384,7 @@ def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
     posterior = uq.fit(model, loader, head=head, progress=False)
     assert posterior.history.head["criterion"] == "faithful"
     assert posterior.history.faithful["divergence"] <= 0.002 and posterior.features.source == "positions"
-    predictor = uq.wrap(model, posterior, **({"unknown": "mc"} if head == "moments" else {}))
+    predictor = uq.wrap(model, posterior)
     prediction = predictor(x)
     assert prediction.entropy().shape == y.shape
     outputs = model(x).detach()
@@ -385,7 +393,7 @@ def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
     assert float(divergence) <= 0.0021
     path = tmp_path / "posterior.h5"
     uq.save(posterior, path)
-    again = uq.wrap(model, uq.load(path, model), **({"unknown": "mc"} if head == "moments" else {}))
+    again = uq.wrap(model, uq.load(path, model))
     torch.testing.assert_close(again(x).probs, prediction.probs)
     if head != "sampling":
         assert prediction.novelty().shape == y.shape
@@ -541,4 +549,5 @@ def test_streaming_takes_the_memory_that_it_states() -> None:
         with Allocated() as memory:
             positions_of_draws(blocks(draws), layout)
         peaks.append(memory.peak / one)
+
     assert peaks[1] < 1.05 * peaks[0] and peaks[1] < 24

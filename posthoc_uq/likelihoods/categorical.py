@@ -242,10 +242,7 @@ class Categorical(Likelihood):
         elif fisher == "exact":
             yield from positions.exact_factors(outputs.detach(), targets, layout, self.exact_factors)
         else:
-            outputs = outputs.detach()
-            for draw in range(n_samples):
-                labels = positions.counted_alone(self.draw(outputs, keys, draw), targets, layout)
-                yield self.score(outputs, labels) * n_samples**-0.5
+            yield from positions.drawn_scores(outputs.detach(), targets, keys, n_samples, layout)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         layout = self.positions_of(outputs)

@@ -43,24 +43,42 @@ def drawn(outputs: Tensor, keys: Tensor, draw: int, layout: Layout) -> Tensor:
     """One label a position drawn from the softmax, ``(samples, *positions)``: a function of outputs, keys and the
     number of the draw.
     """
-    positions = layout.positions(outputs)
-    size = prod(positions)
-    u = uniforms(keys, (draw + 1) * size)[:, draw * size :].to(outputs.device, widest(outputs.device))
-    rows, places = layout.rows(outputs), u.reshape(-1, 1)
+    labels = _drawn_rows(outputs, keys, range(draw, draw + 1), layout)[1][:, 0]
+    return layout.targets(labels.reshape(outputs.shape[0], -1), layout.positions(outputs))
+
+
+def drawn_scores(
+    outputs: Tensor, targets: Tensor | None, keys: Tensor, n_samples: int, layout: Layout
+) -> Iterator[Tensor]:
+    """`scores` of the labels of each of the first draws, divided by the root of their number; positions that the
+    targets ignore do not count. The softmax is computed once.
+    """
+    probs, labels = _drawn_rows(outputs, keys, range(n_samples), layout)
+    _, counted = layout.labels(outputs, targets)
+    weight = counted.reshape(-1, 1).to(probs) * n_samples**-0.5
+    probs *= weight
+    for draw in range(n_samples):
+        rows = probs.scatter_add(1, labels[:, draw : draw + 1], -weight)
+        yield layout.whole(rows, layout.positions(outputs))
+
+
+def _drawn_rows(outputs: Tensor, keys: Tensor, draws: range, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Probabilities ``(samples * positions, classes)``, and the labels of these draws, ``(samples * positions, draws)``;
+    a few positions at a time, since the sums of probabilities are in float64.
+    """
+    size = prod(layout.positions(outputs))
+    u = uniforms(keys, draws.stop * size)[:, draws.start * size :].to(outputs.device, widest(outputs.device))
+    places = u.reshape(-1, len(draws), size).transpose(1, 2).reshape(-1, len(draws))
+    rows = wide(layout.rows(outputs))
+    probs, labels = torch.empty_like(rows), list[Tensor]()
     step = max(1, _AT_ONCE // rows.shape[1])
-    labels: list[Tensor] = []
-    for part, place in zip(rows.split(step), places.split(step), strict=True):
-        sums = wide(part).softmax(1).to(place.dtype).cumsum(1)
-        labels.append(torch.searchsorted(sums, place * sums[:, -1:]).squeeze(1).clamp_(max=rows.shape[1] - 1))
-    return layout.targets(torch.cat(labels).reshape(outputs.shape[0], size), positions)
-
-
-def counted_alone(drawn_labels: Tensor, targets: Tensor | None, layout: Layout) -> Tensor:
-    """Drawn labels, ignored wherever the data's own labels are."""
-    if targets is None:
-        return drawn_labels
-    ignored = targets.to(drawn_labels.device) == layout.ignore_index
-    return drawn_labels.masked_fill(ignored, layout.ignore_index)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        torch.softmax(rows[part], 1, out=probs[part])
+        sums = probs[part].to(places.dtype).cumsum(1)
+        found = torch.searchsorted(sums, places[part] * sums[:, -1:])
+        labels.append(found.clamp_(max=rows.shape[1] - 1))
+    return probs, torch.cat(labels)
 
 
 def exact_factors(

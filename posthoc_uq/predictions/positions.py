@@ -319,7 +319,7 @@ def novelty_at(ratio: Tensor | None, sizes: tuple[int, ...], picked: Tensor | No
 def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPrediction:
     """The prediction from blocks ``(draws, batch, ...)`` of logits with positions, each used once.
 
-    Beside the blocks it takes at most 20 times the memory of one draw's outputs in float32, however many draws there
+    Beside the blocks it takes at most 24 times the memory of one draw's outputs in float32, however many draws there
     are: sums in float64 of logits, of probabilities and of their squares.
 
     Raises:
