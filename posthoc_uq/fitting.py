@@ -151,7 +151,8 @@ def _prepared_task(
     def look() -> tuple[FeatureSource | None, bool]:
         with isolated_random_state(seed):
             check_log_prob(model, task.batch, likelihood)
-            features = find_features(model, task.batch, torch.is_autocast_enabled(task.device.type))
+            autocast = torch.is_autocast_enabled(task.device.type)
+            features = find_features(model, task.batch, autocast, likelihood)
             return features, gives_probabilities(model, task.batch, likelihood)
 
     features, probabilities = together(look, "the dry run")
