@@ -70,6 +70,8 @@ class Categorical(Likelihood):
         "next_token": Flag(),
         "label_smoothing": Number(0.0, 1.0),
     }
+    label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
+    layout: Layout = Layout()
 
     def __init__(
         self,

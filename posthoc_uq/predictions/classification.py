@@ -309,8 +309,8 @@ class ClassPrediction(Prediction):
         """Accuracy, NLL, Brier score, calibration errors and the mean entropy; but for the NLL, of soft labels those of
         the most probable class.
         """
-        log_probs, labels = self.log_prob(targets), self.labels(targets)
-        return class_quality(self.probs, lambda _: log_probs, self.entropy(), labels, bins)
+        labels = self.labels(targets)
+        return class_quality(self.probs, lambda _: self.log_prob(targets), self.entropy(), labels, bins)
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): 1 where the predicted class is wrong."""
