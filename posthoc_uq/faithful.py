@@ -28,7 +28,7 @@ from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
-from posthoc_uq.predictions.samples import at_least_float32
+from posthoc_uq.predictions.samples import at_least_float32, by_input
 from posthoc_uq.replica import replicate
 from posthoc_uq.values import POSITIVE
 from posthoc_uq.warned import warn_user
@@ -228,7 +228,7 @@ class FaithfulSearch:
 
         def excess(factor: float) -> float:
             self.posterior.temperature = self._temperature * factor
-            return self._mean(distributions, lambda _, p: p.entropy()) - network_entropy
+            return self._mean(distributions, lambda _, p: by_input(p.entropy())) - network_entropy
 
         low, high = (log10(bound) for bound in TEMPERATURES)
         if not (excess(10**low) <= 0.0 <= excess(10**high)):  # NaN included

@@ -159,7 +159,8 @@ def _prepared_task(
     def look() -> tuple[FeatureSource | None, bool]:
         with isolated_random_state(seed):
             check_log_prob(task.model, task.batch, likelihood)
-            features = find_features(task.model, task.batch, torch.is_autocast_enabled(task.device.type))
+            autocast = torch.is_autocast_enabled(task.device.type)
+            features = find_features(task.model, task.batch, autocast, likelihood)
             return features, gives_probabilities(task.model, task.batch, likelihood)
 
     features, probabilities = together(look, "the dry run")

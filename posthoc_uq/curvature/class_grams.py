@@ -12,10 +12,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.curvature.capture import Recording
-from posthoc_uq.curvature.features import FeatureSource, feature_rows
+from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.distributed import add_up
 from posthoc_uq.errors import NonFiniteError
@@ -56,7 +57,8 @@ class ClassGrams:
     ) -> None:
         self.source = source
         self._likelihood = likelihood
-        size, classes = source.size, likelihood.classes(source.outputs)
+        by_class = source.by_class if by_class is None else by_class
+        size, classes = source.size, 1 if by_class is False else likelihood.classes(source.outputs)
         zero = as_double(torch.zeros((), device=device))
         width = min(_WIDTHS[1], budget // (16 * classes * size))
         if by_class is None:
@@ -78,18 +80,40 @@ class ClassGrams:
 
     def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: Checks) -> None:
         """Add a batch; see `Observer`."""
-        rows = feature_rows(recording.watched, self.source.layer, keys.shape[0])
-        self._add(rows, recording.outputs.detach(), checks)
+        by_position = self.source.source == "positions"
+        rows = feature_rows(recording.watched, self.source.layer, keys.shape[0], by_position)
+        outputs = recording.outputs.detach()
+        if by_position:
+            labels, counted = self._of_positions(outputs, batch.targets, grid_of(recording.watched[0]))
+            self._add(rows[counted.to(rows.device)], labels[counted], checks)
+        else:
+            self._add(rows, self._labels(outputs), checks)
 
     def add(self, features: Tensor, outputs: Tensor) -> None:
         """Add features ``(samples, features)`` of samples with these outputs."""
         checks = Checks()
-        self._add(features, outputs, checks)
+        self._add(features, self._labels(outputs), checks)
         checks.look()
 
-    def _add(self, features: Tensor, outputs: Tensor, checks: Checks) -> None:
+    def _of_positions(
+        self, outputs: Tensor, targets: Tensor | None, grid: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """The predicted class of every position of a grid and whether its label counts, ``(samples * positions,)``; of
+        a coarser grid than that of the outputs, those of the nearest position.
+        """
+        layout = self._likelihood.positions_of(outputs)
+        assert layout is not None
+        positions, samples = layout.positions(outputs), outputs.shape[0]
+        maps = torch.stack([self._labels(outputs), layout.labels(outputs, targets)[1].flatten().long()])
+        if grid != positions:
+            maps = maps.reshape(2 * samples, 1, *positions).double()
+            maps = F.interpolate(maps, size=grid, mode="nearest").long()
+        labels, counted = maps.reshape(2, -1)
+        return labels, counted.bool()
+
+    def _add(self, features: Tensor, labels: Tensor, checks: Checks) -> None:
         phi, sums = as_double(features), self.sums
-        labels = self._labels(outputs).to(phi.device)
+        labels = labels.to(phi.device)
         counts = torch.zeros_like(sums["counts"]).index_add_(0, labels, torch.ones_like(phi[:, 0]))
         sums["counts"] += counts
         if self._test is None:
@@ -108,9 +132,10 @@ class ClassGrams:
                 gram.addmm_(rows.T, rows)
 
     def _labels(self, outputs: Tensor) -> Tensor:
-        samples = outputs.shape[0]
         if self.sums["counts"].shape[0] == 1:
-            return torch.zeros(samples, dtype=torch.int64, device=outputs.device)
+            several = self._likelihood.positions_of(outputs) if self.source.source == "positions" else None
+            rows = outputs if several is None else several.rows(outputs)
+            return torch.zeros(len(rows), dtype=torch.int64, device=outputs.device)
         return self._likelihood.predicted_class(outputs)
 
     def summed(self, own: Collection[int] = (), least: int | None = FEW) -> Summed:

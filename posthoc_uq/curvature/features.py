@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Call, Layer
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 
 MOST_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
@@ -27,13 +29,16 @@ class FeatureSource:
 
     Attributes:
         layer: the layer whose inputs are the features.
-        source: ``"outputs"`` where the layer's outputs are the model's, ``"pooled"`` elsewhere.
-        outputs: numbers that the model gives for one sample.
+        source: ``"outputs"`` where the layer's outputs are the model's, ``"positions"`` where it gives every position
+            its classes, ``"pooled"`` elsewhere.
+        outputs: numbers that the model gives for one sample, or for one position.
+        by_class: False where samples have no one class; None elsewhere.
     """
 
     layer: Layer
     source: str
     outputs: int
+    by_class: bool | None = None
 
     @property
     def size(self) -> int:
@@ -41,13 +46,15 @@ class FeatureSource:
         return self.layer.groups * self.layer.inputs
 
 
-def feature_rows(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
+def feature_rows(calls: Sequence[Call], layer: Layer, samples: int, by_position: bool = False) -> Tensor:
     """A layer's input as one row a sample, ``(samples, features)``, in float32 at least: the mean over its positions.
+    With `by_position` as one row a position, ``(samples * positions, features)``.
 
     Args:
         calls: of the layer, in one pass.
         layer: the layer.
         samples: number of samples in the batch.
+        by_position: whether every position has a row.
 
     Raises:
         PosthocUQError: the layer did not run exactly once.
@@ -64,7 +71,17 @@ def feature_rows(calls: Sequence[Call], layer: Layer, samples: int) -> Tensor:
         numbers = operand.positions * layer.groups * layer.inputs * 8
         step = max(1, CPU_TEMPORARY // numbers)
         parts = [operand.part(slice(i, min(i + step, samples))) for i in range(0, samples, step)]
+        if by_position:
+            return torch.cat([part.rows().transpose(1, 2).flatten(2).flatten(0, 1) for part in parts])
         return torch.cat([part.rows().mean(2).flatten(1) for part in parts])
+
+
+def grid_of(call: Call) -> tuple[int, ...]:
+    """The positions of a linear layer's or a pointwise convolution's input, by its dimensions."""
+    shape, strides = tuple(call.input.shape), tuple(call.geometry.stride) if call.layer.convolutional else ()
+    if not call.layer.convolutional:
+        return shape[1:-1]
+    return tuple(-(-size // stride) for size, stride in zip(shape[2:], strides, strict=True))
 
 
 @contextmanager
@@ -89,8 +106,12 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
         yield calls
 
 
-def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> FeatureSource | None:
-    """The last weighted layer that runs, if its input is one row a sample or can be pooled to one; else None.
+def find_features(
+    model: nn.Module, batch: Batch, autocast: bool = False, likelihood: Likelihood | None = None
+) -> FeatureSource | None:
+    """The last weighted layer that runs, if its input is one row a sample or can be pooled to one; else None. Where
+    outputs have positions, it is one row a position if the layer gives a position its classes: it is a linear layer or
+    a pointwise convolution, on the grid of the outputs or on a coarser one.
 
     The numbers decide: two samples in one batch must give the same rows as each of them alone.
 
@@ -98,6 +119,7 @@ def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> Fea
         model: a copy of it is run.
         batch: its first two samples are used.
         autocast: as in `Capture.discover`.
+        likelihood: says whether outputs have positions.
     """
     count = count_samples(batch)
     pair = batch.narrow(0, 2, count) if count > 1 else batch.doubled()
@@ -107,7 +129,10 @@ def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> Fea
         if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MOST_FEATURES:
             return None
         layer = layers[-1].layer
-        rows, outputs = _probe(capture.twin, layer, pair, 2)
+        source = _of_positions(capture.twin, layer, pair, likelihood)
+        if source is not None:
+            return source
+        rows, outputs, _ = _probe(capture.twin, layer, pair, 2)
         alone = [_probe(capture.twin, layer, pair.narrow(i, 1, 2), 1)[0] for i in range(2)]
     except Exception:  # the batch has run before, but some models refuse two of its samples, or one
         return None
@@ -115,19 +140,45 @@ def find_features(model: nn.Module, batch: Batch, autocast: bool = False) -> Fea
         return None
     of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(2, -1)
     same = of_layer.shape == of_model.shape and _agree(of_layer, of_model)
-    return FeatureSource(layer, "outputs" if same else "pooled", of_model.shape[1])
+    several = likelihood is not None and likelihood.positions_of(outputs) is not None
+    return FeatureSource(
+        layer, "outputs" if same else "pooled", of_model.shape[1], False if several else None
+    )
+
+
+def _of_positions(
+    twin: nn.Module, layer: Layer, pair: Batch, likelihood: Likelihood | None
+) -> FeatureSource | None:
+    """The source for one row a position, or None where the layer does not give positions their classes."""
+    if likelihood is None or any(size != 1 for size in layer.weight_shape[2:]):
+        return None
+    rows, outputs, grid = _probe(twin, layer, pair, 2, by_position=True)
+    layout = likelihood.positions_of(outputs)
+    if layout is None or layout.classes(outputs) != layer.groups * layer.outputs:
+        return None
+    alone = [_probe(twin, layer, pair.narrow(i, 1, 2), 1, by_position=True)[0] for i in range(2)]
+    if not _agree(torch.cat(alone), rows) or len(rows) != 2 * prod(grid):
+        return None
+    positions = layout.positions(outputs)
+    if grid == positions:
+        fits = _agree(_applied(twin, layer, rows), layout.rows(outputs).to(rows))
+    else:  # a coarser grid, as before an interpolation
+        fits = len(grid) == len(positions) and all(a <= b for a, b in zip(grid, positions, strict=True))
+    return FeatureSource(layer, "positions", layout.classes(outputs)) if fits else None
 
 
 def _features(layer: Layer) -> int:
     return layer.groups * layer.inputs
 
 
-def _probe(twin: nn.Module, layer: Layer, batch: Batch, samples: int) -> tuple[Tensor, Tensor]:
+def _probe(
+    twin: nn.Module, layer: Layer, batch: Batch, samples: int, by_position: bool = False
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     with torch.no_grad(), watching(twin, layer) as calls:
         outputs = batch.call(twin)
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError("The outputs do not count the samples.")
-    return feature_rows(calls, layer, samples), outputs
+    return feature_rows(calls, layer, samples, by_position), outputs, grid_of(calls[0])
 
 
 def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from posthoc_uq.devices import on_host
 
 LEAST_SHARE = 1e-2
 """Share of the diagonal's part that must be left: below it float32 has lost too many digits."""
+
+_MANY = 1000  # of more samples, all are repeated where a quarter is imprecise
 
 
 class Contracted(NamedTuple):
@@ -48,13 +50,25 @@ def precise_values(layers: Sequence[Checked]) -> list[Tensor]:
     values: list[Tensor] = []
     for value, imprecise, repeat in layers:
         which: list[int] = [] if imprecise is None else next(flags).nonzero().flatten().tolist()
-        if imprecise is not None and len(which) == len(imprecise):
+        if imprecise is not None and (
+            len(which) == len(imprecise) or 4 * len(which) > len(imprecise) > _MANY
+        ):
             value = repeat(slice(0, len(imprecise)))
         else:
-            for sample in which:
-                value[sample : sample + 1] = repeat(slice(sample, sample + 1))
+            for part in _runs(which):
+                value[part] = repeat(part)
         values.append(value)
     return values
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[slice]:
+    """Increasing whole numbers as slices of those that follow each other."""
+    start: int | None = None
+    for place, number in enumerate(numbers):
+        start = number if start is None else start
+        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
+            yield slice(start, number + 1)
+            start = None
 
 
 def precise(value: Tensor) -> Checked:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,19 +21,8 @@ def checked(prediction: Prediction) -> Prediction:
     """
     if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
         return prediction
-    values = {field.name: getattr(prediction, field.name) for field in fields(cast(Any, prediction))}
-    samples = len(prediction)
-    check_finite(
-        {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.ndim
-            and len(value) == samples
-        },
-        "prediction",
-    )
+    numbers = {name: value for name, value in prediction.numbers().items() if value.is_floating_point()}
+    check_finite(numbers, "prediction")
     return prediction
 
 

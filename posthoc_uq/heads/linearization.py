@@ -55,9 +55,11 @@ class Linearization:
         watched: the calls of the layer whose inputs novelty is measured by.
     """
 
-    def __init__(self, engine: Engine, batch: Batch, samples: int) -> None:
+    def __init__(
+        self, engine: Engine, batch: Batch, samples: int, recording: Recording | None = None
+    ) -> None:
         self._engine, self._batch, self._samples = engine, batch, samples
-        self._recording: Recording = engine.tracked.capture.run(batch, samples)
+        self._recording = engine.tracked.capture.run(batch, samples) if recording is None else recording
         self.mean = self._recording.outputs.detach()
         check_shape(self.mean, samples)
         self._device = self.mean.device
@@ -77,7 +79,7 @@ class Linearization:
             if last_layer is not None:
                 variance = self.variance()
                 return GaussianOutputs(
-                    mean, variance, _last_layer_spread(self._weights, *last_layer, mean, variance)
+                    mean, variance, last_layer_spread(self._weights, *last_layer, mean, variance)
                 )
         indices = chosen.indices(mean)
         if indices is None:
@@ -132,7 +134,7 @@ class Linearization:
         last, mean = self._last_layer(), self.mean
         top = self._covariance(indices, joint=False, centre=True)
         number = indices.shape[1]
-        variance, centred = _other_variances(self._weights, last, mean, top)
+        variance, centred = other_variances(self._weights, last, mean, top)
         top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
         variance = variance.to(top_variance).scatter(1, indices, top_variance)
         differences = top[:, :number] - top[:, number:]
@@ -213,7 +215,7 @@ class Linearization:
         return _STORED * (default_budget(self._device) if budget is None else budget)
 
 
-def _last_layer_spread(
+def last_layer_spread(
     weights: WeightCovariance, layer: str, rows: Tensor, mean: Tensor, variance: Tensor
 ) -> Spread:
     """Spread of the last layer's outputs by its own weights, a few samples at a time: products with a covariance of
@@ -227,7 +229,7 @@ def _last_layer_spread(
     return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
 
 
-def _other_variances(
+def other_variances(
     weights: WeightCovariance, last: tuple[str, Tensor] | None, mean: Tensor, top: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Variances of the logits without a backward pass, and of the same logits centred, each ``(samples, outputs)``: by

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,7 @@ from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.chosen_outputs import ChosenOutputs, check_shape, checked_outputs
+from posthoc_uq.heads.chosen_positions import Positions, checked_positions, picked_positions
 from posthoc_uq.heads.differentiable import differentiable_outputs
 from posthoc_uq.heads.finite import check_finite
 from posthoc_uq.heads.fixed_part import FixedPart
@@ -21,18 +23,26 @@ from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearization import Engine, Linearization
+from posthoc_uq.heads.position_linearization import (
+    MOST_BACKWARD,
+    PositionLinearization,
+    PositionProbes,
+)
 from posthoc_uq.heads.prediction import from_gaussian
 from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
 from posthoc_uq.heads.probes import Probes, drawn_outputs
 from posthoc_uq.heads.replay import FeatureBatch, Features
 from posthoc_uq.heads.tracking import TrackedModel, track_layers
+from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import QUADRATIC
 from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.links import DRAWS, checked_link
+from posthoc_uq.predictions.positions import PositionPrediction, novelty_at
 from posthoc_uq.predictions.samples import at_least_float32
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import check_differentiable, model_device, replicate, statistics_dtype, unwrap
@@ -60,7 +70,11 @@ class LinearizedPredictor(Predictor):
       without a backward pass, for all outputs whatever `outputs` says.
     * ``"jvp"``: `n_probes` draws of the weights, kept, and one forward-mode pass for each: all outputs at once,
       unbiased, with a relative standard deviation of ``sqrt(2 / n_probes)`` of every variance.
-    * ``"auto"``: the closed form where it holds, found by numbers on every batch, and ``"exact"`` elsewhere.
+    * ``"auto"``: the closed form where it holds, found by numbers on every batch, and ``"exact"`` elsewhere. Of outputs
+      with positions, where ``"exact"`` would take more than 256 backward passes, it is ``"jvp"``.
+
+    Outputs with positions (pixels, tokens) are predicted position by position, and `positions` restricts them. The
+    closed form is that of a last linear layer or pointwise convolution.
 
     With many classes ``outputs="topk"`` takes backward passes only for the classes with the largest logits of each
     input. All other classes get the variance that the last layer's weights alone give them, which is too small. Where
@@ -82,6 +96,9 @@ class LinearizedPredictor(Predictor):
         engine: ``"auto"``, ``"exact"``, ``"jvp"`` or ``"last_layer"``; see above.
         n_probes: draws of ``"jvp"``, and random vectors of `functional_trace`.
         novelty: whether predictions know their novelty, if the posterior does.
+        positions: of outputs with positions, those that are predicted: a number, or several, that count a sample's
+            positions as rows (-1 is the last); indices ``(k, dimensions)``; or a mask ``(*positions)``. Outputs and
+            predictions then have one dimension of k positions. See also `at`.
         memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
         backpropagate: whether predictions, and the mean, the variance and the covariance of the outputs, can be
             differentiated by the inputs, where gradients are enabled: for acquisition functions. The Jacobian of a
@@ -107,12 +124,14 @@ class LinearizedPredictor(Predictor):
         memory_budget: int | None = None,
         novelty: bool = True,
         backpropagate: bool = False,
+        positions: Positions = None,
     ) -> None:
         super().__init__(model, posterior)
         self._tells_novelty = flag("novelty", novelty)
         self._link, self._n_draws = checked_link(link, n_draws)
         self._engine = one_of("engine", engine, get_args(EngineName))
         self._n_probes = COUNT("n_probes", n_probes)
+        self._positions = checked_positions(positions)
         self._budget = None if memory_budget is None else int(_BYTES("memory_budget", memory_budget))
         likelihood = posterior.likelihood
         self._chosen = ChosenOutputs(checked_outputs(outputs), likelihood.softmax, likelihood.joint, link)
@@ -195,6 +214,8 @@ class LinearizedPredictor(Predictor):
             linearization = self._linearized(posterior, batch)
             outputs, calls = _shaped(linearization.gaussian()), linearization.watched
         ratio = self._known_novelty(batch, calls)
+        if isinstance(linearization, (PositionLinearization, PositionProbes)):
+            ratio = novelty_at(ratio, linearization.sizes, linearization.picked)
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
@@ -209,7 +230,7 @@ class LinearizedPredictor(Predictor):
 
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
         with nullcontext() if self._differentiated else _without_gradients():
-            return from_gaussian(
+            prediction = from_gaussian(
                 distribution.mean,
                 distribution.variance,
                 posterior,
@@ -217,6 +238,19 @@ class LinearizedPredictor(Predictor):
                 link=self._link,
                 n_draws=self._n_draws,
             )
+        picked = self._positions is not None and isinstance(prediction, PositionPrediction)
+        return prediction.unshifted() if picked else prediction
+
+    def at(self, positions: Positions) -> LinearizedPredictor:
+        """The same predictor for these positions of the outputs, as with the option `positions`; it shares all that was
+        prepared.
+
+        Raises:
+            PosthocUQError: they are no positions.
+        """
+        other = copy.copy(self)
+        other._positions = checked_positions(positions)
+        return other
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`."""
@@ -234,7 +268,7 @@ class LinearizedPredictor(Predictor):
         return self._distribution(self._posterior.snapshot(), FeatureBatch(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``f(x; theta)``, the trained network's own outputs."""
+        """``f(x; theta)``, the trained network's own outputs, at all positions."""
         batch = Batch(args, None, kwargs)
         with self.explaining(batch):
             if self._differentiated:
@@ -267,7 +301,8 @@ class LinearizedPredictor(Predictor):
 
         Returns:
             ``(batch, outputs, outputs)``, or with `joint` ``(batch * outputs, batch * outputs)`` with the outputs of
-            one input side by side. Where only the top classes are used, `outputs` are these, the largest logit first,
+            one input side by side. Of outputs with positions ``(batch, positions, classes, classes)``, or with `joint`
+            of all outputs by input, position and class. Where only the top classes are used, `outputs` are these, the largest logit first,
             as in ``functional_mean(...).topk(K).indices``.
 
         Raises:
@@ -306,11 +341,13 @@ class LinearizedPredictor(Predictor):
             check_finite({"trace": trace}, "functional trace")
             return trace
 
-    def _linearized(self, posterior: Posterior, batch: Batch) -> Linearization | Probes:
+    def _linearized(
+        self, posterior: Posterior, batch: Batch
+    ) -> Linearization | Probes | PositionLinearization | PositionProbes:
         """The linearisation of one batch under a posterior's settings."""
         samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
         if self._engine == "jvp":
-            return Probes(*self._draw(batch, samples, self._deviations(posterior)), self._chosen)
+            return self._probed(posterior, batch, samples)
         engine = Engine(
             self._engine,
             self._prepared(batch),
@@ -320,7 +357,46 @@ class LinearizedPredictor(Predictor):
             self._dtype,
             self._budget,
         )
-        return Linearization(engine, batch, samples)
+        recording = engine.tracked.capture.run(batch, samples)
+        layout = self._layout(recording.outputs)
+        if layout is None:
+            return Linearization(engine, batch, samples, recording)
+        picked = picked_positions(self._positions, layout.positions(recording.outputs))
+        linearization = PositionLinearization(engine, recording, layout, picked)
+        if self._engine == "auto" and linearization.backward_passes > MOST_BACKWARD:
+            return self._probed(posterior, batch, samples, recording.watched)
+        return linearization
+
+    def _layout(self, outputs: Tensor) -> Layout | None:
+        """The layout of outputs with positions, or None.
+
+        Raises:
+            PosthocUQError: positions were asked for, and there are none.
+        """
+        layout = self._posterior.likelihood.positions_of(outputs)
+        if layout is None and self._positions is not None:
+            raise PosthocUQError(
+                f"positions= picks positions of outputs that have some, such as pixels or tokens, and these outputs "
+                f"are of shape {tuple(outputs.shape)}; leave it out."
+            )
+        return layout
+
+    def _probed(
+        self, posterior: Posterior, batch: Batch, samples: int, watched: Sequence[Call] = ()
+    ) -> Probes | PositionProbes:
+        """The linearisation by draws of the function."""
+        if self._swapped is self._twin:
+            with _PREPARING, isolated_random_state():
+                if self._swapped is self._twin:
+                    self._swapped = (replicate(self._twin[0]),)
+        outputs, deviations = self._draw(batch, samples, self._deviations(posterior))
+        layout = self._layout(outputs)
+        if layout is None:
+            return Probes(outputs, deviations, self._chosen)
+        picked = picked_positions(self._positions, layout.positions(outputs))
+        probes = PositionProbes(self._dtype, outputs, deviations, layout, picked)
+        probes.watched = list(watched)
+        return probes
 
     def _draw(self, batch: Batch, samples: int, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Outputs, and draws of their deviations; see `drawn_outputs`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.curvature.features import feature_rows, watching
+from posthoc_uq.curvature.features import feature_rows, grid_of, watching
 from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, pull
@@ -24,6 +24,8 @@ from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import statistics_dtype
 
 Of = Literal["class", "top", "all"]
+
+_ROWS_AT_ONCE = 2**14  # samples or positions whose novelty is computed at once
 
 NOT_KEPT = (
     "This posterior keeps nothing of the last layer's inputs, so it cannot tell how novel an input is: it is from a "
@@ -62,10 +64,15 @@ def class_novelty(
 def novelty_of_calls(
     features: FeatureGrams, calls: list[Call], samples: int, smoothing: float | None = None
 ) -> Tensor:
-    """The same, from calls of the last layer that a pass recorded."""
-    rows = feature_rows(calls, features.layer, samples)
+    """The same, from calls of the last layer that a pass recorded; ``(samples, *positions)`` where every position has
+    features of its own.
+    """
+    by_position = features.source == "positions"
+    rows = feature_rows(calls, features.layer, samples, by_position)
     with torch.inference_mode(False), torch.no_grad():
-        return features.novelty(rows, smoothing).to(rows)
+        parts = rows.split(_ROWS_AT_ONCE)
+        novelty = torch.cat([features.novelty(part, smoothing).to(part) for part in parts])
+        return novelty.reshape(samples, *grid_of(calls[0])) if by_position else novelty
 
 
 @dataclass(frozen=True)

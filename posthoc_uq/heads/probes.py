@@ -32,6 +32,7 @@ class Probes:
             deviations: ``(draws, samples, outputs)``.
             chosen: the outputs that are used.
         """
+        check_shape(mean, deviations.shape[1])
         self.mean, self._deviations, self._chosen = mean, deviations, chosen
         self.watched: list[Call] = []  # no layer is watched in these passes
 
@@ -96,5 +97,4 @@ def drawn_outputs(
         except ReplayError as error:
             fixed_part.refuse(str(error))
     outputs, derivatives = function_draws(model, batch, deviations)
-    check_shape(outputs, samples)
     return outputs, derivatives.to(dtype).flatten(2) if outputs.ndim > 1 else derivatives.unsqueeze(2)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.dryrun import count_samples, prepare
+from posthoc_uq.curvature.features import grid_of
 from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.errors import PosteriorMismatchError
-from posthoc_uq.layers import Call
+from posthoc_uq.layers import Call, Layer
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.replica import model_device
 from posthoc_uq.warned import warn_user
+
+_COMPARED = 256  # positions at which a layer's outputs are compared with the model's
 
 
 @dataclass(frozen=True)
@@ -56,18 +62,23 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
         )
     capture = Capture(model)
     capture.track([replace(tracked, engine="hooks", module=None) for tracked in chosen.values()])
-    return TrackedModel(capture, _find_last(capture, batch, dtype))
+    return TrackedModel(capture, _find_last(capture, batch, dtype, posterior.likelihood))
 
 
-def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None:
-    """The layer whose outputs are the model's, or None: the numbers agree, and a gradient reaches it unchanged."""
+def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype, likelihood: Likelihood) -> str | None:
+    """The layer whose outputs are the model's, or None: the numbers agree, and a gradient reaches it unchanged. Where
+    outputs have positions, those of every position are the layer's at that position.
+    """
     samples = count_samples(batch)
     batch, samples = batch.narrow(0, min(samples, 2), samples), min(samples, 2)
     recording = capture.run(batch, samples)
     outputs = recording.outputs.detach()
+    layout = likelihood.positions_of(outputs)
     with torch.autocast(outputs.device.type, enabled=False):
         for name in reversed(list(capture.tracked)):
-            if output_layer(recording, capture, name, dtype) is not None:
+            if layout is not None and position_rows(recording, capture, name, dtype, layout) is not None:
+                break
+            if layout is None and output_layer(recording, capture, name, dtype) is not None:
                 break
         else:
             return None
@@ -79,8 +90,12 @@ def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype) -> str | None
             if layer_gradients.layer.name == name:
                 gradient = layer_gradients.calls[0].output_gradient
                 assert gradient is not None
-                same = gradient.numel() == sent.numel()
-                arrived.append(same and torch.allclose(gradient.reshape(sent.shape).to(sent), sent))
+                rows = sent.flatten() if layout is None else layout.rows(sent).flatten()
+                if layout is not None and gradient.numel() == sent.numel():
+                    gradient = layer_gradients.operands(dtype)[1]
+                arrived.append(
+                    gradient.numel() == rows.numel() and torch.allclose(gradient.flatten().to(rows), rows)
+                )
 
         recording.pull_back(sent, compare, last=True)
     return name if arrived == [True] else None
@@ -107,12 +122,41 @@ def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch
     if activations.positions != 1:
         return None
     rows = activations.rows()[:, 0, 0]
+    return rows if _gives(layer, capture, rows, model_outputs, recording) else None
+
+
+def position_rows(
+    recording: Recording, capture: Capture, name: str, dtype: torch.dtype, layout: Layout
+) -> Tensor | None:
+    """The activations ``(samples * positions, n)`` of a layer in this pass if its outputs at every position are the
+    model's: of a linear layer, or of a pointwise convolution, on the grid of the outputs. Else None.
+
+    That is decided by numbers, as in `output_layer`, at up to `_COMPARED` positions.
+    """
+    calls, tracked = recording.calls.get(name, []), capture.tracked[name]
+    outputs, layer = recording.outputs.detach(), tracked.layer
+    if len(calls) != 1 or layer.groups != 1 or layer.outputs != layout.classes(outputs):
+        return None
+    if tracked.batch_axis != 0 or any(size != 1 for size in layer.weight_shape[2:]):
+        return None
+    if grid_of(calls[0]) != layout.positions(outputs) or calls[0].input.shape[0] != outputs.shape[0]:
+        return None
+    activations = LayerGradients(layer, calls, outputs.shape[0], tracked.batch_axis).activations(dtype)[0]
+    if activations.positions != prod(layout.positions(outputs)):
+        return None
+    rows = activations.rows().flatten(0, 2)
+    step = max(1, len(rows) // _COMPARED)
+    compared = layout.rows(outputs)[::step].to(dtype)
+    return rows if _gives(layer, capture, rows[::step], compared, recording) else None
+
+
+def _gives(layer: Layer, capture: Capture, rows: Tensor, outputs: Tensor, recording: Recording) -> bool:
+    """Whether a layer makes these outputs ``(rows, m)`` of activations ``(rows, n)``."""
     weights = dict(capture.twin.named_parameters())
     bias = None if layer.bias is None else weights[layer.bias]
-    matrix = layer.to_matrix(weights[layer.weight], bias)[0].to(dtype)
+    matrix = layer.to_matrix(weights[layer.weight], bias)[0].to(rows)
     recomputed = rows @ matrix.T
     # half precision rounds what it multiplies, float32 on a GPU may too
     narrow = torch.finfo(recording.outputs.dtype).eps > 1e-5 or outputs.device.type == "cuda"
-    scale = recomputed.abs().amax().clamp(min=torch.finfo(dtype).tiny)
-    same = (recomputed - model_outputs).abs().amax() <= (2e-2 if narrow else 1e-5) * scale
-    return rows if bool(same) else None
+    scale = recomputed.abs().amax().clamp(min=torch.finfo(rows.dtype).tiny)
+    return bool((recomputed - outputs).abs().amax() <= (2e-2 if narrow else 1e-5) * scale)

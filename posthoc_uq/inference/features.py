@@ -54,7 +54,9 @@ def watch_other_features(task: Task, posterior: Posterior) -> ClassGrams | None:
     if features.totals is None:
         warn_user(_STALE)
         return None
-    source = FeatureSource(features.layer, features.source, task.prepared.outputs)
+    layer = features.layer
+    outputs = layer.groups * layer.outputs if features.source == "positions" else task.prepared.outputs
+    source = FeatureSource(layer, features.source, outputs)
     likelihood, budget = task.settings.likelihood, task.memory_budget
     grams = ClassGrams(source, likelihood, task.device, budget, by_class(features))
     if not posterior.centre:

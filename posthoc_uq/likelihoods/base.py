@@ -24,6 +24,7 @@ from posthoc_uq.likelihoods.outputs import plain_value, wide
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.drawn import DrawnPrediction
 from posthoc_uq.predictions.draws import output_draws
+from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.randomness import sample_keys, uniforms
@@ -108,6 +109,10 @@ class Likelihood(ABC):
             outputs: ``(samples, ...)``, in [0, 1], with their autograd graph. Asked only where outputs are `logits`.
         """
         return False
+
+    def positions_of(self, outputs: Tensor) -> Layout | None:
+        """Where outputs have positions, each with a prediction of its own: how they are laid out. Else None."""
+        return None
 
     # The density and its gradients
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from math import pi
 from typing import Any, ClassVar
 
@@ -13,15 +14,23 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.fields import Field, Number
+from posthoc_uq.fields import Field, Flag, Number, Whole
+from posthoc_uq.likelihoods import positions
 from posthoc_uq.likelihoods.base import Fisher, Likelihood
 from posthoc_uq.likelihoods.outputs import divergence_of_classes, entropy_of_logits, last_function, wide
 from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.labels import are_probabilities, checked_soft, soft_log_prob
+from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.links import DRAWS, classes_of_gaussian
+from posthoc_uq.predictions.positions import (
+    PositionPrediction,
+    positions_of_draws,
+    positions_of_gaussian,
+)
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.streaming import classes_of_draws
 from posthoc_uq.values import Number as Setting
+from posthoc_uq.values import flag, shown
 
 AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
 _SMOOTHING = Setting("a number in [0, 1)", least=0, most=1 - 2**-53)
@@ -32,28 +41,70 @@ class Categorical(Likelihood):
     """Softmax classification: outputs ``(samples, classes)`` are logits, targets ``(samples,)`` are class
     indices, or ``(samples, classes)`` the probabilities of the classes (soft labels).
 
+    Outputs of more dimensions have positions, such as pixels or tokens: ``(samples, classes, *positions)``, or
+    ``(samples, *positions, classes)`` with ``class_dim=-1``. Targets are then ``(samples, *positions)``, and a sample's
+    positions count together: its log-probability is their sum. Divergences and entropies of a sample, by which a prior
+    or a temperature is found, are means over its positions. See `posthoc_uq.likelihoods.positions`.
+
     Args:
+        class_dim: the dimension of the classes where outputs have positions, 1 or -1.
+        ignore_index: the label of a position that does not count, such as padding; of outputs with positions.
+        next_token: for causal language models: the outputs at position t predict the label at t + 1, as their own
+            loss shifts them, and those at the last position count for nothing.
         label_smoothing: of the training's loss, as in `torch.nn.CrossEntropyLoss`: that share of every label is spread
             evenly over all classes. It is a part of `log_prob`, and so of the evidence, and of the empirical Fisher.
             The Fisher over drawn or all labels is the Hessian of the loss by the logits, ``diag(p) - p p^T``, which no
             label is in. Held-out data are rated without it.
 
     Raises:
-        PosthocUQError: `label_smoothing` is not in [0, 1).
+        PosthocUQError: another `class_dim`, an `ignore_index` that could be a class, one of another type, or a
+            `label_smoothing` that is not in [0, 1).
     """
 
     name = "classification"
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
-    optional_fields: ClassVar[Mapping[str, Field]] = {"label_smoothing": Number(0.0, 1.0)}  # if not 0
+    optional_fields: ClassVar[Mapping[str, Field]] = {
+        "class_dim": Whole(-1, -1),  # files hold what is not the default
+        "ignore_index": Whole(-(2**31), -1),
+        "next_token": Flag(),
+        "label_smoothing": Number(0.0, 1.0),
+    }
     label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
+    layout: Layout = Layout()
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        class_dim: int = 1,
+        ignore_index: int = -100,
+        next_token: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if isinstance(class_dim, bool) or class_dim not in (1, -1):
+            raise PosthocUQError(
+                f"class_dim must be 1, for outputs (samples, classes, *positions), or -1, for (samples, *positions, "
+                f"classes), not {shown(class_dim)}."
+            )
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or ignore_index >= 0:
+            raise PosthocUQError(
+                f"ignore_index must be a negative whole number, which no class has, not {shown(ignore_index)}; give "
+                f"padding another label, with batch_to_targets=lambda batch: ... if need be."
+            )
+        self.layout = Layout(class_dim, ignore_index, flag("next_token", next_token))
         self.label_smoothing = float(_SMOOTHING("label_smoothing", label_smoothing))
 
     def attributes(self) -> dict[str, Any]:
+        return {"name": self.name, **self._options()}
+
+    def _options(self) -> dict[str, Any]:
+        """The options that are not the defaults."""
+        plain = Layout()
         smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}
-        return {"name": self.name, **smoothing}
+        return smoothing | {
+            name: getattr(self.layout, name)
+            for name in ("class_dim", "ignore_index", "next_token")
+            if getattr(self.layout, name) != getattr(plain, name)
+        }
 
     def identity(self) -> dict[str, Any]:
         return self.attributes()
@@ -68,17 +119,36 @@ class Categorical(Likelihood):
         plain.label_smoothing = 0.0
         return plain
 
+    def positions_of(self, outputs: Tensor) -> Layout | None:
+        """The layout of outputs that have positions, else None."""
+        return self.layout if outputs.ndim > 2 else None
+
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         fault = Categorical.fault(self, outputs, targets)
         if targets is not None and fault is not None and bool(fault):
             if targets.is_floating_point():
                 checked_soft(targets)
+            layout = self.positions_of(outputs)
+            classes = outputs.shape[1] if layout is None else layout.classes(outputs)
+            ignored = "" if layout is None else f", or be ignore_index={layout.ignore_index}"
             raise PosthocUQError(
-                f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {outputs.shape[1]} "
-                f"outputs; labels must lie in 0..{outputs.shape[1] - 1}."
+                f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} "
+                f"outputs; labels must lie in 0..{classes - 1}{ignored}."
             )
 
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            layout.check(outputs)
+            if targets is None:
+                return None
+            layout.check_labels(outputs, targets)
+            return layout.fault(outputs, targets)
+        if self.layout.next_token:
+            raise PosthocUQError(
+                f"next_token=True needs outputs with one dimension of tokens, and the model gives "
+                f"{tuple(outputs.shape)}."
+            )
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise PosthocUQError(
                 f"likelihood='classification' needs outputs of shape (samples, classes), and the model gives "
@@ -117,7 +187,9 @@ class Categorical(Likelihood):
         """Every row is non-negative and sums to 1; where all rows are equal, the outputs must also come out
         of a softmax.
         """
+        layout = self.positions_of(outputs)
         values = outputs.detach().float()
+        values = values if layout is None else layout.rows(values)
         if values.ndim != 2 or values.shape[1] < 2:
             return False
         tolerance = max(_TOLERANCE, torch.finfo(outputs.dtype).eps)
@@ -126,6 +198,9 @@ class Categorical(Likelihood):
         return bool((values != values[0]).any()) or last_function(outputs).startswith("Softmax")
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.log_probs(outputs, targets, layout, self.label_smoothing)
         if targets.is_floating_point() or self.label_smoothing:
             return soft_log_prob(self._shares(outputs, targets), wide(outputs).log_softmax(1))
         return -F.cross_entropy(wide(outputs), self._indices(outputs, targets), reduction="none")
@@ -137,13 +212,23 @@ class Categorical(Likelihood):
         return self.log_prob(wide(mean) * (1 + pi / 8 * wide(variance)).rsqrt(), targets)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            rows = divergence_of_classes(wide(layout.rows(outputs)).log_softmax(1), prediction.rows)
+            return positions.by_sample(rows, outputs)
         return divergence_of_classes(wide(outputs).log_softmax(1), prediction)
 
     def entropy(self, outputs: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.by_sample(entropy_of_logits(as_double(layout.rows(outputs))), outputs)
         return entropy_of_logits(as_double(outputs.reshape(len(outputs), -1)))
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of the samples keep their most probable class."""
+        """At least three quarters of the samples, or positions, keep their most probable class."""
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            outputs, draws = layout.rows(outputs), torch.stack([layout.rows(draw) for draw in draws])
         same = draws.softmax(-1).mean(0).argmax(-1) == outputs.argmax(-1)
         return not bool(same.float().mean() < AGREEMENT)
 
@@ -151,13 +236,23 @@ class Categorical(Likelihood):
         return outputs
 
     def predicted_class(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(1)
+        """The class of every sample; of outputs with positions, of every position, ``(samples * positions,)``."""
+        layout = self.positions_of(outputs)
+        return outputs.argmax(1) if layout is None else layout.rows(outputs).argmax(1)
 
-    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> ClassPrediction:
-        return ClassPrediction.from_logits(outputs)
+    def from_draws(
+        self, outputs: Tensor, noise: Tensor | None = None
+    ) -> ClassPrediction | PositionPrediction:
+        return self.from_blocks(iter([outputs])) if outputs.ndim > 3 else ClassPrediction.from_logits(outputs)
 
-    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> ClassPrediction:
-        return classes_of_draws(blocks)
+    def from_blocks(
+        self, blocks: Iterable[Tensor], noise: Tensor | None = None
+    ) -> ClassPrediction | PositionPrediction:
+        remaining = iter(blocks)
+        first = list(islice(remaining, 1))
+        if first and first[0].ndim > 3:
+            return positions_of_draws(chain(first, remaining), self.layout)
+        return classes_of_draws(chain(first, remaining))
 
     def from_gaussian(
         self,
@@ -168,23 +263,39 @@ class Categorical(Likelihood):
         link: str = "mc",
         n_draws: int = DRAWS,
         noise: Tensor | None = None,
-    ) -> ClassPrediction:
-        """By one of three links; see `classes_of_gaussian`."""
+    ) -> ClassPrediction | PositionPrediction:
+        """By one of three links; see `classes_of_gaussian`. With positions a covariance is one of rows of classes,
+        ``(samples * positions, classes, classes)``, or the `Spread` of rows.
+        """
+        layout = self.positions_of(mean)
+        if layout is not None:
+            return positions_of_gaussian(mean, variance, covariance, layout, link, n_draws)
         return classes_of_gaussian(mean, variance, covariance, link, n_draws)
 
     def gradients(
         self, outputs: Tensor, targets: Tensor | None, keys: Tensor, fisher: Fisher, n_samples: int = 1
     ) -> Iterator[Tensor]:
-        """See `Likelihood`; drawn labels are not smoothed."""
-        if fisher == "mc" and self.label_smoothing:
+        """See `Likelihood`; positions that the targets ignore are left out of drawn and exact labels, too."""
+        layout = self.positions_of(outputs)
+        if fisher == "mc" and self.label_smoothing:  # drawn labels are not smoothed
             yield from self.of_targets().gradients(outputs, targets, keys, fisher, n_samples)
-        else:
+        elif layout is None or fisher == "empirical":
             yield from super().gradients(outputs, targets, keys, fisher, n_samples)
+        elif fisher == "exact":
+            yield from positions.exact_factors(outputs.detach(), targets, layout, self.exact_factors)
+        else:
+            yield from positions.drawn_scores(outputs.detach(), targets, keys, n_samples, layout)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.scores(outputs, targets, layout, self.label_smoothing)
         return wide(outputs).softmax(1) - self._shares(outputs, targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            return positions.drawn(outputs, keys, draw, layout)
         u = self.uniforms(outputs, keys, draw)
         cumulative = wide(outputs).softmax(1).to(u.dtype).cumsum(1)
         return (
@@ -192,6 +303,10 @@ class Categorical(Likelihood):
         )
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        layout = self.positions_of(outputs)
+        if layout is not None:
+            yield from positions.exact_factors(outputs, None, layout, self.exact_factors)
+            return
         # diag(p) - p p^T has rank classes - 1. Its Cholesky factor (Tanabe & Sagae 1992) has a column for each choice
         # between a class and all classes after it, given that no earlier class was chosen.
         logits = wide(outputs)

@@ -15,7 +15,7 @@ from posthoc_uq.posteriors.blocks import bounded
 from posthoc_uq.posteriors.specs import TensorSpec
 
 SMOOTHING = 3e-4
-SOURCES = ("outputs", "pooled")
+SOURCES = ("outputs", "positions", "pooled")
 RARE = -1  # in the place of a class: all classes with few samples together
 ALL = -2  # in the place of a class: all samples, where Grams are not by class
 
@@ -31,9 +31,10 @@ class FeatureGrams:
 
     Attributes:
         layer: whose inputs these are.
-        source: ``"outputs"`` where the layer's outputs are the model's; ``"pooled"`` where it is only the last layer,
-            and the rows of a sample are averaged.
-        samples: training inputs that were seen.
+        source: ``"outputs"`` where the layer's outputs are the model's; ``"positions"`` where it gives every position
+            its classes, and each position has a row; ``"pooled"`` where it is only the last layer, and the rows of a
+            sample are averaged.
+        samples: training inputs, or positions, that were seen.
         basis: U, ``(features, width)``, orthonormal; a bias counts as a feature that is always 1.
         diagonal: d, ``(classes, width)``.
         factors: F, ``(classes, width, rank)``.

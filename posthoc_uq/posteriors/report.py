@@ -202,7 +202,9 @@ def _outputs(output: Mapping[str, Any]) -> dict[str, str]:
 
 def _novelty(features: FeatureGrams) -> str:
     """How novelty is measured, in words."""
-    what = "inputs" if features.source == "outputs" else "pooled inputs"
+    what = {"outputs": "inputs", "positions": "the inputs of each position"}.get(
+        features.source, "pooled inputs"
+    )
     grams = "1 Gram" if features.classes == 1 else f"{features.classes} Grams"
     return (
         f"by {what} of '{features.layer.name}', {grams} of {features.basis.shape[0]} features, "

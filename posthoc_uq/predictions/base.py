@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
@@ -154,6 +154,15 @@ class Prediction(ABC):
     def with_novelty(self: Self, ratio: Tensor | None) -> Self:
         """The same prediction with its novelty (batch,), or itself where that is None."""
         return self if ratio is None else replace(cast(Any, self), novelty_ratio=ratio)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """The tensors that it keeps, by name, (batch, ...) each."""
+        values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        return {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Tensor) and value.ndim and len(value) == len(self)
+        }
 
     def of_one_network(self: Self) -> Self:
         """The same without the parts that need several sets of weights."""

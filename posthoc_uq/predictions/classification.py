@@ -355,8 +355,15 @@ class ClassPrediction(Prediction):
 
     def to(self, device: torch.device | str) -> ClassPrediction:
         """The same prediction with its tensors on `device`."""
-        known = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
+        known = self._known()
         return replace(self, **dict(zip(known, moved(known.values(), device), strict=True)))
+
+    def picked(self, chosen: Tensor) -> ClassPrediction:
+        """The inputs where `chosen` (batch,) is true."""
+        return replace(self, **{name: value[chosen] for name, value in self._known().items()})
+
+    def _known(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
 
     @staticmethod
     def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:

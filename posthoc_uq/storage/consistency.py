@@ -109,4 +109,4 @@ def _outputs_of_last(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> i
     _check_layer(last)
     if layers.get(last.name, last) != last:
         raise CorruptPosteriorError(f"its features are of a layer '{last.name}' that is another one")
-    return last.groups * last.outputs if attributes["source"] == "outputs" else None
+    return last.groups * last.outputs if attributes["source"] != "pooled" else None

@@ -1,0 +1,125 @@
+"""Outputs with positions: where their classes are, which labels count, and the same as rows of classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where outputs of more than two dimensions have their classes, and which labels belong to which position.
+
+    Positions (pixels, tokens) are what is left of the shape; as rows they are in the order of memory, the last
+    dimension fastest.
+
+    Attributes:
+        class_dim: 1 for outputs ``(samples, classes, *positions)``, -1 for ``(samples, *positions, classes)``.
+        ignore_index: the label of a position that does not count.
+        next_token: the outputs at position t predict the label at t + 1; those at the last position predict nothing
+            that is known.
+    """
+
+    class_dim: int = 1
+    ignore_index: int = -100
+    next_token: bool = False
+
+    def classes(self, outputs: Tensor) -> int:
+        """The number of classes."""
+        return outputs.shape[self.class_dim]
+
+    def positions(self, outputs: Tensor) -> tuple[int, ...]:
+        """The sizes of the dimensions that count positions."""
+        shape = tuple(outputs.shape[1:])
+        return shape[1:] if self.class_dim == 1 else shape[:-1]
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Outputs ``(samples, ...)`` as ``(samples * positions, classes)``."""
+        last = outputs.movedim(1, -1) if self.class_dim == 1 else outputs
+        return last.reshape(-1, self.classes(outputs))
+
+    def whole(self, rows: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """Rows ``(samples * positions, classes)`` in the shape of the outputs; the reverse of `rows`."""
+        spread = rows.reshape(-1, *positions, rows.shape[-1])
+        return spread.movedim(-1, 1) if self.class_dim == 1 else spread
+
+    def maps(self, values: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """One number a row, ``(samples * positions,)``, as ``(samples, *positions)``."""
+        return values.reshape(-1, *positions)
+
+    def check(self, outputs: Tensor) -> None:
+        """Refuse outputs of a shape that has no positions in this layout.
+
+        Raises:
+            PosthocUQError: there are fewer than two classes, no position, or not one dimension of tokens.
+        """
+        shape, where = tuple(outputs.shape), f"class_dim={self.class_dim}"
+        if self.classes(outputs) < 2 or 0 in shape:
+            raise PosthocUQError(
+                f"Outputs of shape {shape} have {self.classes(outputs)} classes with {where}; there must be at least "
+                f"2, and a position. Say where the classes are: likelihood=uq.Categorical(class_dim=1) for (samples, "
+                f"classes, *positions), class_dim=-1 for (samples, *positions, classes)."
+            )
+        if self.next_token and outputs.ndim != 3:
+            raise PosthocUQError(
+                f"next_token=True needs outputs with one dimension of tokens, such as (samples, tokens, classes), and "
+                f"the model gives {shape}."
+            )
+
+    def check_labels(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse labels of a shape or type that do not fit.
+
+        Raises:
+            PosthocUQError: they are not integers, ``(samples, *positions)``.
+        """
+        wanted = (outputs.shape[0], *self.positions(outputs))
+        if tuple(targets.shape) == wanted and not targets.is_floating_point():
+            return
+        other = Layout(-self.class_dim)
+        swapped = (outputs.shape[0], *other.positions(outputs))
+        advice = (
+            f" They would fit class_dim={other.class_dim}: likelihood=uq.Categorical(class_dim={other.class_dim})."
+            if tuple(targets.shape) == swapped
+            else ""
+        )
+        raise PosthocUQError(
+            f"Outputs of shape {tuple(outputs.shape)} with class_dim={self.class_dim} need integer labels of shape "
+            f"{wanted}, not {targets.dtype} of shape {tuple(targets.shape)}.{advice}"
+        )
+
+    def fault(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """A flag on the device: whether a label is neither a class nor ignored."""
+        outside = (targets < 0) | (targets >= self.classes(outputs))
+        return (outside & (targets != self.ignore_index)).any()
+
+    def labels(self, outputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The label of every position and whether it counts, each ``(samples, positions)``, for labels
+        ``(samples, *positions)`` in the order of the loader. Labels that do not count are 0.
+
+        Without targets every position counts that could have a label.
+        """
+        samples, positions = outputs.shape[0], prod(self.positions(outputs))
+        if targets is None:
+            labels = torch.zeros(samples, positions, dtype=torch.int64, device=outputs.device)
+            counted = torch.ones_like(labels, dtype=torch.bool)
+        else:
+            labels = targets.to(outputs.device).long().reshape(samples, positions)
+            counted = labels != self.ignore_index
+        if self.next_token:
+            labels, counted = labels.roll(-1, 1), counted.roll(-1, 1)
+            counted[:, -1] = False
+        # clamped: `fault` may not have been read yet, and on CUDA an index out of range ends the process
+        return labels.clamp(0, self.classes(outputs) - 1).masked_fill(~counted, 0), counted
+
+    def targets(self, labels: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """Labels of positions ``(samples, positions)`` as a loader gives them, ``(samples, *positions)``; the reverse
+        of `labels`.
+        """
+        if self.next_token:
+            labels = labels.roll(1, 1)
+        return labels.reshape(labels.shape[0], *positions)

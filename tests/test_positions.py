@@ -1,0 +1,553 @@
+"""Outputs with positions (pixels, tokens), against dense computations in float64 written from the definitions."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import posthoc_uq as uq
+from posthoc_uq.predictions.layout import Layout
+from posthoc_uq.predictions.positions import PositionPrediction, positions_of_draws
+from posthoc_uq.randomness import sample_keys
+
+SAMPLES, CLASSES, TAU = 6, 3, 2.0
+
+
+def image_net() -> nn.Sequential:
+    """Images (2, 3, 3) to 2 x 2 positions of three classes, class_dim=1; 31 weights."""
+    return nn.Sequential(nn.Conv2d(2, 2, 2), nn.Tanh(), nn.Conv2d(2, CLASSES, 1))
+
+
+def token_net() -> nn.Sequential:
+    """Four tokens (4, 3) of three classes each, class_dim=-1; 27 weights."""
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, CLASSES))
+
+
+@dataclass
+class Case:
+    """A network, its data, and the same outputs as rows.
+
+    Attributes:
+        labels: of the positions in order, ``(samples, positions)``, where `counted`.
+    """
+
+    model: nn.Sequential
+    likelihood: uq.Categorical
+    x: Tensor
+    y: Tensor
+    labels: Tensor
+    counted: Tensor
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        last = outputs if self.likelihood.layout.class_dim == -1 else outputs.permute(0, 2, 3, 1)
+        return last.reshape(len(outputs), -1, CLASSES)
+
+    def loader(self, size: int = 2) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.x.split(size), self.y.split(size), strict=True))
+
+    def weights(self, last: bool = False) -> list[Tensor]:
+        return list(self.model[-1 if last else 0 :].parameters()) if last else list(self.model.parameters())
+
+    def jacobian(self, last: bool = False) -> Tensor:
+        """``(samples, positions, classes, weights)``, each layer's bias as its last column."""
+        rows = self.rows(self.model(self.x)).flatten()
+        layers = [self.model[2]] if last else [self.model[0], self.model[2]]
+        own = []
+        for value in rows:
+            parts = []
+            for layer in layers:
+                weight, bias = torch.autograd.grad(value, [layer.weight, layer.bias], retain_graph=True)
+                parts.append(torch.cat([weight.flatten(1), bias[:, None]], 1).flatten())
+            own.append(torch.cat(parts))
+        return torch.stack(own).reshape(SAMPLES, -1, CLASSES, len(own[0]))
+
+    def probs(self) -> Tensor:
+        return self.rows(self.model(self.x)).softmax(-1).detach()
+
+    def fisher(self, last: bool = False) -> Tensor:
+        """``1/N sum_n sum_(t counted) J_nt^T (diag p - p p^T) J_nt``."""
+        p = self.probs()
+        middle = (torch.diag_embed(p) - p[..., :, None] * p[..., None, :]) * self.counted[..., None, None]
+        own = self.jacobian(last)
+        return torch.einsum("ntcw,ntcd,ntdv->wv", own, middle, own) / SAMPLES
+
+
+def case(kind: str) -> Case:
+    torch.manual_seed(3)
+    shape = (2, 3, 3) if kind == "image" else (4, 3)
+    model = (image_net() if kind == "image" else token_net()).double().eval()
+    x = torch.randn(SAMPLES, *shape, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (SAMPLES, 2, 2) if kind == "image" else (SAMPLES, 4))
+    y.view(SAMPLES, 4)[0, 1:3] = -100
+    y.view(SAMPLES, 4)[3] = -100
+    labels, counted = y.reshape(SAMPLES, 4), y.reshape(SAMPLES, 4) != -100
+    if kind == "causal":  # by loops, as a language model shifts its labels
+        labels, counted = torch.zeros_like(labels), torch.zeros_like(counted)
+        for n in range(SAMPLES):
+            for t in range(3):
+                labels[n, t], counted[n, t] = y[n, t + 1], y[n, t + 1] != -100
+    likelihood = {
+        "image": uq.Categorical(),
+        "tokens": uq.Categorical(class_dim=-1),
+        "causal": uq.Categorical(class_dim=-1, next_token=True),
+    }[kind]
+    return Case(model, likelihood, x, y, labels, counted)
+
+
+KINDS = ("image", "tokens", "causal")
+EVERY = pytest.mark.parametrize("kind", KINDS)
+
+
+def fit(of: Case, method: str = "full", size: int = 2, **options) -> uq.Posterior:
+    options = {"prior_precision": TAU, "progress": False, "dtype": torch.float64} | options
+    return uq.fit(of.model, of.loader(size), method, likelihood=of.likelihood, **options)
+
+
+def found_fisher(posterior: uq.Posterior) -> Tensor:
+    return next(iter(posterior.blocks.values())).fisher
+
+
+# The Fisher and the evidence
+
+
+@EVERY
+def test_exact_fisher(kind: str) -> None:
+    own = case(kind)
+    truth = own.fisher()
+    torch.testing.assert_close(found_fisher(fit(own, fisher="exact")), truth, rtol=1e-9, atol=1e-12)
+    blocks = fit(own, "diag", fisher="exact").blocks
+    diagonal = torch.cat([blocks[name].diagonal.flatten() for name in ("0", "2")])
+    torch.testing.assert_close(diagonal, truth.diagonal(), rtol=1e-9, atol=1e-12)
+
+
+@EVERY
+def test_drawn_labels_estimate_it_in_one_backward_pass(kind: str) -> None:
+    own = case(kind)
+    truth = own.fisher()
+    drawn = found_fisher(fit(own, fisher="mc", n_samples=400))
+    assert float((drawn - truth).norm() / truth.norm()) < 0.13
+    keys = sample_keys([own.x], SAMPLES, 0)
+    passes = list(own.likelihood.gradients(own.model(own.x), own.y, keys, "mc", 2))
+    assert len(passes) == 2 and passes[0].shape == own.model(own.x).shape
+    ignored = ~own.counted[..., None].expand(-1, -1, CLASSES)
+    assert bool((own.rows(passes[0])[ignored] == 0).all()) and bool((own.rows(passes[0])[~ignored] != 0).all())
+
+
+@EVERY
+def test_empirical_fisher(kind: str) -> None:
+    own = case(kind)
+    scores = own.probs() - torch.nn.functional.one_hot(own.labels.clamp(min=0), CLASSES)
+    rows = torch.einsum("ntc,ntcw->nw", scores * own.counted[..., None], own.jacobian())
+    torch.testing.assert_close(found_fisher(fit(own, fisher="empirical")), rows.T @ rows / SAMPLES)
+
+
+@EVERY
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+def test_batches_do_not_matter(kind: str, fisher: str) -> None:
+    own = case(kind)
+    first, second = (fit(own, "diag", size, fisher=fisher) for size in (1, 6))
+    for name, block in first.blocks.items():
+        torch.testing.assert_close(block.diagonal, second.blocks[name].diagonal, rtol=1e-10, atol=1e-13)
+    features, other = first.features, second.features
+    assert features is not None and other is not None and features.source == "positions"
+    assert features.samples == other.samples == int(own.counted.sum())
+
+
+@EVERY
+def test_evidence(kind: str) -> None:
+    own = case(kind)
+    found = fit(own, fisher="exact")
+    logs = own.probs().log().gather(-1, own.labels.clamp(min=0)[..., None])[..., 0]
+    log_likelihood = float((logs * own.counted).sum())
+    assert found.evidence.log_likelihood == pytest.approx(log_likelihood, rel=1e-10)
+    size = own.fisher().shape[0]
+    precision = SAMPLES * own.fisher() + TAU * torch.eye(size, dtype=torch.float64)
+    squares = sum(float(p.detach().square().sum()) for p in own.model.parameters())
+    truth = log_likelihood - 0.5 * (float(precision.logdet()) - size * math.log(TAU) + TAU * squares)
+    assert float(found.log_marginal_likelihood()) == pytest.approx(truth, rel=1e-9)
+
+
+@EVERY
+def test_drawn_scores_are_those_of_drawn_labels(kind: str) -> None:
+    own = case(kind)
+    outputs, keys = own.model(own.x).detach(), sample_keys([own.x], SAMPLES, 0)
+    passes = list(own.likelihood.gradients(outputs, own.y, keys, "mc", 3))
+    for draw, found in enumerate(passes):
+        labels = own.likelihood.draw(outputs, keys, draw).masked_fill(own.y == -100, -100)
+        torch.testing.assert_close(found, own.likelihood.score(outputs, labels) * 3**-0.5)
+
+
+def test_drawn_labels_follow_the_probabilities() -> None:
+    own = case("causal")
+    outputs, keys = own.model(own.x).detach(), sample_keys([own.x], SAMPLES, 0)
+    draws = torch.stack([own.likelihood.draw(outputs, keys, draw) for draw in range(1500)])
+    shares = torch.nn.functional.one_hot(draws, CLASSES).double().mean(0)
+    # the label at t + 1 is drawn from the outputs at t
+    assert float((shares[:, 1:] - own.probs()[:, :-1]).abs().max()) < 0.06
+
+
+# Predictions
+
+
+def dense_covariance(own: Case, last: bool, posterior_fisher: Tensor) -> Tensor:
+    """``(samples, positions, classes, classes)`` of the linearised model."""
+    precision = SAMPLES * posterior_fisher + TAU * torch.eye(len(posterior_fisher), dtype=torch.float64)
+    rows = own.jacobian(last)
+    return torch.einsum("ntcw,wv,ntdv->ntcd", rows, precision.inverse(), rows)
+
+
+@EVERY
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_functional_covariance(kind: str, layers: str) -> None:
+    own = case(kind)
+    posterior = fit(own, fisher="exact", layers=layers)
+    truth = dense_covariance(own, layers == "last", own.fisher(layers == "last"))
+    engines = ("exact", "last_layer", "auto") if layers == "last" else ("exact", "auto")
+    for engine in engines:
+        head = uq.wrap(own.model, posterior, head="linearized", engine=engine)
+        torch.testing.assert_close(head.functional_covariance(own.x), truth, rtol=1e-8, atol=1e-12)
+        variance = head.functional_variance(own.x)
+        assert variance.shape == own.model(own.x).shape
+        diagonal = truth.diagonal(dim1=2, dim2=3)
+        torch.testing.assert_close(own.rows(variance), diagonal, rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(head.functional_trace(own.x), diagonal.sum((1, 2)))
+        picked = head.at([2, -1])
+        torch.testing.assert_close(picked.functional_covariance(own.x), truth[:, [2, 3]], rtol=1e-8, atol=1e-12)
+        joint = head.functional_covariance(own.x, joint=True).reshape(SAMPLES, 4, 3, SAMPLES, 4, 3)
+        for n, t in ((0, 1), (4, 3)):
+            torch.testing.assert_close(joint[n, t, :, n, t], truth[n, t], rtol=1e-8, atol=1e-12)
+    drawn = uq.wrap(own.model, posterior, head="linearized", engine="jvp", n_probes=600)
+    found = own.rows(drawn.functional_variance(own.x))
+    assert float((found / truth.diagonal(dim1=2, dim2=3) - 1).abs().mean()) < 0.1
+
+
+@pytest.mark.parametrize("method", ["inf", "kfac", "efb", "diag"])
+def test_closed_form_is_that_of_backward_passes(method: str) -> None:
+    own = case("image")
+    posterior = fit(own, method, layers="last")
+    closed, exact = (
+        uq.wrap(own.model, posterior, head="linearized", engine=engine, memory_budget=budget)
+        for engine, budget in (("last_layer", 1), ("exact", None))
+    )
+    truth = exact.functional_variance(own.x)
+    torch.testing.assert_close(closed.functional_variance(own.x), truth, rtol=1e-6, atol=1e-12)
+    for link in ("mc", "probit", "bridge"):
+        predictions = [
+            uq.wrap(own.model, posterior, head="linearized", engine=engine, link=link)(own.x)
+            for engine in ("last_layer", "exact")
+        ]
+        if link != "bridge":  # backward passes give leading directions, the closed form the full covariance
+            torch.testing.assert_close(predictions[0].probs, predictions[1].probs, rtol=1e-5, atol=1e-7)
+
+
+@EVERY
+def test_linearised_prediction_against_draws(kind: str) -> None:
+    own = case(kind)
+    posterior = fit(own, fisher="exact", layers="last")
+    covariance = dense_covariance(own, True, own.fisher(True))
+    root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(CLASSES, dtype=torch.float64))
+    normals = torch.randn(100_000, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean = own.rows(own.model(own.x)).detach()
+    prediction = uq.wrap(own.model, posterior, head="linearized", n_draws=1024)(own.x)
+    assert isinstance(prediction, PositionPrediction)
+    for n, t in ((0, 0), (2, 1), (5, 3)):
+        draws = (mean[n, t] + normals @ root[n, t].T).softmax(-1)
+        found = own.rows(prediction.probs)[n, t]
+        assert float((found - draws.mean(0)).abs().max()) < 4e-3
+        entropy = -(draws * draws.log()).sum(-1).mean()
+        own_map = prediction.expected_entropy().reshape(SAMPLES, 4)
+        assert float((own_map[n, t] - entropy).abs()) < 8e-3
+
+
+@EVERY
+def test_sampled_prediction(kind: str) -> None:
+    own = case(kind)
+    posterior = fit(own, fisher="exact")
+    head = uq.wrap(own.model, posterior, head="sampling", n_samples=20)
+    prediction, outputs = head(own.x), head.outputs(own.x)
+    probs = torch.stack([own.rows(draw) for draw in outputs]).softmax(-1)
+    torch.testing.assert_close(own.rows(prediction.probs), probs.mean(0))
+    total = -(probs.mean(0) * probs.mean(0).log()).sum(-1)
+    expected = -(probs * probs.log()).sum(-1).mean(0)
+    torch.testing.assert_close(prediction.entropy().reshape(SAMPLES, 4), total)
+    torch.testing.assert_close(prediction.mutual_information().reshape(SAMPLES, 4), total - expected)
+    torch.testing.assert_close(own.rows(prediction.logits_variance), own.rows(outputs.var(0)))
+    positions = (2, 2) if kind == "image" else (4,)
+    top = prediction.top_k(2)
+    assert top.labels.shape == (SAMPLES, *positions, 2) and prediction.predicted().shape == (SAMPLES, *positions)
+    logs = (probs.mean(0).log().gather(-1, own.labels.clamp(min=0)[..., None])[..., 0] * own.counted).sum(1)
+    torch.testing.assert_close(prediction.log_prob(own.y), logs)
+    quality = prediction.quality(own.y)
+    assert quality["NLL"] == pytest.approx(-float(logs.sum() / own.counted.sum()))
+    right = (probs.mean(0).argmax(-1) == own.labels) & own.counted
+    assert quality["accuracy"] == pytest.approx(float(right.sum() / own.counted.sum()))
+
+
+@EVERY
+def test_moments_head_gives_maps(kind: str) -> None:
+    own = case(kind)
+    posterior = fit(own, "diag", fisher="exact", layers="last")
+    head = uq.wrap(own.model, posterior, head="moments", novelty=True)
+    truth = uq.wrap(own.model, posterior, head="linearized").functional_variance(own.x)
+    torch.testing.assert_close(head.functional_variance(own.x), truth, rtol=1e-9, atol=1e-12)
+    prediction = head(own.x)
+    assert prediction.entropy().shape == prediction.novelty().shape == own.y.shape
+
+
+def test_reductions() -> None:
+    own = case("image")
+    prediction = uq.wrap(own.model, fit(own), head="sampling", n_samples=8)(own.x)
+    entropy, mask = prediction.entropy(), own.y != -100
+    torch.testing.assert_close(prediction.per_input(), entropy.mean((1, 2)))
+    torch.testing.assert_close(prediction.per_input("entropy", "largest"), entropy.amax((1, 2)))
+    cut = float(entropy.median())
+    torch.testing.assert_close(prediction.per_input(above=cut), (entropy > cut).double().mean((1, 2)))
+    masked = prediction.per_input("entropy", mask=mask)
+    assert bool(masked[3].isnan()) and masked[0] == pytest.approx(float(entropy[0][mask[0]].mean()))
+    assert prediction.per_input(entropy, "largest", mask=mask)[0] == entropy[0][mask[0]].max()
+    torch.testing.assert_close(prediction.scores()["entropy"], entropy.mean((1, 2)))
+    with pytest.raises(uq.PosthocUQError, match="scores of positions are"):
+        prediction.per_input("nonsense")
+    with pytest.raises(uq.PosthocUQError, match=r"mask has shape .* \(6, 2, 2\)"):
+        prediction.per_input(mask=mask[:2])
+    again = PositionPrediction.cat([prediction, prediction])
+    assert len(again) == 12 and torch.equal(again.probs[6:], prediction.probs)
+    assert torch.equal(prediction.to("cpu").to_dict()["entropy"], entropy)
+    with pytest.raises(uq.PosthocUQError, match="pad all inputs to one size"):
+        PositionPrediction.cat([prediction, positions_of_draws([torch.randn(2, 3, 3, 5)], Layout())])
+
+
+@EVERY
+def test_novelty_of_positions(kind: str) -> None:
+    """By the inputs of the last layer at a position, and the Grams of the positions that count."""
+    own = case(kind)
+    with torch.no_grad():
+        hidden = own.model[:2](own.x)
+    rows = hidden if kind != "image" else hidden.permute(0, 2, 3, 1)
+    phi = torch.cat([rows.reshape(SAMPLES, 4, -1), torch.ones(SAMPLES, 4, 1, dtype=torch.float64)], -1)
+    top = own.probs().argmax(-1)
+    posterior = fit(own)
+    shares = []
+    counts = [int(((top == c) & own.counted).sum()) for c in range(CLASSES)]
+    groups = [[c] for c in range(CLASSES) if counts[c] >= 10]
+    rare = [c for c in range(CLASSES) if 0 < counts[c] < 10]
+    for group in groups + ([rare] if rare else []):
+        chosen = sum((top == c) for c in group).bool() & own.counted
+        gram = phi[chosen].T @ phi[chosen]
+        ridge = 3e-4 * float(gram.trace()) / len(gram)
+        inverse = (gram + ridge * torch.eye(len(gram), dtype=torch.float64)).inverse()
+        shares.append(ridge * torch.einsum("nti,ij,ntj->nt", phi, inverse, phi) / phi.square().sum(-1))
+    truth = torch.stack(shares).amin(0)
+    head = uq.wrap(own.model, posterior, head="linearized")
+    found = head.novelty(own.x)
+    assert found.shape == own.y.shape
+    torch.testing.assert_close(found.reshape(SAMPLES, 4), truth, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(head(own.x).novelty(), found)
+    torch.testing.assert_close(head.at([1])(own.x).novelty(), found.reshape(SAMPLES, 4)[:, 1:2])
+
+
+class Upsampled(nn.Module):
+    """A pointwise convolution on a coarse grid, enlarged, as torchvision's segmentation models end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Conv2d(2, 4, 2, stride=2), nn.Conv2d(4, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        coarse = self.last(torch.relu(self.body(x)))
+        return nn.functional.interpolate(coarse, size=x.shape[2:], mode="bilinear")
+
+
+def segmentation(samples: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 2, 8, 6, generator=generator)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    y[0, :2] = -100
+    return x, y
+
+
+@pytest.mark.parametrize("head", ["sampling", "linearized", "moments"])
+@pytest.mark.parametrize("kind", [Upsampled, image_net])
+def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    x, y = segmentation() if kind is Upsampled else (case("image").x.float(), case("image").y)
+    loader = list(zip(x.split(3), y.split(3), strict=True))
+    posterior = uq.fit(model, loader, head=head, progress=False)
+    assert posterior.history.head["criterion"] == "faithful"
+    assert posterior.history.faithful["divergence"] <= 0.002 and posterior.features.source == "positions"
+    predictor = uq.wrap(model, posterior)
+    prediction = predictor(x)
+    assert prediction.entropy().shape == y.shape
+    outputs = model(x).detach()
+    own = outputs.log_softmax(1)
+    divergence = (own.exp() * (own - prediction.probs.log())).sum(1).mean()
+    assert float(divergence) <= 0.0021
+    path = tmp_path / "posterior.h5"
+    uq.save(posterior, path)
+    again = uq.wrap(model, uq.load(path, model))
+    torch.testing.assert_close(again(x).probs, prediction.probs)
+    if head != "sampling":
+        assert prediction.novelty().shape == y.shape
+    whole = predictor.predict(loader, progress=False)
+    torch.testing.assert_close(whole.probs, prediction.probs)
+    text = str(uq.evaluate(predictor, loader, progress=False))
+    assert "NLL" in text and "ECE" in text
+
+
+def test_held_out_data_tune_it() -> None:
+    own = case("tokens")
+    posterior = fit(own)
+    uq.tune(posterior, own.loader(), progress=False)
+    assert posterior.history.head["criterion"] == "likelihood"
+    uq.tune(posterior, own.loader(), temperature=True, progress=False)
+    assert 0.1 < posterior.temperature < 30
+
+
+def test_files_keep_the_layout(tmp_path: Path) -> None:
+    own = case("causal")
+    posterior = fit(own, "diag")
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", own.model)
+    assert loaded.likelihood.layout == Layout(-1, -100, True)
+    assert uq.Categorical().attributes() == {"name": "classification"}
+    assert uq.Categorical.restore({"name": "classification"}).layout == Layout()
+    torch.testing.assert_close(
+        uq.wrap(own.model, loaded)(own.x).probs, uq.wrap(own.model, posterior)(own.x).probs
+    )
+
+
+# Which positions
+
+
+def test_positions_that_are_asked_for() -> None:
+    own = case("image")
+    posterior = fit(own, layers="last")
+    whole = uq.wrap(own.model, posterior, head="linearized")(own.x)
+    mask = torch.tensor([[False, True], [True, False]])
+    for positions, flat in ((mask, [1, 2]), ([1, 2], [1, 2]), ([[0, 1], [-1, 0]], [1, 2]), (-1, [3])):
+        part = uq.wrap(own.model, posterior, head="linearized", positions=positions)(own.x)
+        assert part.positions == (len(flat),)
+        torch.testing.assert_close(part.probs, whole.probs.flatten(2)[:, :, flat])
+    head = uq.wrap(own.model, posterior, head="linearized")
+    for positions, words in (
+        (9, "go beyond the outputs"),
+        (torch.ones(3, 3, dtype=torch.bool), "mask of shape"),
+        (torch.zeros(2, 2, dtype=torch.bool), "mask of no position"),
+        (0.5, "must be a whole number"),
+        ([[0, 1, 1]], "3 numbers each"),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=words):
+            head.at(positions)(own.x)
+    plain = nn.Sequential(nn.Linear(3, 2))
+    flat = uq.fit(plain, [torch.randn(8, 3)], prior_precision=1.0, progress=False)
+    with pytest.raises(uq.PosthocUQError, match="positions= picks positions of outputs that have some"):
+        uq.wrap(plain, flat, head="linearized", positions=0)(torch.randn(2, 3))
+
+
+def test_single_tokens_have_labels_of_their_own() -> None:
+    own = case("causal")
+    head = uq.wrap(own.model, fit(own), head="linearized")
+    whole, last = head(own.x), head.at(1)(own.x)
+    label = own.y[4:5, 2:3]  # that of position 1
+    torch.testing.assert_close(
+        last.log_prob_by_position(own.y[:, 2:3].clamp(min=0))[4, 0], whole.log_prob_by_position(own.y)[4, 1]
+    )
+    assert label.numel() == 1
+
+
+def test_top_classes_by_backward_passes() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7)).double()
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    likelihood = uq.Categorical(class_dim=-1)
+    posterior = uq.fit(model, [x], "kfac", likelihood=likelihood, prior_precision=1.0, progress=False)
+    full, top = (
+        uq.wrap(model, posterior, head="linearized", positions=[1, 3], outputs=outputs, engine="exact")
+        for outputs in ("all", "topk:3")
+    )
+    truth, found = full.functional_variance(x), top.functional_variance(x)
+    chosen = model(x)[:, [1, 3]].topk(3, -1).indices
+    torch.testing.assert_close(found.gather(-1, chosen), truth.gather(-1, chosen))
+    assert float((top(x).probs - full(x).probs).abs().max()) < 0.05
+
+
+# Errors
+
+
+def test_errors_say_what_to_do() -> None:
+    own = case("image")
+    outputs = own.model(own.x)
+    for options, words in (
+        ({"class_dim": 2}, "class_dim must be 1"),
+        ({"ignore_index": 3}, "negative whole number"),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=words):
+            uq.Categorical(**options)
+    likelihood = uq.Categorical()
+    with pytest.raises(uq.PosthocUQError, match=r"labels of shape \(6, 2, 2\), not"):
+        likelihood.check(outputs, own.y.flatten(1))
+    with pytest.raises(uq.PosthocUQError, match="would fit class_dim=-1"):
+        likelihood.check(torch.zeros(6, 4, 5), torch.zeros(6, 4, dtype=torch.int64))
+    with pytest.raises(uq.PosthocUQError, match=r"0\.\.2, or be ignore_index=-100"):
+        likelihood.check(outputs, torch.full_like(own.y, 3))
+    with pytest.raises(uq.PosthocUQError, match="one dimension of tokens"):
+        uq.Categorical(next_token=True).check(outputs, own.y)
+    with pytest.raises(uq.PosthocUQError, match="one dimension of tokens"):
+        uq.Categorical(next_token=True).check(torch.zeros(3, 4), None)
+    with pytest.raises(uq.PosthocUQError, match="engine='last_layer' needs a posterior of one layer"):
+        uq.wrap(own.model, fit(own), head="linearized", engine="last_layer")(own.x)
+
+
+# Memory
+
+
+class Allocated(TorchDispatchMode):
+    """The bytes of all tensors that are alive and were made inside, and the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.peak, self._seen = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._seen:
+                    self._seen.add(key)
+                    self.alive += size
+                    self.peak = max(self.peak, self.alive)
+                    weakref.finalize(storage, self._freed, key, size)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+def test_streaming_takes_the_memory_that_it_states() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape, layout = (1, 1, 21, 128, 128), Layout()
+
+    def blocks(draws: int):
+        for _ in range(draws):
+            yield torch.randn(shape, generator=generator)
+
+    one = 4 * math.prod(shape)
+    peaks = []
+    for draws in (3, 9):
+        with Allocated() as memory:
+            positions_of_draws(blocks(draws), layout)
+        peaks.append(memory.peak / one)
+
+    assert peaks[1] < 1.05 * peaks[0] and peaks[1] < 24
