@@ -46,9 +46,7 @@ class FeatureSource:
         return self.layer.groups * self.layer.inputs
 
 
-def feature_rows(
-    calls: Sequence[Call], layer: Layer, samples: int, by_position: bool = False
-) -> Tensor:
+def feature_rows(calls: Sequence[Call], layer: Layer, samples: int, by_position: bool = False) -> Tensor:
     """A layer's input as one row a sample, ``(samples, features)``, in float32 at least: the mean over its positions.
     With `by_position` as one row a position, ``(samples * positions, features)``.
 

@@ -50,7 +50,9 @@ def precise_values(layers: Sequence[Checked]) -> list[Tensor]:
     values: list[Tensor] = []
     for value, imprecise, repeat in layers:
         which: list[int] = [] if imprecise is None else next(flags).nonzero().flatten().tolist()
-        if imprecise is not None and (len(which) == len(imprecise) or 4 * len(which) > len(imprecise) > _MANY):
+        if imprecise is not None and (
+            len(which) == len(imprecise) or 4 * len(which) > len(imprecise) > _MANY
+        ):
             value = repeat(slice(0, len(imprecise)))
         else:
             for part in _runs(which):

@@ -32,7 +32,13 @@ def checked_positions(positions: Any) -> Tensor | None:
             f"booleans, and not empty; not {positions!r:.100}."
         )
     tensor = tensor.detach().cpu()
-    return tensor if tensor.dtype == torch.bool else tensor.long().reshape(-1) if tensor.ndim < 2 else tensor.long()
+    return (
+        tensor
+        if tensor.dtype == torch.bool
+        else tensor.long().reshape(-1)
+        if tensor.ndim < 2
+        else tensor.long()
+    )
 
 
 def picked_positions(chosen: Tensor | None, positions: tuple[int, ...]) -> Tensor | None:

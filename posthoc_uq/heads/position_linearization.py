@@ -23,7 +23,9 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.spread import Spread, of_product
 
-MOST_BACKWARD = 256  # backward passes that `engine="auto"` takes for a batch; of more outputs it draws the function
+MOST_BACKWARD = (
+    256  # backward passes that `engine="auto"` takes for a batch; of more outputs it draws the function
+)
 
 
 class _Rows:
@@ -67,9 +69,7 @@ class PositionLinearization(_Rows):
         watched: the calls of the layer whose inputs novelty is measured by.
     """
 
-    def __init__(
-        self, engine: Engine, recording: Recording, layout: Layout, picked: Tensor | None
-    ) -> None:
+    def __init__(self, engine: Engine, recording: Recording, layout: Layout, picked: Tensor | None) -> None:
         super().__init__(engine.dtype, recording.outputs.detach(), layout, picked)
         self._engine, self._recording = engine, recording
         self._weights = engine.covariance(self._outputs.device)
@@ -77,8 +77,8 @@ class PositionLinearization(_Rows):
         self._last = self._find_last()
 
     def _find_last(self) -> tuple[str, Tensor] | None:
-        """Name and activations ``(rows, n)`` of the layer that gives every position its outputs, if the posterior covers
-        no other layer and the engine may use it.
+        """Name and activations ``(rows, n)`` of the layer that gives every position its outputs, if the posterior
+        covers no other layer and the engine may use it.
         """
         name, tracked = self._engine.name, self._engine.tracked
         if name != "exact" and len(self._engine.layers) == 1 and tracked.last is not None:

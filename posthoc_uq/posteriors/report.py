@@ -190,7 +190,9 @@ def described_changes(changes: Mapping[str, Any]) -> str:
 
 def _novelty(features: FeatureGrams) -> str:
     """How novelty is measured, in words."""
-    what = {"outputs": "inputs", "positions": "the inputs of each position"}.get(features.source, "pooled inputs")
+    what = {"outputs": "inputs", "positions": "the inputs of each position"}.get(
+        features.source, "pooled inputs"
+    )
     grams = "1 Gram" if features.classes == 1 else f"{features.classes} Grams"
     return (
         f"by {what} of '{features.layer.name}', {grams} of {features.basis.shape[0]} features, "
