@@ -5,8 +5,8 @@
     OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --smoke    small images; seconds
 
 For one image, in multiples of a plain forward pass in the same run: the time of a prediction, of the functional variance
-alone (before the link), and of the fit for each image. Memory is the peak above what the process held before, in
-multiples of one draw's outputs in float32 (classes times pixels times four bytes); a plain pass is the first row.
+alone (before the link), and of the fit. Memory is the peak above what the process held before, in multiples of one
+draw's outputs in float32 (classes times pixels times four bytes); a plain pass is the first row.
 Weights are random: they have no influence on time or memory.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def network(classes: int) -> nn.Sequential:
         torch.manual_seed(0)
         widths = (3, 32, 64, 64)
         body: list[nn.Module] = []
-        for inputs, outputs in zip(widths, widths[1:], strict=False):
+        for inputs, outputs in pairwise(widths):
             body += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
         return nn.Sequential(*body, nn.Conv2d(widths[-1], classes, 1)).eval()
 
@@ -66,9 +67,7 @@ def rows(size: int, classes: int, draws: int, method: str, only: str | None) -> 
 
     seconds, memory = measured(plain, unit)
     start = time.process_time()
-    posterior = uq.fit(
-        model, [(image, labels)], method, layers="last", prior_precision=100.0, progress=False
-    )
+    posterior = uq.fit(model, [(image, labels)], method, layers="last", prior_precision=100.0, progress=False)
     fit = time.process_time() - start
     found: list[Row] = [
         {"what": "plain pass", "seconds": seconds, "passes": 1.0, "variance": 0.0, "memory": memory},

@@ -172,7 +172,9 @@ def of_tokens(name: str) -> tuple[nn.Module, uq.Posterior] | None:
         likelihood = uq.Categorical(class_dim=-1)
         return model, uq.fit(model, batches(x, labels, 4), short(name), likelihood=likelihood, **options)
     except uq.PosthocUQError as error:
-        assert "last" in str(error) and "layer" in str(error)  # it wants the outputs of a last layer, one row a sample
+        assert "last" in str(error) and "layer" in str(
+            error
+        )  # it wants the outputs of a last layer, one row a sample
         return None
 
 
