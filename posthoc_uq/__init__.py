@@ -41,6 +41,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.drawn import DrawnPrediction
+from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.replica import untied
 from posthoc_uq.sparsity.density import Density, LayerDensity, density
@@ -84,6 +85,7 @@ __all__ = [
     "Method",
     "MomentsPredictor",
     "NonFiniteError",
+    "PositionPrediction",
     "Posterior",
     "PosteriorMismatchError",
     "PosthocUQError",

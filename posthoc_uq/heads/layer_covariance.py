@@ -81,8 +81,8 @@ class LayerCovariance:
 
     @cached_property
     def variance_roots(self) -> Tensor:
-        """Roots of the covariances of each output's weights, side by side, ``(n, m n)``: the variances of the outputs of
-        a layer with a low rank and one group are sums of squares of its activations times them, by ``m n^2``
+        """Roots of the covariances of each output's weights, side by side, ``(n, m n)``: the variances of the outputs
+        of a layer with a low rank and one group are sums of squares of its activations times them, by ``m n^2``
         multiply-adds a row of activations. Worth it for many rows.
         """
         weights, shrunk = (part[0] for part in self.weight_rows(slice(None), True))
