@@ -65,6 +65,22 @@ def fit(loader: Any, case: str, **options: Any) -> uq.Posterior:
     return uq.fit(model(), loader, progress=True, **CASES[case], **options)
 
 
+def more(first: int, last: int) -> list[tuple[Tensor, ...]]:
+    """Images that come in after a fit, these of them, in batches."""
+    x, y = (tensor[first:last] for tensor in data(False).tensors)
+    return list(zip((1.3 * x).split(3), y.split(3), strict=True)) if last > first else []
+
+
+def changed(loader: Any, case: str, came: Any, went: Any) -> uq.Posterior:
+    """A fit with data that came in later, some of which went out again."""
+    posterior = uq.fit(
+        model(), loader, progress=False, dtype=torch.float64, prior_precision=1.0, **CASES[case]
+    )
+    for change, batches in ((uq.update, came), (uq.forget, went)):
+        change(posterior, batches, progress=False)
+    return posterior
+
+
 def sampled(case: str, shuffle: bool = False) -> DataLoader:
     """This process's part, padded by the sampler so that all parts are equally long."""
     dataset = data(CASES[case].get("likelihood") == "regression")
@@ -155,6 +171,12 @@ def main() -> None:
         said[case] = [posterior.scale, float(posterior.prior_precision)]
         uq.save(fit(uneven(case), case, prior_precision=1.0), folder / f"{case}, uneven.h5")
     uq.save(fit(sampled("inf", shuffle=True), "inf", prior_precision=1.0), folder / "shuffled.h5")
+    for case in ("diag", "inf"):  # every process has a part of what comes in and goes out, of another size
+        rank, world = dist.get_rank(), dist.get_world_size()
+        came = more(4 * rank, SAMPLES if rank == world - 1 else 4 * rank + 4)
+        posterior = changed(sampled(case), case, came, more(4 * rank, 4 * rank + 2 + rank))
+        uq.save(posterior, folder / f"{case}, changed.h5")
+        said[f"{case}, changed"] = posterior.history.changes
     said["samples"] = [counted(sampled("inf")), counted(uneven("inf"))]
     said["samples"] += [samples_in_all(None if dist.get_rank() else 5)]
     everything = DataLoader(data(False), batch_size=BATCH)

@@ -158,6 +158,13 @@ def test_predict_cost_gives_multiples_of_a_forward_pass(
         assert row["per draw"] == pytest.approx(row["multiple"] / 4)
 
 
+def test_messages_to_a_last_layer_take_one_pass(tmp_path: Path) -> None:
+    script, path = _script("messages_cost"), tmp_path / "cost.json"
+    script.main(["--smoke", "--output", str(path)])
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["sweeps"] == 1 and row["samples"] == 300 and 0 < row["messages / pass"] < row["fit / pass"]
+
+
 def test_a_last_layer_costs_one_pass_over_the_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

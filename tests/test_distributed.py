@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_worker import BATCH, CASES, SAMPLES, data, fit, model
+from distributed_worker import BATCH, CASES, SAMPLES, changed, data, fit, model, more
 from torch.utils.data import DataLoader, DistributedSampler
 
 import posthoc_uq as uq
@@ -72,6 +72,21 @@ def test_shuffled_parts_and_an_interruption_change_nothing(run: tuple[int, Path,
     loader = DataLoader(data(False), batch_size=BATCH)
     _assert_same(folder / "shuffled.h5", fit(loader, "inf", prior_precision=1.0))
     _assert_same(folder / "resumed.h5", fit(loader, "inf"))
+
+
+@pytest.mark.parametrize("case", ["diag", "inf"])
+def test_data_come_in_and_go_out_of_several_processes(case: str, run: tuple[int, Path, str]) -> None:
+    world, folder, _ = run
+    went = [batch for rank in range(world) for batch in more(4 * rank, 4 * rank + 2 + rank)]
+    expected = changed(DataLoader(data(False), batch_size=BATCH), case, more(0, SAMPLES), went)
+    found = uq.load(folder / f"{case}, changed.h5", model())
+    assert found.scale == expected.scale == 2 * SAMPLES - sum(2 + rank for rank in range(world))
+    for name, block in expected.blocks.items():
+        assert _relative(found.blocks[name].dense().double(), block.dense().double()) < 1e-5
+    for rank in range(world):
+        said = json.loads((folder / f"rank{rank}.json").read_text())[f"{case}, changed"]
+        for key, value in expected.history.changes.items():
+            assert said[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
 
 
 def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:

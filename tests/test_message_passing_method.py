@@ -109,6 +109,29 @@ def test_the_full_posterior_of_a_regression_is_exact(bias: bool) -> None:
         torch.testing.assert_close(other.variance, prediction.variance, rtol=0.3, atol=0.1)
 
 
+def test_the_full_posterior_of_two_classes_against_a_grid() -> None:
+    """One logit without a bias, probit with a noise of variance 0.3, on a grid of 401 x 401 weights."""
+    model, x = network(nn.Linear(2, 1, bias=False)), normals(40, 2)
+    y = (x @ torch.tensor([1.0, -0.5], dtype=D) + 0.5 * normals(40, seed=3) > 0).long()
+    options: dict[str, Any] = {"posterior": "full", "signal": "argmax", "dtype": D, "prior_precision": 2.0}
+    mean, covariance = dense(fit(model, x, y, "binary", **options), "0")
+    steps = torch.linspace(-2, 3, 401, dtype=D)
+    weights = torch.cartesian_prod(steps, steps - 1)
+    logs = -0.5 * 2.0 * weights.square().sum(1)
+    for row, sign in zip(x, 2 * y - 1, strict=True):
+        logs = logs + torch.special.log_ndtr(sign * (weights @ row) / 0.3**0.5)
+    weight = (logs - logs.max()).exp()
+    weight = weight / weight.sum()
+    truth = weight @ weights
+    spread = torch.einsum("n,ni,nj->ij", weight, weights - truth, weights - truth)
+    assert (
+        float(weight[(weights[:, 0] > 2.9) | (weights[:, 1] < -2.9)].sum()) < 1e-6
+    )  # the grid is wide enough
+    torch.testing.assert_close(mean[0], truth, rtol=0.01, atol=0)
+    # The rest is the method's own: sites of expectation propagation, one by one, end at the same covariance.
+    torch.testing.assert_close(covariance[0], spread, rtol=0, atol=0.1 * float(spread.diagonal().max()))
+
+
 @pytest.mark.parametrize(("group_size", "tolerance"), [(1, 3e-2), (7, 1e-4), (64, 1e-4)])
 def test_the_diagonal_posterior_of_a_regression_has_the_exact_means(
     group_size: int, tolerance: float
@@ -204,6 +227,21 @@ def test_two_classes_by_one_logit() -> None:
         posterior = fit(model, x, y, "binary", **options)
         probs = uq.wrap(model, posterior)(x).probs
         assert float(((probs[:, 1] > 0.5).long() == y).double().mean()) > 0.9
+
+
+def test_novelty_goes_by_the_inputs_of_the_last_layer_and_the_classes_of_the_mean() -> None:
+    model, x = network(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), normals(90, 4)
+    posterior = fit(model, x, (x @ normals(4, 3, seed=4)).argmax(1), dtype=D)
+    mean, features = posterior.mean, posterior.features
+    rows = torch.cat([features_of(model, x), torch.ones(90, 1, dtype=D)], 1)
+    found = (rows @ torch.cat([mean["2.weight"], mean["2.bias"].unsqueeze(1)], 1).T).argmax(1)
+    assert features is not None and features.totals is not None and features.samples == 90
+    named = {0: 0, 2: 2, -1: 1}  # classes of few samples are taken together, here one
+    expected = [
+        [name, int((found == c).sum()), float(rows[found == c].square().sum())] for name, c in named.items()
+    ]
+    assert found.bincount().tolist() == [40, 2, 48]
+    torch.testing.assert_close(features.totals, torch.tensor(expected, dtype=D))
 
 
 def test_several_seeds_and_the_same_one() -> None:

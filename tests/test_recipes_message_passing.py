@@ -38,6 +38,17 @@ def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
     assert set(rows) == {"network", "message passing, diagonal", "INF"} and rows["INF"]["fit / forward"] > 0
 
 
+def test_smoke_of_a_network_without_gradients(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    folders = ("--data", write_fashion_mnist(tmp_path / "data"), "--output", tmp_path / "out")
+    done = run_recipe("message_passing/images.py", "--smoke", *folders)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert NO_RESULTS in done.stdout
+    rows = json.loads((tmp_path / "out" / "images.json").read_text())
+    assert set(rows) == {"AdamW", "message passing, moments", "message passing, drawn weights"}
+    assert all(0 <= row["accuracy"] <= 1 and row["NLL"] < 10 for row in rows.values())
+
+
 def test_intervals_of_a_true_distribution_cover_as_often_as_they_say(recipe: Namespace) -> None:
     """Distribution functions at draws are uniform, so that coverage is the mass and the correlation is one."""
     grid = torch.arange(200)

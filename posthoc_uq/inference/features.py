@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from posthoc_uq.curvature.capture import Capture
 from posthoc_uq.curvature.class_grams import ClassGrams
@@ -20,6 +20,7 @@ _STALE = (
     "This posterior's statistics of the last layer's inputs are from a file of an older release, which says too little "
     "to change them: novelty stays as it was. Fit again with this release."
 )
+_ROWS = 4096  # at a time
 _NONE = "by the posterior itself, top class: no layer with one row a sample comes last"
 
 
@@ -99,6 +100,8 @@ def trained_features(
         posterior: takes the statistics.
         network: the model at the posterior's mean.
     """
+    if posterior.features is not None:
+        return  # the method has kept them
     if source is None:
         posterior.history.fit["novelty"], posterior.history.novelty = _NONE, "posterior"
         return
@@ -106,6 +109,22 @@ def trained_features(
     grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
     _show(task, grams, network)
     posterior.features = grams.result(settings.dtype)
+
+
+def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: Tensor) -> FeatureGrams:
+    """The feature statistics of data whose features are at hand.
+
+    Args:
+        task: the fit.
+        source: where the features come from.
+        rows: ``(samples, features)``, the 1 of a bias among them.
+        outputs: of the network that the posterior predicts with, ``(samples, outputs)``.
+    """
+    settings = task.settings
+    grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
+    for features, given in zip(rows.split(_ROWS), outputs.split(_ROWS), strict=True):
+        grams.add(features, given)
+    return grams.result(settings.dtype)
 
 
 def _show(task: Task, grams: ClassGrams, network: nn.Module) -> None:

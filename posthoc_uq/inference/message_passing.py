@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from posthoc_uq.curvature.features import find_features
+from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
+from posthoc_uq.inference.features import features_of_rows
 from posthoc_uq.inference.message_data import examples_of
 from posthoc_uq.inference.message_last import last_blocks
 from posthoc_uq.inference.message_network import (
@@ -21,9 +23,9 @@ from posthoc_uq.inference.message_options import ALL, PRETRAINED, MessagePassing
 from posthoc_uq.inference.message_temperature import matched_temperature
 from posthoc_uq.inference.message_whole import whole_blocks
 from posthoc_uq.inference.task import Task
-from posthoc_uq.layers import Layer
 from posthoc_uq.message_passing.signals import NOISE_VARIANCE
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.messages import MessagesBlock
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
@@ -57,7 +59,8 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
         raise PosthocUQError("method='message_passing' runs in one process.")
     _check_likelihood(task)
     chain = chain_of(task.model, task.layers) if options.layers == ALL else None
-    last = None if chain is not None else last_layer(task)
+    source = None if chain is not None else last_layer(task)
+    last = None if source is None else source.layer
     if options.means == PRETRAINED:
         warn_user(_TWICE)
     examples = task.timed("reading the data", lambda: examples_of(task, last))
@@ -77,6 +80,8 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
                 f"size, or fit with dtype=torch.float64."
             )
     posterior = _posterior(task, options, blocks, len(examples.inputs), notes, prior_precision)
+    if source is not None:
+        posterior.features = _features(task, source, posterior, examples.inputs)
     if last is not None and options.matched_temperature and task.settings.likelihood.noise_variance is None:
         with torch.no_grad():
             own, block = posterior.temperature, blocks[last.name]
@@ -95,8 +100,8 @@ def _check_likelihood(task: Task) -> None:
         )
 
 
-def last_layer(task: Task) -> Layer:
-    """The layer whose outputs are the model's.
+def last_layer(task: Task) -> FeatureSource:
+    """The layer whose outputs are the model's, as the source of features.
 
     Raises:
         UnsupportedLayerError: there is none, or the selected layers are others.
@@ -113,7 +118,17 @@ def last_layer(task: Task) -> Layer:
             f"method='message_passing' with layers='last' is for '{source.layer.name}', whose outputs are the model's, "
             f"and {sorted(task.layers)[:5]} were selected; leave layers= out of the fit."
         )
-    return source.layer
+    return source
+
+
+def _features(task: Task, source: FeatureSource, posterior: Posterior, rows: Tensor) -> FeatureGrams:
+    """What entered the last layer, with the classes of the posterior's mean: the pass that kept it is enough."""
+    layer = source.layer
+    rows = rows if layer.bias is None else torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+    bias = None if layer.bias is None else posterior.mean[layer.bias]
+    weights = layer.to_matrix(posterior.mean[layer.weight], bias)[0]
+    with torch.no_grad():
+        return features_of_rows(task, source, rows, rows @ weights.to(rows).T)
 
 
 def _posterior(
@@ -133,9 +148,7 @@ def _posterior(
         known = prior_precision
     temperature = 1.0
     if likelihood.noise_variance is None and options.signal == "argmax":
-        temperature = (
-            NOISE_VARIANCE**0.5 / _LOGISTIC
-        )  # at which a softmax says what the noisy comparison says
+        temperature = NOISE_VARIANCE**0.5 / _LOGISTIC  # a softmax then says what the noisy comparison says
     fit = {
         "samples": samples,
         "seed": task.settings.seed,

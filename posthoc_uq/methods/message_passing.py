@@ -68,7 +68,9 @@ class MessagePassing(MessagePassingOptions, Method):
         return layers
 
     def passes(self) -> int:
-        return 2  # once for what enters the layers, once for the statistics of the novelty
+        return (
+            1 if self.layers == LAST else 2
+        )  # of a whole network, once more for the statistics of the novelty
 
     def fit(self, task: Task) -> Posterior:
         return fit_by_messages(task, self, self.prior_precision)

@@ -167,9 +167,12 @@ def main() -> None:
     parser.add_argument("--kl-weight", type=float, help="from a trained network; by default the method's")
     parser.add_argument("--scratch-epochs", type=int, default=30)
     parser.add_argument("--scratch-kl-weight", type=float, default=1.0)
+    parser.add_argument("--images", type=int, help="to train on; by default all")
     parser.add_argument("--smoke", action="store_true", help="few images, one epoch")
     options = parser.parse_args()
     data = load(options.data, options.output / "data", download=options.download)
+    if options.images is not None:
+        data = data._replace(train=Labelled(*(tensor[: options.images] for tensor in data.train)))
     if options.smoke:
         few = {"train": 400, "validation": 100, "test": 200}
         data = data._replace(**{k: Labelled(*(t[:n] for t in getattr(data, k))) for k, n in few.items()})
