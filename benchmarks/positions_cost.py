@@ -5,8 +5,8 @@
     OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --smoke    small images; seconds
 
 For one image, in multiples of a plain forward pass in the same run: the time of a prediction, of the functional
-variance alone (before the link), and of the fit. Memory is the peak above what the process held before, in multiples of one
-draw's outputs in float32 (classes times pixels times four bytes); a plain pass is the first row.
+variance alone (before the link), and of the fit. Memory is the peak above what the process held before, in multiples
+of one draw's outputs in float32 (classes times pixels times four bytes); a plain pass is the first row.
 Weights are random: they have no influence on time or memory.
 """
 
