@@ -56,6 +56,7 @@ from posthoc_uq.predictions.drawn import DrawnPrediction
 from posthoc_uq.predictions.heteroscedastic import HeteroscedasticPrediction
 from posthoc_uq.predictions.multilabel import MultilabelPrediction
 from posthoc_uq.predictions.ordinal import OrdinalPrediction
+from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.replica import untied
 from posthoc_uq.sparsity.density import Density, LayerDensity, density
@@ -108,6 +109,7 @@ __all__ = [
     "Ordinal",
     "OrdinalPrediction",
     "Poisson",
+    "PositionPrediction",
     "Posterior",
     "PosteriorMismatchError",
     "PosthocUQError",

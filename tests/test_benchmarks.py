@@ -177,6 +177,14 @@ def test_a_last_layer_costs_one_pass_over_the_images(
     assert rows["fit, diag"]["passes"] < rows["fit, efb"]["passes"]  # one sweep, two sweeps
 
 
+def test_positions_are_timed_through_every_head(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    _script("positions_cost").main(["--smoke", "--draws", "4", "--json", str(path)])
+    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {"plain pass", "sampling", "moments, probit"} < rows.keys()
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
 def test_predictions_are_timed_and_handed_over_to_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,3 +163,43 @@ def test_another_device(name: str, head: str, device: torch.device) -> None:
     for key, tensor in expected.items():
         if tensor.is_floating_point() and "variation" not in key:
             torch.testing.assert_close(found[key].cpu().to(tensor), tensor, rtol=1e-2, atol=1e-3)
+
+
+# Outputs with positions
+
+
+@functools.cache
+def of_tokens(name: str) -> tuple[nn.Module, uq.Posterior] | None:
+    """A fit of a network that gives every token its classes; None where the method says that it cannot serve it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    x = inputs_of(5, 3, samples=12)
+    labels = (x[..., 0] > 0).long() + (x[..., 1] > 0).long()
+    labels[0, 2:] = -100
+    options: dict[str, Any] = {"prior_precision": 4.0, "progress": False}
+    options |= {"divergence": None} if short(name).trains else {}
+    try:
+        likelihood = uq.Categorical(class_dim=-1)
+        return model, uq.fit(model, batches(x, labels, 4), short(name), likelihood=likelihood, **options)
+    except uq.PosthocUQError as error:
+        assert "last" in str(error) and "layer" in str(
+            error
+        )  # it wants the outputs of a last layer, one row a sample
+        return None
+
+
+@METHOD
+@HEAD
+def test_positions(name: str, head: str) -> None:
+    fitted = of_tokens(name)
+    if fitted is None or head not in heads_of(fitted[1]):
+        return
+    predictor, x = uq.wrap(*fitted, head), inputs_of(5, 3, samples=7, seed=4)
+    prediction = predictor(x)
+    assert prediction.probs.shape == (7, 5, 3) and prediction.entropy().shape == (7, 5)
+    torch.testing.assert_close(prediction.probs.sum(-1), torch.ones(7, 5))
+    torch.testing.assert_close(predictor(x[2:4]).probs, prediction.probs[2:4], rtol=1e-4, atol=1e-6)
+    assert predictor.novelty(x).shape == (7, 5) and len(prediction.scores()["entropy"]) == 7
+    moved = uq.wrap(fitted[0], fitted[1], head)(x)
+    torch.testing.assert_close(moved.probs, prediction.probs)

@@ -138,7 +138,9 @@ def test_drawn_labels_estimate_it_in_one_backward_pass(kind: str) -> None:
     passes = list(own.likelihood.gradients(own.model(own.x), own.y, keys, "mc", 2))
     assert len(passes) == 2 and passes[0].shape == own.model(own.x).shape
     ignored = ~own.counted[..., None].expand(-1, -1, CLASSES)
-    assert bool((own.rows(passes[0])[ignored] == 0).all()) and bool((own.rows(passes[0])[~ignored] != 0).all())
+    assert bool((own.rows(passes[0])[ignored] == 0).all()) and bool(
+        (own.rows(passes[0])[~ignored] != 0).all()
+    )
 
 
 @EVERY
@@ -220,7 +222,9 @@ def test_functional_covariance(kind: str, layers: str) -> None:
         torch.testing.assert_close(own.rows(variance), diagonal, rtol=1e-8, atol=1e-12)
         torch.testing.assert_close(head.functional_trace(own.x), diagonal.sum((1, 2)))
         picked = head.at([2, -1])
-        torch.testing.assert_close(picked.functional_covariance(own.x), truth[:, [2, 3]], rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(
+            picked.functional_covariance(own.x), truth[:, [2, 3]], rtol=1e-8, atol=1e-12
+        )
         joint = head.functional_covariance(own.x, joint=True).reshape(SAMPLES, 4, 3, SAMPLES, 4, 3)
         for n, t in ((0, 1), (4, 3)):
             torch.testing.assert_close(joint[n, t, :, n, t], truth[n, t], rtol=1e-8, atol=1e-12)
@@ -282,7 +286,10 @@ def test_sampled_prediction(kind: str) -> None:
     torch.testing.assert_close(own.rows(prediction.logits_variance), own.rows(outputs.var(0)))
     positions = (2, 2) if kind == "image" else (4,)
     top = prediction.top_k(2)
-    assert top.labels.shape == (SAMPLES, *positions, 2) and prediction.predicted().shape == (SAMPLES, *positions)
+    assert top.labels.shape == (SAMPLES, *positions, 2) and prediction.predicted().shape == (
+        SAMPLES,
+        *positions,
+    )
     logs = (probs.mean(0).log().gather(-1, own.labels.clamp(min=0)[..., None])[..., 0] * own.counted).sum(1)
     torch.testing.assert_close(prediction.log_prob(own.y), logs)
     quality = prediction.quality(own.y)

@@ -79,6 +79,20 @@ class LayerCovariance:
         assert self.low_rank is not None
         return self.low_rank.row_roots()
 
+    @cached_property
+    def variance_roots(self) -> Tensor:
+        """Roots of the covariances of each output's weights, side by side, ``(n, m n)``: the variances of the outputs
+        of a layer with a low rank and one group are sums of squares of its activations times them, by ``m n^2``
+        multiply-adds a row of activations. Worth it for many rows.
+        """
+        weights, shrunk = (part[0] for part in self.weight_rows(slice(None), True))
+        basis = as_double(self.low_rank_bases[0][0]).to(shrunk)
+        subtracted = as_double(self.row_roots)[0].to(shrunk) @ (basis.T * shrunk.unsqueeze(1))  # (m, a, n)
+        covariances = torch.diag_embed(weights) - subtracted.transpose(1, 2) @ subtracted
+        values, vectors = torch.linalg.eigh(covariances)
+        roots = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+        return roots.transpose(0, 1).flatten(1).to(self.dtype)
+
     def root_weight_rows(self, rows: slice, double: bool) -> tuple[Tensor, Tensor]:
         """``sqrt w`` and ``s sqrt w`` of some rows, ``(G, rows, n)``; in float64 exactly the numbers that the
         low-rank part was computed with.

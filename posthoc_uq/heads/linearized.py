@@ -160,7 +160,7 @@ class LinearizedPredictor(Predictor):
     def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
         """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)
-        for network in {id(copy): copy for copy in (*self._twin, *self._swapped)}.values():
+        for network in {id(own): own for own in (*self._twin, *self._swapped)}.values():
             network._apply(fn)
         self._dtype = statistics_dtype(self._twin[0], None)
         self._fixed_part = FixedPart(self._twin[0], self._posterior.mean)
@@ -238,8 +238,9 @@ class LinearizedPredictor(Predictor):
                 link=self._link,
                 n_draws=self._n_draws,
             )
-        picked = self._positions is not None and isinstance(prediction, PositionPrediction)
-        return prediction.unshifted() if picked else prediction
+        if self._positions is not None and isinstance(prediction, PositionPrediction):
+            return prediction.unshifted()
+        return prediction
 
     def at(self, positions: Positions) -> LinearizedPredictor:
         """The same predictor for these positions of the outputs, as with the option `positions`; it shares all that was
@@ -302,8 +303,8 @@ class LinearizedPredictor(Predictor):
         Returns:
             ``(batch, outputs, outputs)``, or with `joint` ``(batch * outputs, batch * outputs)`` with the outputs of
             one input side by side. Of outputs with positions ``(batch, positions, classes, classes)``, or with `joint`
-            of all outputs by input, position and class. Where only the top classes are used, `outputs` are these, the largest logit first,
-            as in ``functional_mean(...).topk(K).indices``.
+            of all outputs by input, position and class. Where only the top classes are used, `outputs` are these, the
+            largest logit first, as in ``functional_mean(...).topk(K).indices``.
 
         Raises:
             NonFiniteError: it is not finite.

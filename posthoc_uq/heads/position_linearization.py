@@ -26,6 +26,11 @@ from posthoc_uq.predictions.spread import Spread, of_product
 MOST_BACKWARD = (
     256  # backward passes that `engine="auto"` takes for a batch; of more outputs it draws the function
 )
+_BYTES = 2**24  # of the temporaries of rows that are computed at once
+_ROWS_PER_INPUT = (
+    4  # with more rows than this for each of a layer's inputs, covariances are formed for the variances
+)
+_MOST_NUMBERS = 2**24  # of these covariances
 
 
 class _Rows:
@@ -77,8 +82,8 @@ class PositionLinearization(_Rows):
         self._last = self._find_last()
 
     def _find_last(self) -> tuple[str, Tensor] | None:
-        """Name and activations ``(rows, n)`` of the layer that gives every position its outputs, if the posterior covers
-        no other layer and the engine may use it.
+        """Name and activations ``(rows, n)`` of the layer that gives every position its outputs, if the posterior
+        covers no other layer and the engine may use it.
         """
         name, tracked = self._engine.name, self._engine.tracked
         if name != "exact" and len(self._engine.layers) == 1 and tracked.last is not None:
@@ -139,14 +144,22 @@ class PositionLinearization(_Rows):
         assert self._last is not None
         name, rows = self._last
         layer = self._weights.layers.get(name)
-        low_rank = None if layer is None else layer.low_rank
-        directions = 0 if low_rank is None else low_rank.input_basis.shape[-1]
-        budget = self._engine.budget or default_budget(self._outputs.device)
-        yield from rows.split(max(1, budget // (8 * self._row_mean.shape[1] * (4 + directions))))
+        directions = 0 if layer is None or layer.low_rank is None else rows.shape[1]
+        limit = min(_BYTES, self._engine.budget or default_budget(self._outputs.device))
+        yield from rows.split(max(1, limit // (8 * self._row_mean.shape[1] * (4 + directions))))
 
     def _closed_variance(self) -> Tensor:
         assert self._last is not None
-        parts = [self._weights.output_variance(self._last[0], part) for part in self._closed_parts()]
+        name, rows = self._last
+        layer, (inputs, outputs) = self._weights.layers.get(name), (rows.shape[1], self._row_mean.shape[1])
+        worth = len(rows) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MOST_NUMBERS
+        if layer is not None and layer.low_rank is not None and worth:
+            roots = layer.variance_roots.to(rows.device)
+            parts = [
+                (part @ roots).square_().reshape(-1, outputs, inputs).sum(2) for part in self._closed_parts()
+            ]
+            return self._as_result(torch.cat(parts))
+        parts = [self._weights.output_variance(name, part) for part in self._closed_parts()]
         return self._as_result(torch.cat([part.clamp(min=0) for part in parts]))
 
     def _closed_covariance(self) -> Tensor:

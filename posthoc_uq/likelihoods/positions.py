@@ -67,8 +67,8 @@ def drawn_scores(
 
 
 def _drawn_rows(outputs: Tensor, keys: Tensor, draws: range, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Probabilities ``(samples * positions, classes)``, and the labels of these draws, ``(samples * positions, draws)``;
-    a few positions at a time, since the sums of probabilities are in float64.
+    """Probabilities ``(samples * positions, classes)``, and the labels of these draws, ``(samples * positions,
+    draws)``; a few positions at a time, since the sums of probabilities are in float64.
     """
     size = prod(layout.positions(outputs))
     u = uniforms(keys, draws.stop * size)[:, draws.start * size :].to(outputs.device, widest(outputs.device))

@@ -209,8 +209,8 @@ class PositionPrediction(Prediction):
         return self._map(self.rows.log_prob(labels).masked_fill(~counted, 0.0))
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """(batch,), in nats: the sum of `log_prob_by_position`. Each position's probability is averaged over the weights
-        by itself.
+        """(batch,), in nats: the sum of `log_prob_by_position`. Each position's probability is averaged over the
+        weights by itself.
         """
         return self.log_prob_by_position(targets).flatten(1).sum(1)
 
@@ -359,7 +359,8 @@ def positions_of_gaussian(
     Args:
         mean: logits in the layout of the outputs.
         variance: of the same shape.
-        covariance: of rows, ``(samples * positions, classes, classes)``, or their `Spread`; None for independent logits.
+        covariance: of rows, ``(samples * positions, classes, classes)``, or their `Spread`; None for independent
+            logits.
         layout: of the outputs.
         link: see `classes_of_gaussian`.
         n_draws: of the logits.

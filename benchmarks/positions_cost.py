@@ -1,0 +1,121 @@
+"""What outputs with positions cost: a segmentation network whose last layer has a posterior, through every head.
+
+    OMP_NUM_THREADS=1 python benchmarks/positions_cost.py            256 x 256 pixels, 21 classes; a minute
+    OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --size 512 --only sampling --draws 30
+    OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --smoke    small images; seconds
+
+For one image, in multiples of a plain forward pass in the same run: the time of a prediction, of the functional
+variance alone (before the link), and of the fit. Memory is the peak above what the process held before, in multiples
+of one draw's outputs in float32 (classes times pixels times four bytes); a plain pass is the first row.
+Weights are random: they have no influence on time or memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import Row, machine, single_threaded, table, write_json
+from _memory import forget_peak, held_memory, peak_memory
+from torch import nn
+
+import posthoc_uq as uq
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sampling": ("sampling", {}),
+    "linearized, probit": ("linearized", {"link": "probit"}),
+    "moments, probit": ("moments", {"link": "probit"}),
+    "linearized, 100 positions": ("linearized", {"positions": list(range(100))}),
+}
+"""Name in the table to head and options."""
+
+
+def network(classes: int) -> nn.Sequential:
+    """A body of convolutions at full resolution, and a pointwise convolution as its last layer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        widths = (3, 32, 64, 64)
+        body: list[nn.Module] = []
+        for inputs, outputs in pairwise(widths):
+            body += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
+        return nn.Sequential(*body, nn.Conv2d(widths[-1], classes, 1)).eval()
+
+
+def measured(work: Callable[[], Any], unit: float) -> tuple[float, float]:
+    """Seconds of processor time of some work, and its peak of memory in units of so many bytes."""
+    work()  # the first call settles what is kept
+    forget_peak()
+    held, start = held_memory(), time.process_time()
+    work()
+    return time.process_time() - start, (peak_memory() - held) / unit
+
+
+def rows(size: int, classes: int, draws: int, method: str, only: str | None) -> list[Row]:
+    """One line a head."""
+    model, image = network(classes), torch.rand(1, 3, size, size)
+    unit = 4.0 * classes * size**2
+    labels = torch.randint(0, classes, (1, size, size))
+
+    def plain() -> None:
+        with torch.no_grad():
+            model(image)
+
+    seconds, memory = measured(plain, unit)
+    start = time.process_time()
+    posterior = uq.fit(model, [(image, labels)], method, layers="last", prior_precision=100.0, progress=False)
+    fit = time.process_time() - start
+    found: list[Row] = [
+        {"what": "plain pass", "seconds": seconds, "passes": 1.0, "variance": 0.0, "memory": memory},
+        {"what": f"fit, {method}", "seconds": fit, "passes": fit / seconds, "variance": 0.0, "memory": 0.0},
+    ]
+    for name, (head, options) in HEADS.items():
+        if only is not None and head != only:
+            continue
+        options = options | ({"n_samples": draws} if head == "sampling" else {})
+        predictor: Any = uq.wrap(model, posterior, head, **options)
+        with torch.no_grad():
+            taken, peak = measured(lambda p=predictor: p(image), unit)
+            variance = (
+                measured(lambda p=predictor: p.functional_variance(image), unit)[0]
+                if hasattr(predictor, "functional_variance")
+                else 0.0
+            )
+        found.append(
+            {
+                "what": name,
+                "seconds": taken,
+                "passes": taken / seconds,
+                "variance": variance / seconds,
+                "memory": peak,
+            }
+        )
+        print(found[-1], flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=256)
+    parser.add_argument("--classes", type=int, default=21)
+    parser.add_argument("--draws", type=int, default=30)
+    parser.add_argument("--method", default="inf")
+    parser.add_argument("--only", help="one head")
+    parser.add_argument("--smoke", action="store_true", help="small images")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    size = 24 if options.smoke else options.size
+    with single_threaded():
+        found = rows(size, options.classes, options.draws, options.method, options.only)
+    print(table(found))
+    if options.json is not None:
+        write_json(options.json, {"machine": machine(), "rows": found})
+
+
+if __name__ == "__main__":
+    main()
