@@ -224,7 +224,14 @@ def test_no_test_imports_another() -> None:
 
 
 # fit: 15 with `output`, which says where the outputs are and so belongs to the model, not to a method or a reader
-LONG = {"fit", "tune", "evaluate", "MomentsPredictor.__init__", "SamplingPredictor.__init__"}
+LONG = {
+    "fit",
+    "tune",
+    "evaluate",
+    "LinearizedPredictor.__init__",
+    "MomentsPredictor.__init__",
+    "SamplingPredictor.__init__",
+}
 """What users call by keywords: its parameters are its options, and its docstring explains each."""
 
 

@@ -4,48 +4,36 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.curvature.operands import temporary_limit
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.chosen_outputs import ChosenOutputs, check_shape, checked_outputs
-from posthoc_uq.heads.chosen_positions import Positions, checked_positions, picked_positions
+from posthoc_uq.heads.chosen_positions import Positions, checked_positions
 from posthoc_uq.heads.differentiable import differentiable_outputs
 from posthoc_uq.heads.finite import check_finite
-from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.interception import intercept
-from posthoc_uq.heads.jacobians import WeightCovariance
-from posthoc_uq.heads.linearization import Engine, Linearization
+from posthoc_uq.heads.linearizing import Linearizing, without_gradients
 from posthoc_uq.heads.position_linearization import (
-    MOST_BACKWARD,
     PositionLinearization,
     PositionProbes,
 )
 from posthoc_uq.heads.prediction import from_gaussian
-from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
-from posthoc_uq.heads.probes import Probes, drawn_outputs
+from posthoc_uq.heads.predictor import GaussianOutputs
 from posthoc_uq.heads.replay import FeatureBatch, Features
-from posthoc_uq.heads.tracking import TrackedModel, track_layers
-from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
-from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import QUADRATIC
-from posthoc_uq.posteriors.settings import Hyperparameters
 from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.links import DRAWS, checked_link
 from posthoc_uq.predictions.positions import PositionPrediction, novelty_at
 from posthoc_uq.predictions.samples import at_least_float32
-from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import check_differentiable, model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.replica import model_device, replicate
 from posthoc_uq.values import COUNT, Number, flag, one_of
 
 EngineName = Literal["auto", "exact", "jvp", "last_layer"]
@@ -54,7 +42,7 @@ _PREPARING = threading.RLock()
 _BYTES = Number("at least 1 byte", least=1)
 
 
-class LinearizedPredictor(Predictor):
+class LinearizedPredictor(Linearizing):
     """Predicts with the network linearised in its weights: outputs ``N(f(x; theta), J(x) Sigma J(x)^T)``.
 
     For a Laplace posterior this is the predictive that the Gauss-Newton approximation stands for (Khan, Immer, Abedi,
@@ -146,36 +134,12 @@ class LinearizedPredictor(Predictor):
                 f"backpropagate=True forms the Jacobian of all outputs, and engine={engine!r}, outputs={outputs!r} "
                 f"forms less; leave these out."
             )
-        check_differentiable(unwrap(model))
-        self._dtype = statistics_dtype(unwrap(model), None)
-        with isolated_random_state():  # copying a module may run its code
-            self._twin: tuple[nn.Module] = (replicate(self._model[0], posterior.centre),)
-            # a copy whose weights are swapped while it runs, so that no other thread may run it meanwhile
-            self._swapped = (replicate(self._model[0], posterior.centre),) if engine == "jvp" else self._twin
-        self._fixed_part = FixedPart(self._twin[0], posterior.mean)
-        self._ready: TrackedModel | None = None
-        self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
-        self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
-        """Move, or change the precision of, the network; all preparations are made anew."""
-        super()._apply(fn, recurse)
-        for network in {id(own): own for own in (*self._twin, *self._swapped)}.values():
-            network._apply(fn)
-        self._dtype = statistics_dtype(self._twin[0], None)
-        self._fixed_part = FixedPart(self._twin[0], self._posterior.mean)
-        self._ready = self._weights = self._drawn = None
-        return self
+        self._copy_network(model)
 
     def extra_repr(self) -> str:
         """The choices that change its predictions, and the engine."""
         draws = f", n_draws={self._n_draws}" if self._link == "mc" else ""
         return f"link={self._link!r}{draws}, outputs={self._chosen.top!r}, engine={self._engine!r}"
-
-    @property
-    def device(self) -> torch.device:
-        """Where it predicts."""
-        return model_device(self._twin[0])
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -186,7 +150,7 @@ class LinearizedPredictor(Predictor):
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `DrawnFunctions`."""
-        with _without_gradients():
+        with without_gradients():
             drawn = posterior.sample(n, generator)
             network = replicate(self._twin[0])
             place = model_device(network)
@@ -210,7 +174,7 @@ class LinearizedPredictor(Predictor):
         if self._differentiated:
             ratio = self._known_novelty(batch)
             return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
-        with _without_gradients():
+        with without_gradients():
             linearization = self._linearized(posterior, batch)
             outputs, calls = _shaped(linearization.gaussian()), linearization.watched
         ratio = self._known_novelty(batch, calls)
@@ -225,11 +189,11 @@ class LinearizedPredictor(Predictor):
             return GaussianOutputs(
                 mean, variance, covariance if self._chosen.wants_covariance(mean) else None
             )
-        with _without_gradients():
+        with without_gradients():
             return _shaped(self._linearized(posterior, batch).gaussian())
 
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
-        with nullcontext() if self._differentiated else _without_gradients():
+        with nullcontext() if self._differentiated else without_gradients():
             prediction = from_gaussian(
                 distribution.mean,
                 distribution.variance,
@@ -255,7 +219,7 @@ class LinearizedPredictor(Predictor):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`."""
-        with _without_gradients():
+        with without_gradients():
             features = self._fixed_part.features(args, kwargs)
             if features is not None and self._engine != "jvp":
                 self._prepared(Batch(args, None, kwargs))
@@ -274,7 +238,7 @@ class LinearizedPredictor(Predictor):
         with self.explaining(batch):
             if self._differentiated:
                 return self._with_graph(self._posterior.snapshot(), batch)[0]
-            with _without_gradients():
+            with without_gradients():
                 return batch.copied().call(self._twin[0])
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -288,7 +252,7 @@ class LinearizedPredictor(Predictor):
         if self._differentiated:
             with self.explaining(batch):
                 return self._distribution(self._posterior.snapshot(), batch).variance
-        with _without_gradients(), self.explaining(batch):
+        with without_gradients(), self.explaining(batch):
             linearization = self._linearized(self._posterior.snapshot(), batch)
             variance = linearization.variance().reshape(linearization.mean.shape)
             check_finite({"variance": variance}, "functional variance")
@@ -314,7 +278,7 @@ class LinearizedPredictor(Predictor):
         if self._differentiated:
             with self.explaining(batch):
                 return self._with_graph(self._posterior.snapshot(), batch, joint)[1]
-        with _without_gradients(), self.explaining(batch):
+        with without_gradients(), self.explaining(batch):
             covariance = self._linearized(self._posterior.snapshot(), batch).covariance(joint)
             check_finite({"covariance": covariance}, "functional covariance")
             return covariance
@@ -337,116 +301,10 @@ class LinearizedPredictor(Predictor):
         if probes < 1:
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
         batch = Batch(args, None, kwargs)
-        with _without_gradients(), self.explaining(batch):
+        with without_gradients(), self.explaining(batch):
             trace = self._linearized(self._posterior.snapshot(), batch).trace(probes)
             check_finite({"trace": trace}, "functional trace")
             return trace
-
-    def _linearized(
-        self, posterior: Posterior, batch: Batch
-    ) -> Linearization | Probes | PositionLinearization | PositionProbes:
-        """The linearisation of one batch under a posterior's settings."""
-        samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
-        if self._engine == "jvp":
-            return self._probed(posterior, batch, samples)
-        engine = Engine(
-            self._engine,
-            self._prepared(batch),
-            tuple(posterior.layers),
-            lambda device: self._covariances(posterior, device),
-            self._chosen,
-            self._dtype,
-            self._budget,
-        )
-        recording = engine.tracked.capture.run(batch, samples)
-        layout = self._layout(recording.outputs)
-        if layout is None:
-            return Linearization(engine, batch, samples, recording)
-        picked = picked_positions(self._positions, layout.positions(recording.outputs))
-        linearization = PositionLinearization(engine, recording, layout, picked)
-        if self._engine == "auto" and linearization.backward_passes > MOST_BACKWARD:
-            return self._probed(posterior, batch, samples, recording.watched)
-        return linearization
-
-    def _layout(self, outputs: Tensor) -> Layout | None:
-        """The layout of outputs with positions, or None.
-
-        Raises:
-            PosthocUQError: positions were asked for, and there are none.
-        """
-        layout = self._posterior.likelihood.positions_of(outputs)
-        if layout is None and self._positions is not None:
-            raise PosthocUQError(
-                f"positions= picks positions of outputs that have some, such as pixels or tokens, and these outputs "
-                f"are of shape {tuple(outputs.shape)}; leave it out."
-            )
-        return layout
-
-    def _probed(
-        self, posterior: Posterior, batch: Batch, samples: int, watched: Sequence[Call] = ()
-    ) -> Probes | PositionProbes:
-        """The linearisation by draws of the function."""
-        if self._swapped is self._twin:
-            with _PREPARING, isolated_random_state():
-                if self._swapped is self._twin:
-                    self._swapped = (replicate(self._twin[0]),)
-        outputs, deviations = self._draw(batch, samples, self._deviations(posterior))
-        layout = self._layout(outputs)
-        if layout is None:
-            return Probes(outputs, deviations, self._chosen)
-        picked = picked_positions(self._positions, layout.positions(outputs))
-        probes = PositionProbes(self._dtype, outputs, deviations, layout, picked)
-        probes.watched = list(watched)
-        return probes
-
-    def _draw(self, batch: Batch, samples: int, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Outputs, and draws of their deviations; see `drawn_outputs`."""
-        return drawn_outputs(self._swapped[0], self._fixed_part, batch, samples, deviations, self._dtype)
-
-    def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
-        """The covariance of the weights, cached until settings or data change."""
-        settings, cached = posterior.moment, self._weights
-        if cached is None or cached[0] != settings:
-            with _PREPARING:
-                cached = self._weights
-                if cached is None or cached[0] != settings:
-                    budget = default_budget(device) if self._budget is None else self._budget
-                    limit = temporary_limit(budget, device)
-                    covariance = WeightCovariance(posterior, self._dtype, device, limit)
-                    self._weights = cached = (settings, covariance)
-        return cached[1]
-
-    def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
-        """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
-        settings, cached = posterior.moment, self._drawn
-        if cached is None or cached[0] != settings:
-            with _PREPARING:
-                cached = self._drawn
-                if cached is None or cached[0] != settings:
-                    draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
-                    device = model_device(self._twin[0])
-                    deviations = {
-                        name: (drawn - posterior.mean[name]).to(device) for name, drawn in draws.items()
-                    }
-                    self._drawn = cached = (settings, deviations)
-        return cached[1]
-
-    def _prepared(self, batch: Batch) -> TrackedModel:
-        if self._ready is None:
-            with _PREPARING, isolated_random_state():
-                if self._ready is None:
-                    ready = track_layers(self._twin[0], self._posterior, batch.copied(), self._dtype)
-                    if self._tells_novelty and self._posterior.features is not None:
-                        ready.capture.watched = self._posterior.features.layer
-                    self._ready = ready
-        return self._ready
-
-
-@contextmanager
-def _without_gradients() -> Generator[None]:
-    """No inference mode and no gradients, whatever the caller's mode: autograd is used inside."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _shaped(outputs: GaussianOutputs) -> GaussianOutputs:
