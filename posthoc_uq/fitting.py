@@ -79,7 +79,7 @@ def fit(
         prior_precision: a number; ``"faithful"`` (the default) or a `Faithful`, for the widest posterior whose
             predictions stay near the network's; or ``"evidence"``, for the maximum of the log marginal likelihood.
             For a training a number is the method's own prior precision, and the variances are then narrowed until they
-            are faithful.
+            are faithful; by default not with ``"message_passing"``, and never with ``"latent_binary"``.
         head: the head by which the faithful prior is found and `wrap` predicts: ``"linearized"``, ``"sampling"`` or
             ``"moments"``; by default the method's.
         seed: of all random numbers; a seed makes a fit bit-identical on one device.

@@ -97,10 +97,16 @@ def requested(
     divergence = {name: method_options.pop(name) for name in ("divergence",) if name in method_options}
     noise_variance = method_options.pop("noise_variance", None)
     resolved = resolve_likelihood(likelihood, noise_variance)
-    if isinstance(method, str) and _has_layers(method) and layers in ("last", "all"):
+    if isinstance(method, str) and takes_layers(method) and layers in ("last", "all"):
         method_options.setdefault("layers", layers)
     chosen = method_of(method, method_options)
-    faithful = Faithful(**divergence) if divergence or chosen.narrowed else Faithful(None)
+    asked = bool(divergence) or (isinstance(prior_precision, str) and prior_precision == "faithful")
+    faithful = Faithful(**divergence) if asked or chosen.narrowed else Faithful(None)
+    if asked and faithful.divergence is not None and chosen.trains and "scale" not in chosen.tunable:
+        raise PosthocUQError(
+            f"method={chosen.name!r} keeps the variances of its training, which cannot be narrowed until predictions "
+            f"are faithful; leave {'divergence' if divergence else 'prior_precision'} out of the fit."
+        )
     if chosen.trains:
         chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:
@@ -134,7 +140,7 @@ def _check_loaders(loader: Iterable[Any], val_loader: Iterable[Any] | None, swee
             )
 
 
-def _has_layers(method: str) -> bool:
+def takes_layers(method: str) -> bool:
     """Whether a method by this name has an option `layers`, which the fit's own stands for."""
     return any(field.name == "layers" for field in fields(METHODS[method])) if method in METHODS else False
 

@@ -93,8 +93,9 @@ def forget(
 
     The data must have been in, at the fit or by an `update`, with the same bytes. A drawn label (``fisher="mc"``) is a
     function of an input's bytes and of the fit's seed, so that the same gradients go out as came in. The posterior does
-    not keep its data, so it cannot recognise them; data that would leave a negative statistic, more samples of a class
-    than there are, or no sample, are refused, and the posterior stays as it was. Everything else is as in `update`.
+    not keep its data, so it cannot recognise them. Data that would leave a negative statistic, more samples of a class
+    than there are, or no sample, are refused, and the posterior stays as it was. By message passing, data that were
+    never in can pass, and spoil it: look at its predictions afterwards. Everything else is as in `update`.
 
     Args:
         posterior: from `fit` or `load`.

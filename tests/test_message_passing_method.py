@@ -591,6 +591,31 @@ def test_an_update_of_an_exact_posterior_is_the_fit_on_all() -> None:
         torch.testing.assert_close(both.variance()[name], whole.variance()[name], rtol=1e-9, atol=1e-9)
 
 
+def test_a_faithful_scale_is_found_where_it_is_asked_for() -> None:
+    model, x, y = classes(60)
+    plain = uq.fit(model, [(x, y)], uq.MessagePassing(), progress=False)
+    asked = uq.fit(model, [(x, y)], uq.MessagePassing(), prior_precision="faithful", progress=False)
+    assert plain.history.head["criterion"] == "given" and asked.history.head["criterion"] == "faithful"
+    assert asked.scale > plain.scale
+    with pytest.raises(uq.PosthocUQError, match="keeps the variances of its training"):
+        uq.fit(model, [(x, y)], uq.LatentBinary(epochs=1), prior_precision="faithful", progress=False)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+@pytest.mark.parametrize("head", ["linearized", "moments"])
+def test_predictors_follow_the_mean_that_an_update_moves(form: str, head: str) -> None:
+    model, x, y = classes(120)
+    posterior = fit(model, x[:60], y[:60], posterior=form)
+    predictor, before = uq.wrap(model, posterior, head), None
+    before = predictor(x[:9])
+    uq.update(posterior, [(x[60:], y[60:])], progress=False)
+    after, fresh = predictor(x[:9]), uq.wrap(model, posterior, head)(x[:9])
+    assert float((after.probs - before.probs).abs().max()) > 1e-3
+    torch.testing.assert_close(after.probs, fresh.probs, rtol=1e-12, atol=1e-12)
+    assert after.novelty_ratio is not None and fresh.novelty_ratio is not None
+    torch.testing.assert_close(after.novelty_ratio, fresh.novelty_ratio)
+
+
 def test_data_of_a_whole_network_stay() -> None:
     model = network(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
     x, y = normals(12, 2), normals(12, 1, seed=1)

@@ -20,6 +20,7 @@ from posthoc_uq.distributed import agree, rank, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fitting import fit
 from posthoc_uq.methods import Method, method_of
+from posthoc_uq.request import takes_layers
 from posthoc_uq.storage import save
 
 
@@ -43,7 +44,10 @@ def process_group(options: dict[str, Any]) -> Generator[None]:
 def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Fit and save; the facts that the command prints, as plain values."""
     arguments: dict[str, Any] = dict(options["arguments"])
-    arguments["method"] = _method_as_used(arguments["method"], options["method_options"])
+    method_options = dict(options["method_options"])
+    if arguments["layers"] in ("all", "last") and takes_layers(arguments["method"]):
+        method_options["layers"] = arguments["layers"]
+    arguments["method"] = _method_as_used(arguments["method"], method_options)
     arguments["layers"] = None if arguments["layers"] is None else _layers(arguments["layers"])
     arguments["output"] = arguments.pop("model_output")
     likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}

@@ -230,14 +230,14 @@ class LinearizedPredictor(Linearizing):
         if self._engine != "jvp" and self._ready is None:
             raise PosthocUQError("The features are those of another predictor.")
         intercept(self._swapped[0] if self._ready is None else self._ready.capture.twin)
-        return self._distribution(self._posterior.snapshot(), FeatureBatch(features))
+        return self._distribution(self._snapshot(), FeatureBatch(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
         batch = Batch(args, None, kwargs)
         with self.explaining(batch):
             if self._differentiated:
-                return self._with_graph(self._posterior.snapshot(), batch)[0]
+                return self._with_graph(self._snapshot(), batch)[0]
             with without_gradients():
                 return batch.copied().call(self._twin[0])
 
@@ -251,9 +251,9 @@ class LinearizedPredictor(Linearizing):
         batch = Batch(args, None, kwargs)
         if self._differentiated:
             with self.explaining(batch):
-                return self._distribution(self._posterior.snapshot(), batch).variance
+                return self._distribution(self._snapshot(), batch).variance
         with without_gradients(), self.explaining(batch):
-            linearization = self._linearized(self._posterior.snapshot(), batch)
+            linearization = self._linearized(self._snapshot(), batch)
             variance = linearization.variance().reshape(linearization.mean.shape)
             check_finite({"variance": variance}, "functional variance")
             return variance
@@ -277,9 +277,9 @@ class LinearizedPredictor(Linearizing):
         batch = Batch(args, None, kwargs)
         if self._differentiated:
             with self.explaining(batch):
-                return self._with_graph(self._posterior.snapshot(), batch, joint)[1]
+                return self._with_graph(self._snapshot(), batch, joint)[1]
         with without_gradients(), self.explaining(batch):
-            covariance = self._linearized(self._posterior.snapshot(), batch).covariance(joint)
+            covariance = self._linearized(self._snapshot(), batch).covariance(joint)
             check_finite({"covariance": covariance}, "functional covariance")
             return covariance
 
@@ -302,7 +302,7 @@ class LinearizedPredictor(Linearizing):
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
         batch = Batch(args, None, kwargs)
         with without_gradients(), self.explaining(batch):
-            trace = self._linearized(self._posterior.snapshot(), batch).trace(probes)
+            trace = self._linearized(self._snapshot(), batch).trace(probes)
             check_finite({"trace": trace}, "functional trace")
             return trace
 

@@ -75,6 +75,10 @@ class Linearizing(Predictor):
         self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
         self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
 
+    def _with_old_mean(self) -> list[nn.Module]:
+        self._ready = None  # it has tracked a copy of its own
+        return [*super()._with_old_mean(), *{id(own): own for own in (*self._twin, *self._swapped)}.values()]
+
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)

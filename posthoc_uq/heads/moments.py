@@ -167,6 +167,9 @@ class MomentsPredictor(Predictor):
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
+    def _with_old_mean(self) -> list[nn.Module]:
+        return [*super()._with_old_mean(), self.network]
+
     def _prepare(self, posterior: Posterior) -> _Prepared:
         layers = list(
             layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
@@ -189,7 +192,7 @@ class MomentsPredictor(Predictor):
     @property
     def calibration(self) -> Calibration | None:
         """How the variance is corrected, or None."""
-        return self._follow(self._posterior.snapshot()).calibration
+        return self._follow(self._snapshot()).calibration
 
     def _follow(self, posterior: Posterior) -> _Prepared:
         """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
@@ -221,7 +224,7 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function has no rule, or writes into an activation.
         """
-        return self._propagate(self._follow(self._posterior.snapshot()), Batch(args, None, kwargs))
+        return self._propagate(self._follow(self._snapshot()), Batch(args, None, kwargs))
 
     def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         parameters = dict(self.network.named_parameters())
@@ -285,7 +288,7 @@ class MomentsPredictor(Predictor):
         """The propagated mean of the outputs."""
         batch = Batch(args, None, kwargs)
         with self.explaining(batch):
-            return self._moments(self._follow(self._posterior.snapshot()), batch)[0]
+            return self._moments(self._follow(self._snapshot()), batch)[0]
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """The variance of the outputs, shaped like them; calibrated where there is a calibration for these settings.
@@ -293,7 +296,7 @@ class MomentsPredictor(Predictor):
         Raises:
             NonFiniteError: it is not finite.
         """
-        prepared, batch = self._follow(self._posterior.snapshot()), Batch(args, None, kwargs)
+        prepared, batch = self._follow(self._snapshot()), Batch(args, None, kwargs)
         with self.explaining(batch):
             _, variance, _ = self._moments(prepared, batch)
         variance = variance if prepared.calibration is None else prepared.calibration.apply(variance)
@@ -339,7 +342,7 @@ class MomentsPredictor(Predictor):
         intercept(self.network)
         args, kwargs = features.arguments()
         with features.replaying():
-            return self._distribution(self._posterior.snapshot(), Batch(args, None, kwargs))
+            return self._distribution(self._snapshot(), Batch(args, None, kwargs))
 
     def _network(self) -> nn.Module:
         """See `Predictor`; this network moves with the predictor."""
@@ -371,7 +374,7 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: the loader is none or yields too little, or no output varies.
         """
-        posterior = self._posterior.snapshot()
+        posterior = self._snapshot()
         prepared = self._follow(posterior)
         calibration = calibrate(
             self._model[0],

@@ -85,6 +85,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         self._posterior = posterior
         self._tells_novelty = False
         self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
+        self._centre = posterior.centre  # that of the copies of the network
         self._ratio: tuple[Any, PosteriorRatio] | None = None
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
@@ -152,19 +153,35 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             NonFiniteError: an input's prediction is not finite.
             PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
-        return self._answer(self._posterior.snapshot(), Batch(args, None, kwargs))
+        return self._answer(self._snapshot(), Batch(args, None, kwargs))
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
         Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
         """
-        return self._distribution(self._posterior.snapshot(), Batch(args, None, kwargs))
+        return self._distribution(self._snapshot(), Batch(args, None, kwargs))
 
     def prediction_of(self, distribution: Any) -> Prediction:
         """The prediction from a `distribution` of this head, at the posterior's present temperature and noise variance.
         Other values of these need no further run of the model.
         """
-        return self._prediction_of(self._posterior.snapshot(), distribution)
+        return self._prediction_of(self._snapshot(), distribution)
+
+    def _snapshot(self) -> Posterior:
+        """The posterior's settings of one moment; the copies of the network get its mean, where an update moved it."""
+        centre = self._posterior.centre
+        if self._centre is not centre:
+            with _PREPARING:
+                for network in self._with_old_mean():
+                    for name, parameter in network.named_parameters():
+                        if name in centre:
+                            parameter.data = centre[name].detach().to(parameter)
+                self._centre = centre
+        return self._posterior.snapshot()
+
+    def _with_old_mean(self) -> list[nn.Module]:
+        """The copies of the network that it predicts with, when the mean moves; what other copies served is dropped."""
+        return [] if self._plain is None else [*self._plain[1]]
 
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
@@ -288,7 +305,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
 
     def _posterior_ratio(self, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
         """The ratio for these settings; the last one made is kept."""
-        network, posterior = self._network(), self._posterior.snapshot()
+        network, posterior = self._network(), self._snapshot()
         key = (settings, posterior.noise_scale, posterior.history.revision, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
@@ -313,6 +330,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
 
     def _network(self) -> nn.Module:
         """The model at the posterior's mean, on the predictor's device."""
+        self._snapshot()
         device, cached = self.device, self._plain
         if cached is None or cached[0] != device:
             with _PREPARING, isolated_random_state():
@@ -353,7 +371,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         """
         check_loader(loader)
         reader = BatchReader(self.device, batch_to_inputs)
-        predictions, posterior = list[Prediction](), self._posterior.snapshot()
+        predictions, posterior = list[Prediction](), self._snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
                 predictions.append(self._answer(posterior, batch, on_cpu=True))

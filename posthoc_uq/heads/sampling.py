@@ -121,7 +121,7 @@ class SamplingPredictor(Predictor):
         if generator is None and seed is not None:
             generator = torch.Generator().manual_seed(SEED("seed", seed))
         pairs = (self.n_samples + 1) // 2 if self._antithetic else self.n_samples
-        posterior = self._posterior.snapshot()
+        posterior = self._snapshot()
         seeds, signs = posterior.draw_seeds(pairs, generator), None
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
@@ -180,7 +180,7 @@ class SamplingPredictor(Predictor):
         """
         batch = Batch(args, None, kwargs)
         with self.explaining(batch):
-            return torch.cat(list(self._blocks(self._posterior.snapshot(), batch)))
+            return torch.cat(list(self._blocks(self._snapshot(), batch)))
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `DrawnFunctions`: other draws than those of its predictions."""

@@ -150,9 +150,14 @@ def study(case: Case, names: list[str]) -> dict[str, dict[str, float]]:
     for name in names:
         forward = forward_seconds(case)
         begun = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            posterior = uq.fit(case.model, batches(case.train), progress=False, **FITS[name])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                posterior = uq.fit(case.model, batches(case.train), progress=False, **FITS[name])
+        except uq.PosthocUQError as error:  # messages may not settle; the other rows are worth having
+            rows[name] = {}
+            print(f"{name}: {error}", flush=True)
+            continue
         seconds = time.perf_counter() - begun
         predictor = uq.wrap(case.model, posterior)
         inside, outside = (
