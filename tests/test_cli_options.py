@@ -193,6 +193,13 @@ def test_options_reach_the_method(
     assert [method for method, _ in fitted] == [expected]
 
 
+def test_layers_by_name_reach_a_method_that_has_them(place: Path, tmp_path: Path) -> None:
+    """The network of these tests pools in a way that messages do not pass, which the method says of a whole network."""
+    fit = ["fit", place / "val", *model(place), "--method", "message_passing", "-o", tmp_path / "x.h5"]
+    assert "AdaptiveAvgPool2d" in failure(*fit, "--layers", "all")
+    assert run_json(*fit, "--layers", "last")["report"]["summary"]["layers"] == 1
+
+
 def test_a_training_over_functions(place: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "f.h5", tmp_path / "f.csv"
     options = ["--method", "function_space", "--epochs", 1, "--context", "batch", "--n-context", 4]
