@@ -52,7 +52,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "method in other letters": ({"method": "INF"}, r"Did you mean 'inf'\?"),
     "a class's name as method": ({"method": "FunctionSpace"}, r"Did you mean 'function_space'\?"),
     "a class as likelihood": ({"likelihood": uq.Gaussian}, r"likelihood is a class.*Gaussian\(\)"),
-    "likelihood": ({"likelihood": "poisson"}, r"likelihood must be one of .*'regression'.*'poisson'"),
+    "likelihood": ({"likelihood": "student"}, r"likelihood must be one of .*'regression'.*'student'"),
     "fisher": ({"fisher": "type-2"}, r"fisher must be one of .*'mc'.*'type-2'"),
     "n_samples of nothing": ({"n_samples": 0}, "n_samples .* at least 1"),
     "n_samples without draws": ({"n_samples": 3, "fisher": "exact"}, r"n_samples .*fisher='mc'"),
@@ -136,7 +136,7 @@ def test_labels() -> None:
     _refused(PosthocUQError, "run from -1 to", lambda: _fit(loader=[(x, _y() - 1)]))
     _refused(
         PosthocUQError,
-        r"integers of shape \(10,\), not torch.float32",
+        r"integers of shape \(10,\), or probabilities of shape \(10, 3\), not torch.float32",
         lambda: _fit(loader=[(x, _y().float())]),
     )
     _refused(PosthocUQError, r"of shape \(10, 1\)", lambda: _fit(loader=[(x, _y()[:, None])]))

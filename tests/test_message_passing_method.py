@@ -512,7 +512,8 @@ def task_of(posterior: uq.Posterior, x: Tensor, y: Tensor) -> Any:
     from posthoc_uq.request import requested
 
     assert posterior.model is not None
-    arguments = {"batch_to_inputs": None, "batch_to_targets": None, "head": None, "seed": 0, "options": {}}
+    arguments: dict[str, Any] = dict.fromkeys(("batch_to_inputs", "batch_to_targets", "head", "output"))
+    arguments |= {"seed": 0, "options": {}}
     request = requested(
         posterior.model,
         [(x, y)],

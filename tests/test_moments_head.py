@@ -131,7 +131,7 @@ def test_chain_of_the_published_case() -> None:
     assert [mean.item(), variance.item()] == pytest.approx([-0.6, 0.118], abs=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"subnetwork"}))
 def test_weight_variance_of_every_posterior_against_its_dense_covariance(method: str) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()
     own = fitted(net, method, 3.0, (3, 4), 5)
@@ -154,7 +154,13 @@ def test_weight_variance_of_every_posterior_against_its_dense_covariance(method:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_a_posterior_without_rows_says_what_to_take() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).double()
+    with pytest.raises(uq.PosthocUQError, match=r"cov='full' needs row covariances.*take cov='diag'"):
+        MomentsPredictor(net, fitted(net, "subnetwork", 30.0, (4,), 3), cov="full")
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"subnetwork"}))
 def test_uncertain_inputs_meet_the_covariance_of_the_weights(method: str) -> None:
     net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).double()
     own = fitted(net, method, 30.0, (4,), 3)

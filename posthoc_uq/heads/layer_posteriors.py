@@ -96,6 +96,8 @@ def layer_posteriors(
     variances = posterior.variance()
     by_name: dict[str, LayerPosterior] = {}
     rows_wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
+    if cov == "full":
+        posterior.require([ROWS], "cov='full'", "take cov='diag'")
     for name, layer in posterior.layers.items():
         linear = not layer.convolutional
         row = linear and rows_wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -59,6 +59,12 @@ def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     return model if choice is None else with_choice(unwrap(model), choice)
 
 
+def _heads(kind: type[Predictor]) -> Iterator[type[Predictor]]:
+    """The heads below a class."""
+    for below in kind.__subclasses__():
+        yield from [below] if hasattr(below, "head") else _heads(below)
+
+
 class Predictor(DrawnFunctions, nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
@@ -94,7 +100,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             try:
                 return super().__getattr__(name)
             except AttributeError as error:
-                heads = [kind.head for kind in Predictor.__subclasses__() if hasattr(kind, name)]
+                heads = [kind.head for kind in _heads(Predictor) if hasattr(kind, name)]
                 if name.startswith("_") or hasattr(type(self), name) or not heads:
                     raise
                 others = " and ".join(f"head={head!r}" for head in heads)

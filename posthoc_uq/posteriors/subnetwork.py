@@ -110,6 +110,11 @@ class SubnetworkBlock(Block):
     def most_numbers(cls, shape: Shape) -> int:
         return min(shape[-1] ** 2, LARGEST_BYTES // 8) + shape[-1]
 
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        whole = self.fisher.new_zeros(self.weights, self.weights)
+        whole[self.index.unsqueeze(1), self.index] = scale * self.fisher
+        return whole.unsqueeze(0)
+
     def uncertain(self) -> Tensor:
         return unpacked(self.kept, self.weights).reshape(1, 1, -1)
 
