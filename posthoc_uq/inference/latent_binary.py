@@ -148,10 +148,10 @@ def _warn_of_few_steps(options: LatentBinaryOptions, steps: int) -> None:
     reach = share * steps * options.inclusion_lr
     high = options.start == "trained" and options.initial_inclusion in (None, HIGH)
     if options.optimizer is None and high and reach < 1.5 * HIGH_LOGIT:
+        end = "hardly a weight is found to be off" if reach < HIGH_LOGIT else "many weights stay undecided"
         warn_user(
             f"{steps} steps at inclusion_lr={options.inclusion_lr:g} move the logit of an inclusion probability by "
-            f"{reach:.2g} at most, and all begin at {HIGH_LOGIT:g}, so hardly a weight is found to be off; raise "
-            f"inclusion_lr or epochs."
+            f"{reach:.2g} at most, and all begin at {HIGH_LOGIT:g}, so {end}; raise inclusion_lr or epochs."
         )
 
 
