@@ -107,8 +107,8 @@ def inclusion(posterior: Posterior) -> Inclusion:
     """With which posterior probability weights, inputs and filters are on.
 
     ``uq.inclusion(posterior).first`` answers which inputs the network needs: ``.inputs`` has their posterior
-    probabilities, and ``.selected`` those above 0.5. An input of a wide layer is nearly always selected, since one of its
-    many weights is probably on; ``.kept_inputs`` are those with a weight that is.
+    probabilities, and ``.selected`` those above 0.5. An input of a wide layer is nearly always selected, since one of
+    its many weights is probably on; ``.kept_inputs`` are those with a weight that is.
 
     Args:
         posterior: by ``method="latent_binary"``; of a median model all probabilities are 0 or 1.
