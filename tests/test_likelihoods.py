@@ -458,8 +458,11 @@ def divergence_of(name: str, outputs: Tensor, prediction: Any, row: int) -> Tens
     case = CASES[name]
     targets, weights = case.targets_and_weights(outputs)
     if name in ("gamma", "poisson"):  # q has no Gaussian quadrature, and two outputs have many counts
-        targets = case.distribution(outputs.expand(500, -1)).sample()
-        weights = torch.full((500,), 1 / 500)
+        draws = 10_000
+        with torch.random.fork_rng():
+            torch.manual_seed(row)
+            targets = case.distribution(outputs.expand(draws, -1)).sample()
+        weights = torch.full((draws,), 1 / draws)
     logs = case.distribution(outputs).log_prob(targets)
     copies = cat([prediction_row(prediction, row)] * len(targets))
     each = (weights * (logs - copies.log_prob(copies.fitting(targets)))).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,25 @@ def test_the_full_posterior_of_two_classes_against_a_grid() -> None:
         float(weight[(weights[:, 0] > 2.9) | (weights[:, 1] < -2.9)].sum()) < 1e-6
     )  # the grid is wide enough
     torch.testing.assert_close(mean[0], truth, rtol=0.01, atol=0)
-    # The rest is the method's own: sites of expectation propagation, one by one, end at the same covariance.
     torch.testing.assert_close(covariance[0], spread, rtol=0, atol=0.1 * float(spread.diagonal().max()))
+    # The rest is the method's own: expectation propagation, one site after the other, ends at the same numbers.
+    tau, rho = torch.zeros(2, 40, dtype=D)
+    for n in 30 * list(range(40)):
+        own = torch.linalg.inv(2.0 * torch.eye(2, dtype=D) + (x.T * rho) @ x)
+        u, sign = x[n] @ own @ x[n], 2 * y[n] - 1
+        precision, field = (
+            1 / u - rho[n],
+            x[n] @ own @ x.T @ tau / u - tau[n],
+        )  # of the logit without this label
+        m, v = field / precision, 1 / precision
+        t = sign * m / (v + 0.3).sqrt()
+        ratio = (-0.5 * t.square() - 0.5 * math.log(2 * math.pi) - torch.special.log_ndtr(t)).exp()
+        matched = v - v.square() / (v + 0.3) * ratio * (ratio + t)
+        rho[n] = 1 / matched - precision
+        tau[n] = (m + sign * v / (v + 0.3).sqrt() * ratio) / matched - field
+    own = torch.linalg.inv(2.0 * torch.eye(2, dtype=D) + (x.T * rho) @ x)
+    torch.testing.assert_close(covariance[0], own, rtol=1e-4, atol=0)
+    torch.testing.assert_close(mean[0], own @ x.T @ tau, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(("group_size", "tolerance"), [(1, 3e-2), (7, 1e-4), (64, 1e-4)])
@@ -607,7 +625,7 @@ def test_a_faithful_scale_is_found_where_it_is_asked_for() -> None:
 def test_predictors_follow_the_mean_that_an_update_moves(form: str, head: str) -> None:
     model, x, y = classes(120)
     posterior = fit(model, x[:60], y[:60], posterior=form)
-    predictor, before = uq.wrap(model, posterior, head), None
+    predictor = uq.wrap(model, posterior, head)
     before = predictor(x[:9])
     uq.update(posterior, [(x[60:], y[60:])], progress=False)
     after, fresh = predictor(x[:9]), uq.wrap(model, posterior, head)(x[:9])

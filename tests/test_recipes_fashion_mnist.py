@@ -43,9 +43,10 @@ def test_smoke(folder, tmp_path):
         "plain",
         "temp*",
         "INF*",
-        "function space, defaults",
+        "function space, *s",
         "*sampling*",
         "latent*an model",
+        "UTVI, de*",
         "tr*",
         "deep*",
     ]
@@ -58,7 +59,8 @@ def test_smoke(folder, tmp_path):
         for posterior in ("INF, last layer",)
         for row in ("defaults", "tuned", "sampling, tuned", "moments, tuned")
     ]
-    rows += ["function space, defaults", "latent binary, median model"]
+    rows += ["function space, defaults", "function space, independent prior, defaults"]
+    rows += ["latent binary, median model", "UTVI, defaults"]
     rows += ["trained on", "trained on, temperature scaling", "deep ensemble of 2"]
     assert list(results) == ["plain", "temperature scaling", *rows]
     assert set(results["plain"]["AUROC"]) == {"entropy", "max_probability"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
@@ -38,7 +37,6 @@ from posthoc_uq.values import COUNT, Number, flag, one_of
 
 EngineName = Literal["auto", "exact", "jvp", "last_layer"]
 
-_PREPARING = threading.RLock()
 _BYTES = Number("at least 1 byte", least=1)
 
 

@@ -50,7 +50,7 @@ class Gamma(LogMean):
         return constant + (k - 1) * targets.log() - k * outputs - k * targets * (-outputs).exp()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.shape * (1 - self._like(outputs, targets) * (-wide(outputs)).exp())
+        return self.shape * (1 - self.like(outputs, targets) * (-wide(outputs)).exp())
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
         # the Fisher is the shape whatever the outputs, which no overflow of the mean may spoil
@@ -60,7 +60,7 @@ class Gamma(LogMean):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
     ) -> Tensor:
         """In closed form, with ``E[exp(-f)] = exp(-m + v / 2)``."""
-        k, values, mean = self.shape, self._like(mean, targets), wide(mean)
+        k, values, mean = self.shape, self.like(mean, targets), wide(mean)
         # E log p(y | f) is log p(y | m) with a larger last term
         more = k * values * (-mean).exp() * torch.expm1(wide(variance) / 2)
         return (self.log_terms(mean, values) - more).reshape(mean.shape[0], -1).sum(1)

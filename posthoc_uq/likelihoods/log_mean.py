@@ -12,9 +12,8 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.likelihoods.base import Likelihood
 from posthoc_uq.likelihoods.outputs import wide
-from posthoc_uq.likelihoods.quadrature import gaussian_log_mean_exp, gaussian_mean
+from posthoc_uq.likelihoods.separate import SeparateOutputs
 from posthoc_uq.predictions.drawn import DrawnPrediction
 from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.predictions.spread import Spread
@@ -22,7 +21,7 @@ from posthoc_uq.predictions.spread import Spread
 _LARGEST = 1e15  # mean up to which targets are drawn: above it float64 does not hold all whole numbers
 
 
-class LogMean(Likelihood):
+class LogMean(SeparateOutputs):
     """Outputs ``f``, ``(samples,)`` or ``(samples, outputs)``, are logarithms of means ``mu = exp f``; targets have the
     variance ``V(mu) = a mu + b mu^2`` and are independent given the outputs.
 
@@ -80,21 +79,13 @@ class LogMean(Likelihood):
 
     # The density and its gradients
 
-    def _like(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The targets in the shape of the outputs and in their precision."""
-        return targets.to(device=outputs.device, dtype=wide(outputs).dtype).reshape(outputs.shape)
-
     def _by_mean(self, outputs: Tensor) -> Tensor:
         """``mu / V(mu)``."""
         a, b = self.variance_terms
         return (-wide(outputs)).exp() / b if a == 0 else 1 / (a + b * wide(outputs).exp())
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        terms = self.log_terms(wide(outputs), self._like(outputs, targets))
-        return terms.reshape(outputs.shape[0], -1).sum(1)
-
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (wide(outputs).exp() - self._like(outputs, targets)) * self._by_mean(outputs)
+        return (wide(outputs).exp() - self.like(outputs, targets)) * self._by_mean(outputs)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """By the inverse of the distribution function; a mean above 1e15 counts as 1e15."""
@@ -108,29 +99,6 @@ class LogMean(Likelihood):
             factor = torch.zeros_like(root)
             factor[:, index] = root[:, index]
             yield factor.reshape(outputs.shape)
-
-    def expected_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
-    ) -> Tensor:
-        """By Gauss-Hermite quadrature for each output."""
-        return self._expected(gaussian_mean, mean, variance, targets)
-
-    def predictive_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
-    ) -> Tensor:
-        """By Gauss-Hermite quadrature for each output; outputs count as independent."""
-        return self._expected(gaussian_log_mean_exp, mean, variance, targets)
-
-    def _expected(
-        self,
-        expectation: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor],
-        mean: Tensor,
-        variance: Tensor,
-        targets: Tensor,
-    ) -> Tensor:
-        values = self._like(mean, targets)
-        terms = expectation(lambda outputs: self.log_terms(outputs, values), wide(mean), wide(variance))
-        return terms.reshape(mean.shape[0], -1).sum(1)
 
     # The target
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.likelihoods.base import Likelihood
 from posthoc_uq.likelihoods.categorical import AGREEMENT
 from posthoc_uq.likelihoods.outputs import last_function, wide
-from posthoc_uq.likelihoods.quadrature import gaussian_log_mean_exp, gaussian_mean
+from posthoc_uq.likelihoods.separate import SeparateOutputs
 from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.links import DRAWS, classes_of_gaussian
 from posthoc_uq.predictions.multilabel import MultilabelPrediction
@@ -22,7 +21,7 @@ from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.streaming import classes_of_draws
 
 
-class Multilabel(Likelihood):
+class Multilabel(SeparateOutputs):
     """Independent Bernoulli labels: outputs ``(samples, labels)`` are logits, targets 0 or 1 of the same shape."""
 
     name = "multilabel"
@@ -56,37 +55,11 @@ class Multilabel(Likelihood):
         """The outputs come out of a sigmoid."""
         return last_function(outputs).startswith("Sigmoid")
 
-    @staticmethod
-    def _terms(outputs: Tensor, targets: Tensor) -> Tensor:
-        labels = targets.to(outputs).expand(outputs.shape)
-        return -F.binary_cross_entropy_with_logits(outputs, labels, reduction="none")
-
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._terms(wide(outputs), targets).sum(1)
-
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._terms(wide(outputs), targets)
-
-    def expected_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
-    ) -> Tensor:
-        """By Gauss-Hermite quadrature for each label."""
-        return self._expected(gaussian_mean, mean, variance, targets)
-
-    def predictive_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
-    ) -> Tensor:
-        """By Gauss-Hermite quadrature for each label; logits count as independent."""
-        return self._expected(gaussian_log_mean_exp, mean, variance, targets)
-
-    def _expected(
-        self,
-        expectation: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor],
-        mean: Tensor,
-        variance: Tensor,
-        targets: Tensor,
-    ) -> Tensor:
-        return expectation(lambda logits: self._terms(logits, targets), wide(mean), wide(variance)).sum(1)
+        outputs = wide(outputs)
+        return -F.binary_cross_entropy_with_logits(
+            outputs, targets.to(outputs).expand(outputs.shape), reduction="none"
+        )
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         """In closed form; the mean over labels, so that a budget does not depend on their number."""

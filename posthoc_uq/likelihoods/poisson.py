@@ -28,7 +28,7 @@ class Poisson(LogMean):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
     ) -> Tensor:
         """In closed form: ``y m - exp(m + v / 2) - log y!``, summed over outputs."""
-        counts, mean = self._like(mean, targets), wide(mean)
+        counts, mean = self.like(mean, targets), wide(mean)
         terms = counts * mean - (mean + wide(variance) / 2).exp() - torch.lgamma(counts + 1)
         return terms.reshape(mean.shape[0], -1).sum(1)
 

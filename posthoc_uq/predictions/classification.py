@@ -49,6 +49,14 @@ class TopK(NamedTuple):
     labels: Tensor
     standard_deviations: Tensor | None = None
 
+    @classmethod
+    def of(cls, probs: Tensor, variance: Tensor | None, k: int, what: str) -> TopK:
+        """From (batch, n) probabilities and their variances; `what` names them in the error of a `k` that is none."""
+        if not 1 <= k <= probs.shape[1]:
+            raise PosthocUQError(f"top_k needs k between 1 and the {probs.shape[1]} {what}, not {k}.")
+        highest, labels = probs.topk(k, dim=1)
+        return cls(highest, labels, None if variance is None else variance.gather(1, labels).sqrt())
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassPrediction(Prediction):
@@ -238,12 +246,7 @@ class ClassPrediction(Prediction):
         Raises:
             PosthocUQError: `k` is below 1 or above the number of classes.
         """
-        classes = self.probs.shape[1]
-        if not 1 <= k <= classes:
-            raise PosthocUQError(f"top_k needs k between 1 and the {classes} classes, not {k}.")
-        probabilities, labels = self.probs.topk(k, dim=-1)
-        spread = None if self.probs_variance is None else self.probs_variance.gather(-1, labels).sqrt()
-        return TopK(probabilities, labels, spread)
+        return TopK.of(self.probs, self.probs_variance, k, "classes")
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log of the mean probability of the given classes.

@@ -162,12 +162,7 @@ class MultilabelPrediction(Prediction):
         Raises:
             PosthocUQError: `k` is below 1 or above the number of labels.
         """
-        labels = self.probs.shape[1]
-        if not 1 <= k <= labels:
-            raise PosthocUQError(f"top_k needs k between 1 and the {labels} labels, not {k}.")
-        probabilities, indices = self.probs.topk(k, dim=-1)
-        spread = None if self.probs_variance is None else self.probs_variance.gather(-1, indices).sqrt()
-        return TopK(probabilities, indices, spread)
+        return TopK.of(self.probs, self.probs_variance, k, "labels")
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: the sum over labels of the log of the mean probability.
