@@ -32,11 +32,12 @@ from smoke import marked, stamped
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "segmentation"
 HEADS: dict[str, dict[str, Any]] = {
     "sampling": {"n_samples": 30, "novelty": True},
-    "linearized": {},
+    "linearized": {"n_probes": 32},
     "moments": {},
 }
 LAYERS = {"last": "last layer", "all": "all layers"}
 SCORES = ("entropy", "mutual_information", "novelty")
+COSTS, FEW = ("n_samples", "n_probes"), 3  # what makes a head dear; in a smoke run
 PICTURED = "INF last layer, linearized"
 SHOWN = 2  # scenes of each kind of foreign figure in the figure
 Predict = Callable[[Tensor], uq.PositionPrediction]
@@ -71,9 +72,11 @@ def predictors(model: UNet, few: Scenes, options: argparse.Namespace) -> Iterato
             model, loader(few), layers=layers, rank=options.rank, prior_precision=1.0, progress=False
         )
         said(f"INF, {words}: fitted", start)
-        for head, settings in HEADS.items():
+        for head, own in HEADS.items():
+            settings = own | ({name: FEW for name in own if name in COSTS} if options.smoke else {})
             start = time.process_time()
-            uq.tune(posterior, loader(few)[:1], criterion="faithful", head=head, progress=False)
+            searched = {name: value for name, value in settings.items() if name in COSTS}
+            uq.tune(posterior, loader(few)[:1], criterion="faithful", head=head, progress=False, **searched)
             said(f"INF, {words}, {head}: prior precision {posterior.prior_precision:.3g} found", start)
             yield f"INF {words}, {head}", uq.wrap(model, posterior, head=head, **settings)
 
@@ -85,9 +88,11 @@ def said(what: str, start: float) -> None:
 
 def measured(predict: Predict, test: Scenes, foreign: Mapping[str, Scenes]) -> Numbers:
     """How good the classes of familiar scenes are, and how well foreign pixels are told from others of their scenes."""
+    in_batches(predict, test.images[:1])  # the first call settles what is kept
     start = time.process_time()
-    quality = in_batches(predict, test.images).quality(test.classes)
+    prediction = in_batches(predict, test.images)
     numbers = {"seconds an image": (time.process_time() - start) / len(test.images)}
+    quality = prediction.quality(test.classes)
     numbers |= {name: quality[name] for name in ("accuracy", "NLL", "ECE")}
     for kind, of in foreign.items():
         known = in_batches(predict, of.images).scores_by_position()
@@ -153,7 +158,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.scenes, options.fit, options.test, options.epochs = 16, 4, 2, 1
-        options.width, options.rank, options.size = 4, 5, 32
+        options.width, options.rank, options.size = 4, 5, 16
     warnings.filterwarnings("ignore", category=UserWarning)
     torch.set_num_threads(1)
     options.output.mkdir(parents=True, exist_ok=True)
