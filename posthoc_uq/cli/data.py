@@ -106,11 +106,7 @@ def data_of(
             f"There is no folder '{spec}'; data are a folder of images, a table.csv, torchvision:NAME, or "
             f"package.module:function."
         )
-    taken = _chosen(len(images), cut, options["limit"])
-    if len(taken) == 0:
-        raise PosthocUQError(
-            f"--split {options['split'] or split} leaves nothing of the {len(images)} items of '{spec}'."
-        )
+    taken = _taken(len(images), cut, options, options["split"] or split, spec)
     picked: Any = images if len(taken) == len(images) else Subset(images, taken)
     loader = ImageLoader(
         picked,
@@ -149,11 +145,7 @@ def _table(
             f"--split {options['split']}: the part of a table is a range of its rows, such as [:1000]."
         )
     table = read_table(spec, source, options, meaning, labels=labels)
-    taken = _chosen(len(table.rows), cut, options["limit"])
-    if not taken:
-        raise PosthocUQError(
-            f"--split {options['split']} leaves none of the {len(table.rows)} rows of '{spec}'."
-        )
+    taken = _taken(len(table.rows), cut, options, options["split"], spec)
     picked = table.rows if len(taken) == len(table.rows) else table.rows.part(taken)
     loader: Any = DataLoader(
         picked, options["batch_size"], sampler=_sampler(picked, divided), collate_fn=as_it_is
@@ -237,6 +229,14 @@ def _parsed_split(text: str) -> tuple[str | None, slice]:
         raise PosthocUQError(f"--split {text} is not of the form train, train[:50000] or train[50000:].")
     start, stop = (None if edge is None else int(edge) for edge in matched.group(2, 3))
     return matched.group(1), slice(start, stop)
+
+
+def _taken(size: int, cut: slice, options: Mapping[str, Any], split: str, spec: str) -> Sequence[int]:
+    """Numbers of the items that are read; at least one."""
+    taken = _chosen(size, cut, options["limit"])
+    if not taken:
+        raise PosthocUQError(f"--split {split} leaves nothing of the {size} items of '{spec}'.")
+    return taken
 
 
 def _chosen(size: int, cut: slice, limit: int | None) -> Sequence[int]:
