@@ -108,14 +108,8 @@ def data_of(
         )
     taken = _taken(len(images), cut, options, options["split"] or split, spec)
     picked: Any = images if len(taken) == len(images) else Subset(images, taken)
-    loader = ImageLoader(
-        picked,
-        options["batch_size"],
-        _workers(options["workers"], len(taken), source.device),
-        _sampler(picked, divided),
-        indexed=numbered,
-        skip=skip,
-    )
+    workers, sampler = _workers(options["workers"], len(taken), source.device), _sampler(picked, divided)
+    loader = ImageLoader(picked, options["batch_size"], workers, sampler, indexed=numbered, skip=skip)
     if found is None:
         return Data(loader, spec, None, labels, None, numbered)
     return Data(loader, spec, found.images.files, found.labelled, found.names, numbered, kept=found.kept)
