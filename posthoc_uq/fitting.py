@@ -55,6 +55,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    batch_to_weights: BatchFunction | None = None,
     output: Output | None = None,
     progress: bool = True,
     **options: Any,
@@ -87,6 +88,12 @@ def fit(
             on one device if the loader gives the same batches in the same order. Deleted when the fit is done.
         batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of named ones.
         batch_to_targets: takes a batch to its targets.
+        batch_to_weights: takes a batch to the weights of its samples, ``(samples,)``, or of their positions,
+            ``(samples, *positions)``: numbers of at least 0, or a mask of bools. The log-likelihood is
+            ``sum_n w_n log p(y_n | f_n)``, so that a whole weight is as good as so many copies of the sample, and 0
+            leaves it out; the weight 0 of a position is an `ignore_index`. The noise variance of a regression, the
+            evidence and the novelty's statistics are weighted too; a training weighs its loss by samples, and held-out
+            data have no weights. Not for ``"message_passing"``.
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
             known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.

@@ -100,6 +100,8 @@ def requested(
     if isinstance(method, str) and takes_layers(method) and layers in ("last", "all"):
         method_options.setdefault("layers", layers)
     chosen = method_of(method, method_options)
+    if others["batch_to_weights"] is not None:
+        chosen.check_weights()
     asked = bool(divergence) or (isinstance(prior_precision, str) and prior_precision == "faithful")
     faithful = Faithful(**divergence) if asked or chosen.narrowed else Faithful(None)
     if asked and faithful.divergence is not None and chosen.trains and "scale" not in chosen.tunable:
@@ -124,7 +126,9 @@ def requested(
     _check_loaders(loader, val_loader, chosen.passes() + finds_noise)
     device = model_device(network)
     check_differentiable(network)
-    reader = BatchReader(device, others["batch_to_inputs"], others["batch_to_targets"])
+    reader = BatchReader(
+        device, others["batch_to_inputs"], others["batch_to_targets"], others["batch_to_weights"]
+    )
     output = checked_output(others["output"])
     return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader, output)
 

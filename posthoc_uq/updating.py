@@ -43,6 +43,7 @@ def update(
     *,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    batch_to_weights: BatchFunction | None = None,
     progress: bool = True,
 ) -> Posterior:
     """Add new data to a posterior, in place and without the old data.
@@ -68,6 +69,7 @@ def update(
             own part, as in `fit`.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
+        batch_to_weights: as in `fit`.
         progress: show a bar.
 
     Returns:
@@ -78,7 +80,8 @@ def update(
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
         PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit.
     """
-    return _changed(posterior, loader, "update", batch_to_inputs, batch_to_targets, progress)
+    functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
+    return _changed(posterior, loader, "update", functions, progress)
 
 
 def forget(
@@ -87,6 +90,7 @@ def forget(
     *,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    batch_to_weights: BatchFunction | None = None,
     progress: bool = True,
 ) -> Posterior:
     """Take data out of a posterior again, in place and without those that stay.
@@ -102,6 +106,7 @@ def forget(
         loader: batches of the data that go out.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
+        batch_to_weights: as in `fit`; a sample that came in with the weight w goes out with it, or in part.
         progress: show a bar.
 
     Returns:
@@ -113,15 +118,15 @@ def forget(
         PosthocUQError: the method, or this posterior, cannot forget data; the data cannot all have been in; or they do
             not fit.
     """
-    return _changed(posterior, loader, "forget", batch_to_inputs, batch_to_targets, progress)
+    functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
+    return _changed(posterior, loader, "forget", functions, progress)
 
 
 def _changed(
     posterior: Posterior,
     loader: Iterable[Any],
     change: Change,
-    batch_to_inputs: BatchFunction | None,
-    batch_to_targets: BatchFunction | None,
+    functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
     progress: bool,
 ) -> Posterior:
     """Change the data of a posterior: everything is computed first, and then takes the place of the old at once."""
@@ -131,9 +136,11 @@ def _changed(
         )
     method = method_of(posterior.method)
     method.check_change(posterior, change)
+    if functions[2] is not None:
+        method.check_weights()
     progress = flag("progress", progress)
     _check_possible(posterior, loader)
-    reader = BatchReader(model_device(model_of(posterior)), batch_to_inputs, batch_to_targets)
+    reader = BatchReader(model_device(model_of(posterior)), *functions)
     sign = 1 if change == "update" else -1
     task = _prepared(posterior, loader, method, reader, progress)
     content = Content()

@@ -125,7 +125,7 @@ class PosteriorRatio:
         else:
             precisions = training_precisions(posterior)
         smooth = {
-            "scale": float(posterior.evidence.samples),
+            "scale": posterior.evidence.total,
             "prior_precision": settings.prior_precision,
             "residual_weight": settings.residual_weight,
         }

@@ -93,7 +93,7 @@ class Posterior(Adjustable):
         self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
-        self._begin(settings or Hyperparameters(float(evidence.samples)))
+        self._begin(settings or Hyperparameters(evidence.total))
         self._cache = FactorCache()
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:

@@ -42,6 +42,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "targets": evidence.targets,
                 "noise_power": evidence.noise_power,
                 **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
+                **({} if evidence.weight is None else {"weight": evidence.weight}),
             },
             "record": {
                 "fit": dict(posterior.history.fit),
@@ -311,13 +312,14 @@ def state_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[
 
 
 def _evidence(evidence: Mapping[str, Any]) -> Evidence:
-    log_likelihood = evidence.get("log_likelihood")
+    log_likelihood, weight = evidence.get("log_likelihood"), evidence.get("weight")
     return Evidence(
         int(evidence["samples"]),
         None if log_likelihood is None else float(log_likelihood),
         float(evidence["squared_residuals"]),
         int(evidence["targets"]),
         int(evidence["noise_power"]),
+        None if weight is None else float(weight),
     )
 
 
