@@ -102,18 +102,11 @@ def test_whole_weights_are_repeated_samples(method: str, fisher: str) -> None:
     model, (x, y, w) = net(), images()
     options = {"n_samples": 2} if fisher == "mc" else {}
     made = CURVATURE[method](fisher=fisher, dtype=torch.float64, **options)
-    with pytest.warns(UserWarning) if False else _quiet():
-        wanted = fit(model, repeated(x, y, w), made)
+    wanted = fit(model, repeated(x, y, w), made)
     found = fit(model, weighted(x, y, w), made, **READ)
     assert_same(found, wanted)
     assert found.evidence.samples == len(x) and found.evidence.total == int(w.sum())
     assert found.history.fit["sum of the weights"] == int(w.sum())
-
-
-def _quiet() -> Any:
-    import warnings
-
-    return warnings.catch_warnings()
 
 
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -153,7 +146,9 @@ def dense(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor, empirical: bo
     for n in range(len(x)):
         outputs = model(x[n : n + 1])[0]
         rows = [
-            torch.cat([g.flatten() for g in torch.autograd.grad(o, list(parameters.values()), retain_graph=True)])
+            torch.cat(
+                [g.flatten() for g in torch.autograd.grad(o, list(parameters.values()), retain_graph=True)]
+            )
             for o in outputs
         ]
         jacobian, probs = torch.stack(rows), outputs.softmax(0).detach()
@@ -171,7 +166,9 @@ def in_order(posterior: uq.Posterior, model: nn.Module) -> Tensor:
     for name, parameter in model.named_parameters():
         numbers[name] = torch.arange(start, start + parameter.numel()).reshape(parameter.shape)
         start += parameter.numel()
-    parts = [layer.to_matrix(numbers[layer.weight], numbers[layer.bias]) for layer in posterior.layers.values()]
+    parts = [
+        layer.to_matrix(numbers[layer.weight], numbers[layer.bias]) for layer in posterior.layers.values()
+    ]
     return torch.cat([part.flatten() for part in parts])
 
 
@@ -204,10 +201,7 @@ def test_the_noise_is_the_weighted_mean_square() -> None:
 def test_weights_make_no_difference_where_all_are_one() -> None:
     model, (x, y, w) = net(), images()
     for mask in (torch.ones_like(w), torch.ones_like(w).bool()):
-        found, plain = (
-            fit(model, weighted(x, y, mask), uq.INF(rank=20), **READ, **({} if i == 0 else {}))
-            for i in range(2)
-        )
+        found = fit(model, weighted(x, y, mask), uq.INF(rank=20), **READ)
         plain = fit(model, [(a, b) for a, b, _ in weighted(x, y, mask)], uq.INF(rank=20))
         assert found.evidence.weight is None and "sum of the weights" not in found.history.fit
         for name, variance in plain.variance().items():
@@ -302,7 +296,7 @@ def test_weights_of_positions_by_the_definition(fisher: str, next_token: bool) -
                 gradient = gradient + weight.sqrt() * torch.cat([part.flatten() for part in parts])
             else:
                 total = total + dense(model, one, label[None], weight[None])
-            log_likelihood += float(weight * model(one).log_softmax(1)[0, label])
+            log_likelihood += float((weight * model(one).log_softmax(1)[0, label]).detach())
         if fisher == "empirical":
             total = total + torch.outer(gradient, gradient)
     wanted = total[order][:, order]
@@ -315,7 +309,8 @@ def test_weights_of_positions_by_the_definition(fisher: str, next_token: bool) -
 # Trainings
 
 
-@pytest.mark.parametrize("method", [name for name in WEIGHED if METHODS[name] and short(name).trains])
+@pytest.mark.filterwarnings("ignore:1 steps at")
+@pytest.mark.parametrize("method", [name for name in WEIGHED if short(name).trains])
 def test_a_training_weighs_its_log_likelihood(method: str) -> None:
     x, y, w = images()
     model = net()
@@ -325,7 +320,11 @@ def test_a_training_weighs_its_log_likelihood(method: str) -> None:
         posterior = uq.fit(model.float(), weighted(x.float(), y, weights, 14), made, progress=False, **READ)
         return posterior.history.fit
 
-    once, twice, none = first(torch.ones(14)), first(torch.full((14,), 2.0)), first(torch.ones(14, dtype=torch.bool))
+    once, twice, none = (
+        first(torch.ones(14)),
+        first(torch.full((14,), 2.0)),
+        first(torch.ones(14, dtype=torch.bool)),
+    )
     assert twice["log likelihood"][0] == pytest.approx(2 * once["log likelihood"][0], rel=1e-5)
     assert none["log likelihood"] == once["log likelihood"]
     with pytest.raises(PosthocUQError, match="The weights of all samples are 0"):
@@ -341,6 +340,8 @@ def test_a_training_with_whole_weights_takes_the_steps_of_repeated_samples() -> 
             epochs=3,
             lr=rate,
             log_variance_lr=rate,
+            clip=None,
+            weight_decay=0.0,
             optimizer=lambda groups: torch.optim.SGD(groups, lr=rate),
             schedule=lambda progress: 1.0,
         )
@@ -356,24 +357,25 @@ def test_a_training_with_whole_weights_takes_the_steps_of_repeated_samples() -> 
 # Checkpoints, files, errors
 
 
-class Interrupted(Exception):
-    pass
+class Broken:
+    """A loader that fails after some batches."""
+
+    def __init__(self, loader: Batches, after: int) -> None:
+        self.loader, self.after = loader, after
+
+    def __iter__(self) -> Any:
+        yield from self.loader[: self.after]
+        raise RuntimeError("the disk is gone")
 
 
 @pytest.mark.parametrize("method", ["inf", "kfac"])
 def test_a_resumed_fit_knows_the_weights(method: str, tmp_path: Path) -> None:
     model, (x, y, w) = net(), images(30)
     made = CURVATURE[method](dtype=torch.float64, checkpoint_every=1)
-
-    class Breaking(list[Any]):
-        def __iter__(self) -> Any:
-            yield from list(super().__iter__())[:3]
-            raise Interrupted
-
     path = tmp_path / "fit.h5"
     loader = weighted(x, y, w)
-    with pytest.raises(Exception):  # noqa: B017
-        fit(model, Breaking(loader), made, checkpoint=path, **READ)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        fit(model, Broken(loader, 3), made, checkpoint=path, **READ)
     assert path.exists()
     kept = path.read_bytes()
     other = w.clone()
@@ -433,7 +435,9 @@ def test_weights_that_are_none(weights: Callable[[Tensor], Any], message: str, l
 
 def test_weights_of_positions_of_another_shape() -> None:
     model, (x, y, w), kind = token_net(), tokens(), tokens_likelihood(False)
-    with pytest.raises(PosthocUQError, match=r"\(5,\), one a sample, or \(5, 4\), one a position, not \(5, 3\)"):
+    with pytest.raises(
+        PosthocUQError, match=r"\(5,\), one a sample, or \(5, 4\), one a position, not \(5, 3\)"
+    ):
         fit(model, weighted(x, y, w[:, :3]), "diag", likelihood=kind, **READ)
 
 
@@ -459,6 +463,6 @@ def test_batches_are_cut_with_their_weights() -> None:
 
 def test_weights_beyond_numbers_are_caught() -> None:
     model, (x, y, _) = net().float(), images()
-    huge = torch.full((len(x),), 1e300)
-    with pytest.raises((NonFiniteError, PosthocUQError)):
+    huge = torch.full((len(x),), 1e300, dtype=torch.float64)
+    with pytest.raises(NonFiniteError, match="non-finite activations or gradients"):
         fit(model, weighted(x.float(), y, huge), "diag", **READ)
