@@ -232,7 +232,7 @@ def checked_weights(weights: Any) -> Tensor:
         PosthocUQError: they are no numbers, negative, or not finite.
     """
     try:
-        own = _tensor_of(weights) if is_array(weights) else torch.as_tensor(weights)
+        own = _tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PosthocUQError(
             f"batch_to_weights must give a tensor of numbers, one a sample, not a {type(weights).__name__}."

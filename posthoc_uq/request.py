@@ -100,8 +100,6 @@ def requested(
     if isinstance(method, str) and takes_layers(method) and layers in ("last", "all"):
         method_options.setdefault("layers", layers)
     chosen = method_of(method, method_options)
-    if others["batch_to_weights"] is not None:
-        chosen.check_weights()
     asked = bool(divergence) or (isinstance(prior_precision, str) and prior_precision == "faithful")
     faithful = Faithful(**divergence) if asked or chosen.narrowed else Faithful(None)
     if asked and faithful.divergence is not None and chosen.trains and "scale" not in chosen.tunable:
@@ -126,11 +124,18 @@ def requested(
     _check_loaders(loader, val_loader, chosen.passes() + finds_noise)
     device = model_device(network)
     check_differentiable(network)
-    reader = BatchReader(
-        device, others["batch_to_inputs"], others["batch_to_targets"], others["batch_to_weights"]
-    )
+    reader = _reader(chosen, device, others)
     output = checked_output(others["output"])
     return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader, output)
+
+
+def _reader(method: Method, device: torch.device, others: Mapping[str, Any]) -> BatchReader:
+    """What takes batches apart, for a method that may have no weights of samples."""
+    functions = (others[name] for name in ("batch_to_inputs", "batch_to_targets", "batch_to_weights"))
+    reader = BatchReader(device, *functions)
+    if reader.batch_to_weights is not None:
+        method.check_weights()
+    return reader
 
 
 def _check_loaders(loader: Iterable[Any], val_loader: Iterable[Any] | None, sweeps: int) -> None:

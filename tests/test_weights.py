@@ -312,8 +312,7 @@ def test_weights_of_positions_by_the_definition(fisher: str, next_token: bool) -
 @pytest.mark.filterwarnings("ignore:1 steps at")
 @pytest.mark.parametrize("method", [name for name in WEIGHED if short(name).trains])
 def test_a_training_weighs_its_log_likelihood(method: str) -> None:
-    x, y, w = images()
-    model = net()
+    (x, y, _), model = images(), net()
 
     def first(weights: Tensor) -> dict[str, list[float]]:
         made = short(method)

@@ -2,8 +2,8 @@
 
 Each sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``;
 `mean` divides the sums by the number of samples (the sum of their weights) or of positions. Squares are those of exact
-per-sample gradients ``G_s = sum_t g_st a_st^T``. Where samples have weights, output gradients come times their roots, so
-that every square counts w times; activations come as they are, and `SampleWeights` says how often they count.
+per-sample gradients ``G_s = sum_t g_st a_st^T``. Where samples have weights, output gradients come times their roots,
+so that every square counts w times; activations come as they are, and `SampleWeights` says how often they count.
 """
 
 from __future__ import annotations
