@@ -30,6 +30,7 @@ from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.methods import Method
 from posthoc_uq.outputs import Output, chosen_in
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.weight_prior import WeightPrior, checked_prior
 from posthoc_uq.preparing import prepared_task
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate, statistics_dtype, unwrap
@@ -49,7 +50,8 @@ def fit(
     val_loader: Iterable[Any] | None = None,
     likelihood: str | Likelihood = "classification",
     layers: Selection | None = None,
-    prior_precision: float | str | Faithful | None = None,
+    prior_precision: float | str | Faithful | Mapping[str, Any] | None = None,
+    prior_mean: float | str | Mapping[str, Any] | None = None,
     head: str | None = None,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -79,8 +81,14 @@ def fit(
             for the others.
         prior_precision: a number; ``"faithful"`` (the default) or a `Faithful`, for the widest posterior whose
             predictions stay near the network's; or ``"evidence"``, for the maximum of the log marginal likelihood.
+            Or a tensor by the name of every parameter of the layers, for ``"diag"``, ``"full"``, ``"subnetwork"`` and
+            ``"inf"``: a prior precision of each weight. The posterior's `prior_precision`, then 1, is a factor on them,
+            by which all are tuned together.
             For a training a number is the method's own prior precision, and the variances are then narrowed until they
             are faithful; by default not with ``"message_passing"``, and never with ``"latent_binary"``.
+        prior_mean: of the weights, a number or tensors by the names of parameters (0 for those without one). The
+            posterior stays where the training ended, so this enters the log marginal likelihood alone, and prior
+            precisions that are found by it. Not for trainings, some of which have an option of this name.
         head: the head by which the faithful prior is found and `wrap` predicts: ``"linearized"``, ``"sampling"`` or
             ``"moments"``; by default the method's.
         seed: of all random numbers; a seed makes a fit bit-identical on one device.
@@ -114,12 +122,15 @@ def fit(
     request = together(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
     task, features = _prepared_task(model, loader, layers, request, progress)
+    weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
     kept_inputs = KeptInputs(task.memory_budget, inputs_to_keep(task.layers.values()))
     task.observers += [kept_inputs] if request.faithful is not None else []
     noise_origin = set_observation_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method, features)
+    posterior.weight_prior = weight_prior
+    posterior.history.fit |= request.own_prior.described()
     task.observe()
     del task.prepared
     if posterior.likelihood.noise_variance is not None:
@@ -176,6 +187,12 @@ def _prepared_task(
     if probabilities:
         warn_user(PROBABILITIES)
     return task, features
+
+
+def _weight_prior(request: Request, task: Task) -> WeightPrior:
+    """The prior of single weights."""
+    own, parameters = request.own_prior, dict(task.model.named_parameters())
+    return checked_prior(task.layers, parameters, own.precision, own.mean)
 
 
 def _open_checkpoint(

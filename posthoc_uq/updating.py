@@ -149,7 +149,7 @@ def _changed(
     try:
         new = (method.update if sign > 0 else method.forget)(posterior, task)
         task.observe()
-        new.features = posterior.features
+        new.features, new.weight_prior = posterior.features, posterior.weight_prior
         if grams is not None:
             new.features = other_features(task, grams, posterior, sign, _network(posterior))
     except NotContainedError as error:

@@ -20,6 +20,7 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.prior import training_precisions
+from posthoc_uq.posteriors.weight_prior import WeightPrior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import statistics_dtype
 
@@ -131,6 +132,7 @@ class PosteriorRatio:
         }
         smooth = {name: value for name, value in smooth.items() if name in posterior.tunable}
         smoothed = posterior.snapshot(replace(posterior.settings, **smooth))
+        smoothed.weight_prior = WeightPrior()  # the novelty's own is the same for all weights
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype = statistics_dtype(network, None)
         self._budget = default_budget(device)

@@ -67,12 +67,15 @@ def _skew(basis: Tensor, padded: bool) -> float:
     return float(rows.square().sum(-1).max().sqrt())
 
 
-def check_blocks(attributes: Mapping[str, Any], blocks: Mapping[str, Block]) -> None:
+def check_blocks(
+    attributes: Mapping[str, Any], blocks: Mapping[str, Block], prior_factor: float = 1.0
+) -> None:
     """Refuse blocks whose precisions or variances float32 does not hold, or whose tensors do not fit each other.
 
     Args:
         attributes: of a description that the table admits.
         blocks: by name.
+        prior_factor: the largest factor on the prior precision of a single weight.
 
     Raises:
         CorruptPosteriorError: names the block.
@@ -80,7 +83,7 @@ def check_blocks(attributes: Mapping[str, Any], blocks: Mapping[str, Block]) -> 
     prior, noise_scale = attributes["prior_precision"], attributes["noise_scale"]
     largest_prior = max(prior.values()) if isinstance(prior, dict) else prior
     scale = attributes["scale"] / noise_scale ** attributes["evidence"]["noise_power"]
-    settings = Settings(scale, largest_prior, attributes["residual_weight"])
+    settings = Settings(scale, largest_prior * prior_factor, attributes["residual_weight"])
     for name, block in blocks.items():
         size = block.reach(settings)
         if not size <= PRECISE:

@@ -17,7 +17,7 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.specs import TensorSpec
-from posthoc_uq.posteriors.state import expected_blocks, expected_features, posterior_state
+from posthoc_uq.posteriors.state import expected_blocks, expected_features, expected_prior, posterior_state
 from posthoc_uq.storage import atomic, hdf5, plain, schema, userblock
 from posthoc_uq.storage.attributes import attributes_of
 from posthoc_uq.storage.consistency import checked_layers
@@ -90,6 +90,14 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         _check("centre", f"mean of '{name}'", TensorSpec(tuple(tensor.shape)), tensor, None)
         centre[name] = schema.dtype_name(tensor.dtype)
         arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
+    prior: dict[str, Any] = dict(state["prior"])
+    for group, prior_specs in expected_prior(state, posterior.layers).items():
+        prior[group] = {}
+        for name, spec in prior_specs.items():
+            tensor = state["prior"][group][name]
+            _check("prior", name, spec, tensor, None)
+            prior[group][name] = schema.dtype_name(tensor.dtype)
+            arrays[schema.prior_path(group, name)] = partial(as_array, tensor, tensor.dtype)
     features: dict[str, Any] | None = None
     if state["features"] is not None:
         formats, feature_specs = dict[str, str](), expected_features(state)
@@ -108,6 +116,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         "blocks": blocks,
         "centre": centre,
         "certain": state["certain"],
+        **({"prior": prior} if prior else {}),
         "features": features,
     }
     try:
@@ -119,7 +128,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         checked_layers(reread)
         if state["features"] is not None:
             check_features(state["features"]["tensors"])
-        check_blocks(reread["attributes"], posterior.blocks)
+        check_blocks(reread["attributes"], posterior.blocks, posterior.weight_prior.largest)
         image = hdf5.build_image(text, attributes_of(described), arrays, userblock.SIZE, compression)
     except (PosthocUQError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}") from error

@@ -238,6 +238,14 @@ _HISTORY = Record(
     },
 )
 
+_PRIOR = Record(
+    {},
+    {
+        "mean": Number(-LARGEST, LARGEST),
+        **{group: Named(_FORMAT) for group in schema.PRIOR_GROUPS},
+    },
+)
+
 _POSTERIOR = Record(
     {
         "library_version": Text(longest=100),
@@ -256,7 +264,8 @@ _POSTERIOR = Record(
         "centre": Named(_FORMAT),
         "certain": Named(Items(Whole(0, 2**40), most=8)),
         "features": maybe(_FEATURES),
-    }
+    },
+    {"prior": _PRIOR},
 )
 
 _SUMMARY = Record(
