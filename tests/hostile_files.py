@@ -40,6 +40,10 @@ METHODS: dict[str, dict[str, Any]] = {
     }
     for name in methods.METHODS
 }
+METHODS["full"] |= {
+    "prior_precision": {"0.weight": 2.0, "0.bias": 1.0, "3.weight": 0.5, "3.bias": 1.0},
+    "prior_mean": {"3.bias": 0.5},
+}
 VALUES: list[Any] = [
     None,
     True,

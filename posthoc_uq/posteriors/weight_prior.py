@@ -34,11 +34,6 @@ class WeightPrior:
     precision: Mapping[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())
     mean: float | Mapping[str, Tensor] = 0.0
 
-    @property
-    def largest(self) -> float:
-        """The largest ``r``."""
-        return max((float(tensor.max()) for tensor in self.precision.values()), default=1.0)
-
     def occam(
         self, layer: Layer, weights: Mapping[str, Tensor], chosen: Tensor | None
     ) -> tuple[int, float, float]:
@@ -52,9 +47,8 @@ class WeightPrior:
         parts = {name: self._of(name, weights[name]) for name in layer.parameter_names}
         pairs = list(parts.values())
         if chosen is not None:
-            moved, precision = (
-                layer_matrix(layer, {name: part[k] for name, part in parts.items()}) for k in range(2)
-            )
+            moved = layer_matrix(layer, {name: part[0] for name, part in parts.items()})
+            precision = layer_matrix(layer, {name: part[1] for name, part in parts.items()})
             mask = chosen.to(moved.device)
             pairs = [(moved[mask], precision[mask])]
         count, logs, squares = 0, 0.0, 0.0
@@ -67,7 +61,7 @@ class WeightPrior:
     def _of(self, name: str, weights: Tensor) -> tuple[Tensor, Tensor]:
         """``theta - mu`` and ``r`` of one parameter, in float64."""
         own = as_double(weights.detach())
-        mean = self.mean if isinstance(self.mean, float) else self.mean[name].to(own)
+        mean = self.mean[name].to(own) if isinstance(self.mean, Mapping) else self.mean
         precision = self.precision[name].to(own) if self.precision else torch.ones_like(own)
         return own - mean, precision
 

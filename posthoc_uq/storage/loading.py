@@ -107,10 +107,9 @@ def load(
         _fill(state, expected, tensors, mean)
         if state["features"] is not None:
             check_features(state["features"]["tensors"])
-        largest = max(
-            (float(t.max()) for t in state.get("prior", {}).get(PRIOR_PRECISION, {}).values()), default=1.0
+        check_blocks(
+            state["attributes"], state_blocks(state, layers), state.get("prior", {}).get(PRIOR_PRECISION)
         )
-        check_blocks(state["attributes"], state_blocks(state, layers), largest)
     _place(state, mean, place)
     with _translated(path):
         posterior = posterior_from_state(state, mean, likelihood)
