@@ -56,8 +56,9 @@ def _numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) 
     single weights.
     """
     blocks = [(1, 1, parameter_count)] if kind.joint else weights
-    own = parameter_count * (1 if kind.trained else 2)  # a mean, or the prior's means and precisions
-    return sum(kind.most_numbers(shape) for shape in blocks) + own
+    # the mean of a training, or the prior's, and its precisions of single weights
+    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.own_priors)
+    return sum(kind.most_numbers(shape) for shape in blocks) + own * parameter_count
 
 
 def _weights(model: nn.Module) -> Iterator[Shape]:
