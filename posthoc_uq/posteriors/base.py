@@ -52,6 +52,7 @@ class Posterior(Adjustable):
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
+        weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
