@@ -225,7 +225,7 @@ def _parsed_split(text: str) -> tuple[str | None, slice]:
     return matched.group(1), slice(start, stop)
 
 
-def _taken(size: int, cut: slice, options: Mapping[str, Any], split: str, spec: str) -> Sequence[int]:
+def _taken(size: int, cut: slice, options: Mapping[str, Any], split: str | None, spec: str) -> Sequence[int]:
     """Numbers of the items that are read; at least one."""
     taken = _chosen(size, cut, options["limit"])
     if not taken:
