@@ -73,7 +73,7 @@ def prepared_task(
                     prove=method.proves_gradients,
                 )
             settings = SweepSettings(reader, likelihood, seed=seed, dtype=dtype, progress=progress)
-            return Task(view, prepared, all_batches, batch, settings, device, budget)
+            return Task(prepared.model, prepared, all_batches, batch, settings, device, budget)
 
     return together(dry_run, "the dry run")
 
