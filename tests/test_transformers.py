@@ -274,3 +274,87 @@ def test_an_adapter_and_the_layer_that_peft_saves_with_it() -> None:
     posterior = fitted(model, kind, layers=["*lora_*", "*.classifier"])
     assert "base_model.model.classifier.modules_to_save.default" in posterior.layers
     assert len(posterior.layers) == 9
+
+
+# Scores of sequences, multiple choice
+
+
+def test_scores_of_sequences() -> None:
+    kind, model = KINDS["GPT-2"], seeded(gpt2)
+    posterior = fitted(model, kind, layers="last")
+    inputs, labels = kind.inputs(), kind.labels()
+    prediction = uq.wrap(model, posterior, "linearized")(**inputs)
+    found = uq.sequence_scores(prediction, labels)
+    for n in range(SAMPLES):  # by loops: token t predicts the label at t + 1
+        logs, entropies = [], []
+        for t in range(LENGTH - 1):
+            if labels[n, t + 1] != -100:
+                p = prediction.probs[n, t]
+                logs.append(float(p[labels[n, t + 1]].log()))
+                entropies.append(float(-(p * p.log()).sum()))
+        assert found["tokens"][n] == len(logs)
+        assert float(found["log_probability"][n]) == pytest.approx(sum(logs), rel=1e-5)
+        perplexity = float(torch.tensor(logs).mean().neg().exp())
+        assert float(found["perplexity"][n]) == pytest.approx(perplexity, rel=1e-5)
+        assert float(found["entropy"][n]) == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
+        assert float(found["largest_entropy"][n]) == pytest.approx(max(entropies), rel=1e-5)
+        own = prediction.novelty()[n, : len(logs)]
+        assert float(found["novelty"][n]) == pytest.approx(float(own.mean()), rel=1e-5)
+        assert float(found["largest_novelty"][n]) == pytest.approx(float(own.max()))
+    masked = uq.sequence_scores(prediction, mask=inputs["attention_mask"])
+    own = prediction.mutual_information()[0, :4].mean()
+    torch.testing.assert_close(masked["mutual_information"][0], own)
+    assert "perplexity" not in masked
+    assert bool(prediction.perplexity(torch.full_like(labels, -100)).isnan().all())
+    with pytest.raises(uq.PosthocUQError, match="labels or mask, not both"):
+        uq.sequence_scores(prediction, labels, MASK)
+    with pytest.raises(uq.PosthocUQError, match="needs a PositionPrediction"):
+        uq.sequence_scores(uq.ClassPrediction.from_logits(torch.randn(3, 4, 5)))
+
+
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+def test_answers_are_taken_at_the_last_token(side: str) -> None:
+    model = seeded(llama)
+    answers = uq.AnswerLogits(model, [7, 3, 21])
+    short = IDS[:1, :4]
+    pad = {"right": (0, 2), "left": (2, 0), "none": (0, 0)}[side]
+    ids, mask = nn.functional.pad(short, pad), nn.functional.pad(torch.ones_like(short), pad)
+    with torch.no_grad():
+        truth = model(input_ids=short).logits[0, -1, [7, 3, 21]]
+        inputs = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if side == "left" else {}
+        found = answers(ids, mask, **inputs)[0] if side != "none" else answers(ids)[0]
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layers", ["*lora_*", "last"])
+def test_multiple_choice(layers: str, tmp_path: Path) -> None:
+    model = seeded(LORA["LLaMA"])
+    answers = uq.AnswerLogits(model, [7, 3, 21]).eval()
+    data = [({"input_ids": IDS, "attention_mask": MASK}, numbers(SAMPLES, below=3))]
+    posterior = uq.fit(answers, data, "kfac", layers=layers, progress=False, prior_precision=2.0)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", answers)
+    prediction = uq.wrap(answers, loaded, "linearized")(**data[0][0])
+    assert prediction.probs.shape == (SAMPLES, 3) and bool((prediction.epistemic() > 0).all())
+    with torch.no_grad():
+        torch.testing.assert_close(prediction.logits_mean, answers(**data[0][0]))
+    own = {name: p for name, p in answers.named_parameters() if name in posterior.mean}
+    assert (len(own) == 8) if layers != "last" else (list(own) == ["model.base_model.model.lm_head.weight"])
+
+    def logits(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(answers, weights, (), data[0][0])
+
+    jacobians = torch.func.jacrev(logits)({name: p.detach() for name, p in own.items()})
+    parts = {layer: jacobians[posterior.layers[layer].weight] for layer in posterior.layers}
+    for n in (0, 3):
+        rows = {name: part[n].unsqueeze(1) for name, part in parts.items()}  # one group
+        found = uq.wrap(answers, posterior, "linearized").functional_covariance(**data[0][0])[n]
+        torch.testing.assert_close(found, posterior.quadratic(rows).to(found), rtol=1e-3, atol=1e-6)
+
+
+def test_answers_that_cannot_be() -> None:
+    for tokens in ([3], [3, 3], [-1, 2]):
+        with pytest.raises(uq.PosthocUQError, match="two different tokens"):
+            uq.AnswerLogits(seeded(llama), tokens)
+    with pytest.raises(uq.PosthocUQError, match=r"logits \(batch, tokens, words\) are needed"):
+        uq.AnswerLogits(seeded(llama), [3, 99])(IDS)
