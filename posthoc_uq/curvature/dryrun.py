@@ -24,6 +24,8 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import apart, parameter_names
 
 PROBE_SAMPLES = 2
+_NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
+_TIED = "Embedding is kept deterministic; '{}' shares its weight and has a posterior of its own use"
 
 
 @dataclass
@@ -78,17 +80,12 @@ def prepare(
     probe, reference = _probe(model, batch, samples)
     discovered = Capture(model).discover(probe, autocast)
     if not discovered and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
-        raise PosthocUQError(
-            "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
-        )
+        raise PosthocUQError(_NO_LAYER)
     chosen = select(discovered, selection, reference)
     if tied := [t for t in chosen if t.embeddings]:
         own = apart(model, [t.own_weight for t in tied])
         prepared = prepare(own, batch, selection, unsupported=unsupported, autocast=autocast, prove=prove)
-        for t in tied:
-            prepared.deterministic[f"{t.embeddings[0]}.weight"] = (
-                f"Embedding is kept deterministic; '{t.layer.name}' shares its weight and has a posterior of its own use"
-            )
+        prepared.deterministic |= {f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name) for t in tied}
         return prepared
     failures: dict[str, str] = {}
     discovered_weights = {t.layer.weight for t in discovered}
@@ -106,16 +103,20 @@ def prepare(
     undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
     errors = {name: reason for name, reason in failures.items() if name not in undecided}
     if errors and unsupported == "raise":
-        listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
-        raise UnsupportedLayerError(
-            f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
-        )
+        raise _unsupported(errors)
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
     covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
     deterministic = reference.deterministic(covered, failures)
     return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning)
+
+
+def _unsupported(errors: dict[str, str]) -> UnsupportedLayerError:
+    listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
+    return UnsupportedLayerError(
+        f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
+    )
 
 
 def _may_be_no_layer(tracked: TrackedLayer) -> bool:
