@@ -38,7 +38,13 @@ def language_model(words: int, tokens: int, width: int, layers: int) -> torch.nn
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = GPT2Config(
-            vocab_size=words, n_positions=tokens, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
+            vocab_size=words,
+            n_positions=tokens,
+            n_embd=width,
+            n_layer=layers,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
         )
         return GPT2LMHeadModel(config).eval()
 
@@ -72,7 +78,9 @@ def rows(words: int, tokens: int, width: int, layers: int, sequences: int) -> li
 
     measured(forward, unit)
     one, memory = measured(forward, unit)
-    found: list[Row] = [{"what": "forward", "seconds": one, "forward passes": 1.0, "passes": None, "memory": memory}]
+    found: list[Row] = [
+        {"what": "forward", "seconds": one, "forward passes": 1.0, "passes": None, "memory": memory}
+    ]
     whole, memory = measured(both, unit)
     found.append(_row("forward and backward", whole, one, whole, memory))
     for method in METHODS:
@@ -104,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="a small vocabulary")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    sizes = (200, 16, 16, 2, 8) if options.smoke else (options.words, options.tokens, 160, 6, options.sequences)
+    sizes = (
+        (200, 16, 16, 2, 8) if options.smoke else (options.words, options.tokens, 160, 6, options.sequences)
+    )
     with single_threaded(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = rows(*sizes)

@@ -130,7 +130,9 @@ def _llama(hf: Any) -> nn.Module:
 
 
 def _vit(hf: Any) -> nn.Module:
-    return hf.ViTForImageClassification(hf.ViTConfig(**_SIZES, image_size=16, patch_size=8, num_labels=CLASSES))
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(**_SIZES, image_size=16, patch_size=8, num_labels=CLASSES)
+    )
 
 
 def kinds() -> dict[str, Callable[[], Kind]]:
@@ -139,8 +141,12 @@ def kinds() -> dict[str, Callable[[], Kind]]:
 
     found: dict[str, Callable[[], Kind]] = {}
     for name, of in (("BERT", _bert), ("DistilBERT", _distil)):
-        found[f"{name}, sequence classification"] = lambda of=of: _classes(lambda hf: of(hf, "SequenceClassification"))
-        found[f"{name}, token classification"] = lambda of=of: _classes(lambda hf: of(hf, "TokenClassification"), True)
+        found[f"{name}, sequence classification"] = lambda of=of: _classes(
+            lambda hf: of(hf, "SequenceClassification")
+        )
+        found[f"{name}, token classification"] = lambda of=of: _classes(
+            lambda hf: of(hf, "TokenClassification"), True
+        )
         found[f"{name}, masked words"] = lambda of=of: _words(lambda hf: of(hf, "MaskedLM"), False)
     found["GPT-2"] = lambda: _words(_gpt2, True)
     found["GPT-2 with LoRA"] = lambda: _words(_lora, True)
@@ -177,7 +183,11 @@ def cells(kind: Kind, errors: list[str]) -> dict[str, str]:
         kept: list[uq.Posterior] = []
 
         def fit(layers: str = layers, kept: list[uq.Posterior] = kept) -> str:
-            options: dict[str, Any] = {"likelihood": kind.likelihood, "prior_precision": 100.0, "progress": False}
+            options: dict[str, Any] = {
+                "likelihood": kind.likelihood,
+                "prior_precision": 100.0,
+                "progress": False,
+            }
             kept.append(uq.fit(model, loader, rank=10, layers=layers, **options))
             return "yes"
 
@@ -202,7 +212,9 @@ def _through(model: nn.Module, posterior: uq.Posterior, head: str, kind: Kind) -
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="three small models")
     parser.add_argument("--only", help="models whose name begins so")
     parser.add_argument("--json", type=Path)
@@ -210,7 +222,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = {
         name: kind
         for name, kind in kinds().items()
-        if (not options.smoke or name in ("GPT-2 with LoRA", "ViT (transformers)", "timm mobilenetv3_small_050, own head"))
+        if (
+            not options.smoke
+            or name in ("GPT-2 with LoRA", "ViT (transformers)", "timm mobilenetv3_small_050, own head")
+        )
         and name.startswith(options.only or "")
     }
     errors: list[str] = []

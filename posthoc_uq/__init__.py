@@ -4,8 +4,8 @@
 model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
 """
 
-from posthoc_uq.answers import AnswerLogits
 from posthoc_uq.activations import ConditionalInverseCDF, InverseCDF
+from posthoc_uq.answers import AnswerLogits
 from posthoc_uq.errors import (
     CorruptPosteriorError,
     NonFiniteError,

@@ -23,8 +23,8 @@ class AnswerLogits(nn.Module):
     side; without a mask it is the last of all.
 
     Args:
-        model: takes ``input_ids`` and gives logits ``(batch, tokens, words)``, itself or as a part called ``logits``. It
-            stays what it is: this module holds it, its parameters are the same.
+        model: takes ``input_ids`` and gives logits ``(batch, tokens, words)``, itself or as a part called ``logits``.
+            It stays what it is: this module holds it, its parameters are the same.
         tokens: the answers' tokens, by their numbers in the vocabulary.
     """
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from posthoc_uq.curvature.content import batch_hash

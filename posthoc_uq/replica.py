@@ -192,7 +192,9 @@ def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
     for places in holders.values():
         inside = [name for name, _, module in places if isinstance(module, EMBEDDINGS)]
-        others = [(name, attribute) for name, attribute, module in places if not isinstance(module, EMBEDDINGS)]
+        others = [
+            (name, attribute) for name, attribute, module in places if not isinstance(module, EMBEDDINGS)
+        ]
         if inside and others:
             found[inside[0]] = others
     return found

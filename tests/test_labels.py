@@ -56,7 +56,9 @@ def test_the_rule(
     assert resolve_fisher(*asked, outputs, samples) == expected
 
 
-@pytest.mark.parametrize(("positions", "samples", "expected"), [(128, 32, 1), (2, 50, 2), (128, None, 1), (1, 50, 3)])
+@pytest.mark.parametrize(
+    ("positions", "samples", "expected"), [(128, 32, 1), (2, 50, 2), (128, None, 1), (1, 50, 3)]
+)
 def test_positions_that_count_as_samples_have_a_label_each(
     positions: int, samples: int | None, expected: int
 ) -> None:

@@ -1,5 +1,5 @@
-"""The main job on unmodified models of Hugging Face's transformers and peft, with random weights: fit over all layers and
-over the last, save, load, predict through every head.
+"""The main job on unmodified models of transformers and peft, with random weights: fit over all layers and over the
+last, save, load, predict through every head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ _BERT = dict(
     max_position_embeddings=16, num_labels=CLASSES,
 )  # fmt: skip
 _DISTIL = dict(
-    vocab_size=WORDS, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=16, num_labels=CLASSES
+    vocab_size=WORDS,
+    dim=16,
+    n_layers=2,
+    n_heads=2,
+    hidden_dim=32,
+    max_position_embeddings=16,
+    num_labels=CLASSES,
 )
 _GPT2 = dict(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
 _LLAMA = dict(
@@ -122,7 +128,9 @@ KINDS = {
         lambda: hf.BertForMaskedLM(hf.BertConfig(**_BERT)), TOKENS, "words", "cls.predictions.decoder"
     ),
     "DistilBERT, sequences": Kind(
-        lambda: hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**_DISTIL)), "classification", "class"
+        lambda: hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**_DISTIL)),
+        "classification",
+        "class",
     ),
     "DistilBERT, tokens": Kind(
         lambda: hf.DistilBertForTokenClassification(hf.DistilBertConfig(**_DISTIL)), TOKENS, "tags"
@@ -153,7 +161,9 @@ def test_main_job(name: str, layers: str, tmp_path: Path) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     options = {} if layers == "all" else {"prior_precision": None}
     posterior = fitted(model, kind, layers=layers, rank=20, **options)
-    linear = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d, hf.pytorch_utils.Conv1D))]
+    linear = [
+        n for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d, hf.pytorch_utils.Conv1D))
+    ]
     assert set(posterior.layers) == (set(linear) if layers == "all" else {linear[-1]})
     if kind.tied is not None:
         assert kind.tied in posterior.layers
@@ -164,7 +174,8 @@ def test_main_job(name: str, layers: str, tmp_path: Path) -> None:
     for head in HEADS:
         options = {"n_samples": 3} if head == "sampling" else {}
         found, again = (
-            uq.wrap(of, p, head, **options)(**inputs) for of, p in ((model, posterior), (seeded(kind.make), loaded))
+            uq.wrap(of, p, head, **options)(**inputs)
+            for of, p in ((model, posterior), (seeded(kind.make), loaded))
         )
         torch.testing.assert_close(found.probs, again.probs)
         assert torch.isfinite(found.probs).all() and bool((found.epistemic() > 0).all())
@@ -372,5 +383,7 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names["prediction"].probs.shape == (16, 4) and names["next_word"].shape == (16, 1, 40)
     assert names["scores"]["perplexity"].shape == names["joint"].shape == (16,)
     assert bool((names["scores"]["tokens"] == names["mask"].sum(1) - 1).all())
-    assert set(map(str, tmp_path.iterdir())) == {str(tmp_path / f"gpt2.{part}.h5") for part in ("last", "lora")}
+    assert set(map(str, tmp_path.iterdir())) == {
+        str(tmp_path / f"gpt2.{part}.h5") for part in ("last", "lora")
+    }
     assert "TABLE" not in document and "COST" not in document

@@ -192,7 +192,9 @@ def _describe(use: Use, names: Mapping[int, str], all_holders: Mapping[int, list
     name = module_name if attribute == "weight" and module_name else weight_name
     layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
     shown = tuple((name, type(module).__name__) for name, _, module in holders)
-    embeddings = [] if isinstance(module, EMBEDDINGS) else [n for n, _, m in holders if isinstance(m, EMBEDDINGS)]
+    embeddings = (
+        [] if isinstance(module, EMBEDDINGS) else [n for n, _, m in holders if isinstance(m, EMBEDDINGS)]
+    )
     return TrackedLayer(
         layer,
         module,

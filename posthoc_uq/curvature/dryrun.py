@@ -160,8 +160,8 @@ def select(discovered: list[TrackedLayer], selection: Selection, reference: Refe
             sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
             if not known and sharing is not None:
                 raise UnsupportedLayerError(
-                    f"'{name}' is an embedding, and stays certain; '{sharing.layer.name}', which shares its weight, can "
-                    f"have a posterior: layers=['{sharing.layer.name}']."
+                    f"'{name}' is an embedding, and stays certain; '{sharing.layer.name}', which shares its weight, "
+                    f"can have a posterior: layers=['{sharing.layer.name}']."
                 )
             if not known and not reference.holds_missed(name):
                 raise no_such_layer(name, [t.layer.name for t in discovered])

@@ -33,7 +33,7 @@ class SweepSettings:
     Attributes:
         by_position: a layer whose outputs at a position are the model's there. With drawn labels, which are independent
             between positions, each position of it counts as a sample of its own, but in a dense Fisher: products of the
-            scores of two positions have mean 0; without them there is less noise, and no need for whole samples' gradients.
+            scores of two positions have mean 0; without them there is less noise, and no gradient of a whole sample.
     """
 
     reader: BatchReader

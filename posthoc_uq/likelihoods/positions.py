@@ -70,7 +70,9 @@ def drawn_scores(
     for draw in range(n_samples):
         last = draw == n_samples - 1  # which writes into the probabilities
         rows = probs if last else probs.clone()
-        yield layout.whole(rows.scatter_add_(1, labels[:, draw : draw + 1], -weight), layout.positions(outputs))
+        yield layout.whole(
+            rows.scatter_add_(1, labels[:, draw : draw + 1], -weight), layout.positions(outputs)
+        )
 
 
 def _drawn_rows(outputs: Tensor, keys: Tensor, draws: range, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -48,12 +48,16 @@ def train(model: nn.Module, ids: Tensor, length: int, steps: int, rate: float, b
         rate: the largest.
         batch: pieces a step.
     """
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.01)
+    optimiser = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.01
+    )
     generator = torch.Generator().manual_seed(1)
     model.train()
     for step in range(steps):
         for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, 20 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            group["lr"] = (
+                rate * min(1.0, 20 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
         starts = torch.randint(0, len(ids) - length, (batch,), generator=generator)
         piece = torch.stack([ids[start : start + length] for start in starts.tolist()])
         loss = model(input_ids=piece, labels=piece).loss

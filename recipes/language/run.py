@@ -51,7 +51,9 @@ def alone(model: nn.Module, ids: Tensor) -> uq.PositionPrediction:
     return LIKELIHOOD.from_blocks(iter([logits[None]])).of_one_network()
 
 
-def row(of: Mapping[str, uq.PositionPrediction], texts: Pieces, familiar: str, foreign: list[str]) -> dict[str, float]:
+def row(
+    of: Mapping[str, uq.PositionPrediction], texts: Pieces, familiar: str, foreign: list[str]
+) -> dict[str, float]:
     """NLL and ECE on the familiar text, and how well scores of tokens and of sequences tell foreign ones from it."""
     quality = of[familiar].quality(texts[familiar])
     found = {"NLL": quality["NLL"], "ECE": quality["ECE"]}
@@ -60,7 +62,8 @@ def row(of: Mapping[str, uq.PositionPrediction], texts: Pieces, familiar: str, f
             if score not in of[familiar].scores_by_position():
                 continue
             tokens, whole = (
-                [values(of[text], texts[text], score) for text in (familiar, name)] for values in (_tokens, _whole)
+                [values(of[text], texts[text], score) for text in (familiar, name)]
+                for values in (_tokens, _whole)
             )
             found[f"{name}, {score}, token"] = metrics.ood_auroc(*tokens)
             found[f"{name}, {score}, sequence"] = metrics.ood_auroc(*whole)
@@ -124,7 +127,9 @@ def shown(table: Mapping[str, Mapping[str, float]], foreign: list[str]) -> str:
     lines.append("| --- " * (len(columns) + 3) + "|")
     for name, of in table.items():
         cells = [
-            f"{of[f'{n}, {s}, token']:.3f} / {of[f'{n}, {s}, sequence']:.3f}" if f"{n}, {s}, token" in of else "-"
+            f"{of[f'{n}, {s}, token']:.3f} / {of[f'{n}, {s}, sequence']:.3f}"
+            if f"{n}, {s}, token" in of
+            else "-"
             for n, s in columns
         ]
         lines.append(f"| {name} | {of['NLL']:.4f} | {of['ECE']:.4f} | " + " | ".join(cells) + " |")
@@ -157,14 +162,21 @@ def main() -> None:
     steps, count, fitted = (8, 6, 12) if options.smoke else (options.steps, 120, 400)
     options.output.mkdir(parents=True, exist_ok=True)
     texts = read(60_000 if options.smoke else 2_000_000)
-    print(f"{len(texts.prose):,} characters of prose, {len(texts.code):,} of code, {len(ALPHABET)} different ones")
+    print(
+        f"{len(texts.prose):,} characters of prose, {len(texts.code):,} of code, {len(ALPHABET)} different ones"
+    )
     pieces = {name: sequences(text, length, count) for name, text in texts.strange().items()}
-    pieces |= {"prose": sequences(texts.held_prose[20_000:], length, count), "code": sequences(texts.held_code, length, count)}
+    pieces["prose"] = sequences(texts.held_prose[20_000:], length, count)
+    pieces["code"] = sequences(texts.held_code, length, count)
     model = train(gpt2(length, width, layers), encoded(texts.prose), length, steps, 2e-3)
     held = sequences(texts.held_prose[:20_000], length, count)
-    last, lora = ({n: r for n, r in rows.items() if not (options.smoke and "tuned" in n)} for rows in (LAST, LORA))
+    last, lora = (
+        {n: r for n, r in rows.items() if not (options.smoke and "tuned" in n)} for rows in (LAST, LORA)
+    )
     foreign = ["code", "other letters", "shuffled"]
-    first, predictors = compared(model, last, sequences(texts.prose, length, fitted), held, pieces, "prose", foreign)
+    first, predictors = compared(
+        model, last, sequences(texts.prose, length, fitted), held, pieces, "prose", foreign
+    )
     lines = {name: pieces[name][3] for name in ("prose", *foreign)}
     head = predictors["last layer, INF, linearised"]
     shown_lines = {n: (decoded(ids), predicted(head, ids[None]).novelty()[0]) for n, ids in lines.items()}
@@ -175,7 +187,10 @@ def main() -> None:
     held = sequences(texts.code[-20_000:], length, count)
     foreign = ["prose", "other letters", "shuffled"]
     second, _ = compared(tuned, lora, sequences(few, length, fitted), held, pieces, "code", foreign)
-    page = f"## Trained on prose\n\n{shown(first, ['code', *foreign[1:]])}\n\n## Fine-tuned on code\n\n{shown(second, foreign)}\n"
+    page = (
+        f"## Trained on prose\n\n{shown(first, ['code', *foreign[1:]])}\n\n"
+        f"## Fine-tuned on code\n\n{shown(second, foreign)}\n"
+    )
     (options.output / "tables.md").write_text(marked(page, options.smoke), encoding="utf-8")
     (options.output / "language.json").write_text(json.dumps({"prose": first, "code": second}, indent=1))
     print(marked(page, options.smoke))

@@ -18,7 +18,16 @@ ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """The vocabulary: a newline and the printable characters of ASCII; a character's place is its number."""
 
 _LIBRARY = Path(os.__file__).parent
-_LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "__pycache__", "turtledemo"}
+_LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "site-packages",
+    "dist-packages",
+    "lib2to3",
+    "__pycache__",
+    "turtledemo",
+}
 
 
 @dataclass(frozen=True)
