@@ -436,6 +436,16 @@ def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
     assert "NLL" in text and "ECE" in text
 
 
+def test_the_faithful_prior_looks_at_some_thousand_positions() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 3, 1).eval()
+    x = torch.randn(40, 1, 16, 16)  # 256 positions each
+    posterior = uq.fit(model, list(x.split(10)), progress=False)
+    assert "on 16 training inputs" in posterior.history.tuning["prior precision"]
+    large = uq.fit(model, list(torch.randn(6, 1, 128, 128).split(2)), progress=False)
+    assert "on 4 training inputs" in large.history.tuning["prior precision"]
+
+
 def test_held_out_data_tune_it() -> None:
     own = case("tokens")
     posterior = fit(own)
