@@ -4,9 +4,11 @@
     OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --size 512 --only sampling --draws 30
     OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --smoke    small images; seconds
 
-For one image, in multiples of a plain forward pass in the same run: the time of a prediction, of the functional
-variance alone (before the link), and of the fit. Memory is the peak above what the process held before, in multiples
-of one draw's outputs in float32 (classes times pixels times four bytes); a plain pass is the first row.
+For one image, in multiples of a plain forward pass in the same run: the time of a prediction, and of the functional
+variance alone (before the link). Memory is the peak above what the process held before, in multiples of one draw's
+outputs in float32 (classes times pixels times four bytes); a plain pass is the first row. The fits, of the last layer
+and of all layers, are in multiples of a forward and backward pass over one image: what every further image costs, and
+what a fit costs beside that.
 Weights are random: they have no influence on time or memory.
 """
 
@@ -66,12 +68,9 @@ def rows(size: int, classes: int, draws: int, method: str, only: str | None) -> 
             model(image)
 
     seconds, memory = measured(plain, unit)
-    start = time.process_time()
     posterior = uq.fit(model, [(image, labels)], method, layers="last", prior_precision=100.0, progress=False)
-    fit = time.process_time() - start
     found: list[Row] = [
         {"what": "plain pass", "seconds": seconds, "passes": 1.0, "variance": 0.0, "memory": memory},
-        {"what": f"fit, {method}", "seconds": fit, "passes": fit / seconds, "variance": 0.0, "memory": 0.0},
     ]
     for name, (head, options) in HEADS.items():
         if only is not None and head != only:
@@ -98,6 +97,45 @@ def rows(size: int, classes: int, draws: int, method: str, only: str | None) -> 
     return found
 
 
+def fits(size: int, classes: int, method: str, images: int) -> list[Row]:
+    """One line for the last layer, and one for all layers."""
+    model = network(classes)
+    data = [(torch.rand(1, 3, size, size), torch.randint(0, classes, (1, size, size))) for _ in range(images)]
+
+    def plain() -> None:
+        for image, labels in data:
+            model.zero_grad()
+            nn.functional.cross_entropy(model(image), labels).backward()
+        model.zero_grad()
+
+    def seconds(work: Callable[[], Any]) -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    plain()
+    found: list[Row] = []
+    for layers in ("last", "all"):
+
+        def fit(part: list[tuple[torch.Tensor, torch.Tensor]], layers: str = layers) -> None:
+            uq.fit(model, part, method, layers=layers, prior_precision=100.0, progress=False)
+
+        before = seconds(plain)
+        first, all_of_them = seconds(lambda: fit(data[:1])), seconds(lambda: fit(data))
+        unit = (before + seconds(plain)) / 2 / images
+        further = (all_of_them - first) / (images - 1)
+        found.append(
+            {
+                "fit": f"{method}, layers={layers!r}",
+                "seconds a plain pass": unit,
+                "passes a further image": further / unit,
+                "passes beside": (first - further) / unit,
+            }
+        )
+        print(found[-1], flush=True)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -112,9 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = 24 if options.smoke else options.size
     with single_threaded():
         found = rows(size, options.classes, options.draws, options.method, options.only)
+        fitted = fits(size, options.classes, options.method, 3 if options.smoke else 6)
     print(table(found))
+    print(table(fitted))
     if options.json is not None:
-        write_json(options.json, {"machine": machine(), "rows": found})
+        write_json(options.json, {"machine": machine(), "rows": found, "fits": fitted})
 
 
 if __name__ == "__main__":

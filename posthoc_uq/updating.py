@@ -51,7 +51,8 @@ def update(
     samples, so that the result is that of a fit on all data, to rounding. ``"efb"`` and ``"inf"`` keep their bases;
     what is computed in them is exact, too, and so is the diagonal of ``"inf"``. How much of the new data's Fisher is
     outside of these bases, `Posterior.report` says: of the trace for ``"inf"``; for ``"efb"``, whose bases are whole,
-    of the squared Frobenius norm of the Kronecker factors, which is not on their diagonal there.
+    of the squared Frobenius norm of the Kronecker factors, which is not on their diagonal there. Posteriors of a last
+    layer by ``"message_passing"`` get new messages under what they know, so that they end near a fit on all data.
 
     The network, its weights and the bases are those of the fit, and so is every hyperparameter: only the scale follows
     the number of samples. The prior precision, the temperature and the noise variance of a regression stay; tune them
@@ -95,7 +96,7 @@ def forget(
     function of an input's bytes and of the fit's seed, so that the same gradients go out as came in. The posterior does
     not keep its data, so it cannot recognise them. Data that would leave a negative statistic, more samples of a class
     than there are, or no sample, are refused, and the posterior stays as it was. By message passing, data that were
-    never in can pass, and spoil it: look at its predictions afterwards. Everything else is as in `update`.
+    never in can pass, and make predictions worse: look at them afterwards. Everything else is as in `update`.
 
     Args:
         posterior: from `fit` or `load`.

@@ -467,19 +467,26 @@ def test_layers_of_the_fit_and_of_the_method() -> None:
             uq.fit(model, [(x, y)], method, layers=asked, progress=False)
 
 
-@pytest.mark.parametrize("form", ["diagonal", "full"])
-def test_by_default_a_last_layer_does_no_harm_on_digits(form: str) -> None:
-    """Held-out accuracy and log likelihood beside the network's own; without the matched temperature far worse."""
+def digits_network(trained: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network trained on so many digits, and all of them."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(images / 16, dtype=D)[order], torch.tensor(labels)[order]
-    model, trained = network(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), 1200
+    model = network(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimiser = torch.optim.Adam(model.parameters(), 0.01)
     for step in range(200):
-        part = torch.arange(100) + 100 * (step % 12)
+        part = torch.arange(100) + 100 * (step % (trained // 100))
         optimiser.zero_grad()
         nn.functional.cross_entropy(model(x[part]), y[part]).backward()
         optimiser.step()
+    return model, x, y
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_by_default_a_last_layer_does_no_harm_on_digits(form: str) -> None:
+    """Held-out accuracy and log likelihood beside the network's own; without the matched temperature far worse."""
+    trained = 1200
+    model, x, y = digits_network(trained)
     with torch.no_grad():
         own = model(x[trained:]).softmax(1)
     loss, accuracy = score(own, y[trained:])
@@ -524,40 +531,20 @@ def test_divergence_through_a_fit() -> None:
 # Data in, data out
 
 
-def task_of(posterior: uq.Posterior, x: Tensor, y: Tensor) -> Any:
-    """What the hooks of a method get."""
-    from posthoc_uq.fitting import _prepared_task
-    from posthoc_uq.request import requested
-
-    assert posterior.model is not None
-    arguments: dict[str, Any] = dict.fromkeys(("batch_to_inputs", "batch_to_targets", "head", "output"))
-    arguments |= {"seed": 0, "options": {}}
-    request = requested(
-        posterior.model,
-        [(x, y)],
-        uq.MessagePassing(dtype=D),
-        None,
-        posterior.likelihood,
-        "last",
-        None,
-        **arguments,
-    )
-    return _prepared_task(posterior.model, [(x, y)], "last", request, False)[0]
-
-
 @pytest.mark.parametrize("form", ["diagonal", "full"])
 def test_data_come_in_and_go_out(form: str) -> None:
     model = network(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     x, y = normals(90, 3), normals(90, 2, seed=2)
-    method, options = uq.MessagePassing(), dict[str, Any](posterior=form, dtype=D, epochs=20)
+    options = dict[str, Any](posterior=form, dtype=D, epochs=20)
     for likelihood, targets, tolerance in (
         (uq.Gaussian(0.5), y, 1e-8),
         ("classification", y.argmax(1), 0.05),
     ):
         first = fit(model, x[:60], targets[:60], likelihood, **options)
-        both = method.update(first, task_of(first, x[60:], targets[60:]))
+        new = [(x[60:], targets[60:])]
+        both = uq.update(copy.deepcopy(first), new, progress=False)
         assert both.evidence.samples == 90 and both.scale == 90 and first.evidence.samples == 60
-        again = method.forget(both, task_of(both, x[60:], targets[60:]))
+        again = uq.forget(copy.deepcopy(both), new, progress=False)
         assert again.evidence.samples == 60
         whole = fit(model, x, targets, likelihood, **options)
         near = tolerance if form == "full" else max(tolerance, 0.02)
@@ -572,16 +559,16 @@ def test_data_come_in_and_go_out(form: str) -> None:
             assert float((again.variance()[name] / first.variance()[name]).log().abs().max()) < 3 * near
             assert bool((both.variance()[name] < first.variance()[name] * 1.01).all())
         with pytest.raises(uq.PosthocUQError, match="at least one must be left"):
-            method.forget(first, task_of(first, x, targets))
+            uq.forget(first, [(x, targets)], progress=False)
     foreign = 50 * normals(30, 3, seed=8), normals(30, 2, seed=9)
     first = fit(model, x[:31], y[:31], uq.Gaussian(1e-3), **options)
     with pytest.raises(uq.PosthocUQError, match=r"negative|must be positive"):
-        method.forget(first, task_of(first, *foreign))
+        uq.forget(first, [foreign], progress=False)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", uq.Gaussian(0.3)])
 def test_what_came_in_goes_out_of_independent_weights(likelihood: Any, tmp_path: Path) -> None:
-    """Through a file: a single visit of the new data would leave means ten standard deviations away."""
+    """Through a file."""
     model = network(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
     x, y = normals(200, 4), normals(200, 4) @ normals(4, 3, seed=3)
     targets = y.argmax(1) if likelihood == "classification" else y
@@ -593,8 +580,49 @@ def test_what_came_in_goes_out_of_independent_weights(likelihood: Any, tmp_path:
     back = uq.forget(both, new, progress=False)
     for name, mean in first.mean.items():
         spread = first.variance()[name].sqrt()
-        assert float(((back.mean[name] - mean) / spread).abs().max()) < 0.5
-        torch.testing.assert_close(back.variance()[name], first.variance()[name], rtol=1e-3, atol=0)
+        off = float(((back.mean[name] - mean) / spread).abs().max())
+        assert off < (0.1 if likelihood == "classification" else 1e-2)
+        torch.testing.assert_close(back.variance()[name], first.variance()[name], rtol=0.05, atol=0)
+
+
+def test_independent_weights_know_how_old_data_correlate() -> None:
+    """The means of a regression's updates are the exact posterior's, with inputs that correlate; what is left of a
+    correlation, new data alone cannot tell.
+    """
+    model = network(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2, bias=False))
+    x, y = normals(80, 2), normals(80, 2, seed=2)
+    options: dict[str, Any] = {"dtype": D, "prior_precision": 2.0, "epochs": 400, "group_size": 64}
+    for change, start, end in (
+        ("update", slice(0, 60), slice(0, 80)),
+        ("forget", slice(0, 80), slice(0, 60)),
+    ):
+        posterior = fit(model, x[start], y[start], uq.Gaussian(0.5), **options)
+        with torch.no_grad():
+            features = model[:2](x[end]).double()
+        system = 2.0 * torch.eye(6, dtype=D) + features.T @ features / 0.5
+        exact = torch.linalg.solve(system, features.T @ y[end].double() / 0.5).T
+        before = float((posterior.mean["2.weight"].double() - exact).abs().max())
+        getattr(uq, change)(posterior, [(x[60:], y[60:])], progress=False)
+        after = float((posterior.mean["2.weight"].double() - exact).abs().max())
+        assert after < 1e-3 * before
+
+
+def test_independent_weights_end_near_a_fit_on_the_right_data() -> None:
+    """At a fraction of the divergence that doing nothing has."""
+    model, x, y = digits_network(600)
+    everything, part, new = slice(600, 1200), slice(600, 1000), slice(1000, 1200)
+    whole, first = (fit(model, x[rows], y[rows]) for rows in (everything, part))
+    whole.temperature = first.temperature
+
+    def divergence(truth: uq.Posterior, other: uq.Posterior) -> float:
+        p, q = (uq.wrap(model, posterior)(x[1200:]).probs for posterior in (truth, other))
+        return float((p * (p / q).log()).sum(1).mean())
+
+    loader = [(x[new], y[new])]
+    updated = uq.update(copy.deepcopy(first), loader, progress=False)
+    assert divergence(whole, updated) < divergence(whole, first) / 5
+    forgotten = uq.forget(copy.deepcopy(whole), loader, progress=False)
+    assert divergence(first, forgotten) < divergence(first, whole) / 4
 
 
 def test_an_update_of_an_exact_posterior_is_the_fit_on_all() -> None:
@@ -603,7 +631,7 @@ def test_an_update_of_an_exact_posterior_is_the_fit_on_all() -> None:
     x, y = normals(60, 3), normals(60, 2, seed=2)
     options: dict[str, Any] = {"posterior": "full", "dtype": D, "prior_precision": 2.0}
     first = fit(model, x[:40], y[:40], uq.Gaussian(0.5), **options)
-    both = uq.MessagePassing().update(first, task_of(first, x[40:], y[40:]))
+    both = uq.update(first, [(x[40:], y[40:])], progress=False)
     whole = fit(model, x, y, uq.Gaussian(0.5), **options)
     for name, mean in whole.mean.items():
         torch.testing.assert_close(both.mean[name], mean, rtol=1e-9, atol=1e-9)

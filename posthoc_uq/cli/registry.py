@@ -163,12 +163,15 @@ def _field_options(choices: Choices, taken: Collection[str]) -> list[_FieldOptio
 
 
 def _merged(by_name: Mapping[str, Field], everyone: bool) -> Field:
-    """A field that several choices have, with the help of the first and the names of those that have it."""
+    """A field that several choices have, with what each of them says of it, and their names."""
     first = next(iter(by_name.values()))
     if everyone or len(by_name) == 1:
         return first
-    text = first.text.rstrip(".") + f" (of {', '.join(by_name)})."
-    return Field(first.name, first.annotation, first.default, text)
+    owners: dict[str, list[str]] = {}
+    for name, field in by_name.items():
+        owners.setdefault(field.text.rstrip("."), []).append(name)
+    texts = [f"{text} (of {', '.join(names)})." for text, names in owners.items()]
+    return Field(first.name, first.annotation, first.default, " ".join(texts))
 
 
 def _defaults(by_name: Mapping[str, Field]) -> str | None:

@@ -17,6 +17,8 @@ from posthoc_uq.heads.cancellation import LEAST_SHARE, Checked, Contracted, prec
 from posthoc_uq.heads.products import Mode, gram, marginal
 from posthoc_uq.posteriors.covariance_form import CovarianceForm
 
+_ROOT_BLOCKS = 4  # of columns of a triangular root, of which each leaves out the rows that are 0
+
 
 class LayerCovariance:
     """The covariance of one layer's weights, prepared once for Jacobians of many batches.
@@ -80,10 +82,11 @@ class LayerCovariance:
         return self.low_rank.row_roots()
 
     @cached_property
-    def variance_roots(self) -> Tensor:
-        """Roots of the covariances of each output's weights, side by side, ``(n, m n)``: the variances of the outputs
-        of a layer with a low rank and one group are sums of squares of its activations times them, by ``m n^2``
-        multiply-adds a row of activations. Worth it for many rows.
+    def variance_roots(self) -> list[Tensor]:
+        """Triangular roots of the covariances of each output's weights, side by side, in blocks of columns without the
+        rows that are 0, ``(n - start, m width)``: the variances of the outputs of a layer with a low rank and one group
+        are sums of squares of its activations times them, by little more than ``m n^2 / 2`` multiply-adds a row of
+        activations. Worth it for many rows.
         """
         weights, shrunk = (part[0] for part in self.weight_rows(slice(None), True))
         basis = as_double(self.low_rank_bases[0][0]).to(shrunk)
@@ -91,7 +94,13 @@ class LayerCovariance:
         covariances = torch.diag_embed(weights) - subtracted.transpose(1, 2) @ subtracted
         values, vectors = torch.linalg.eigh(covariances)
         roots = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
-        return roots.transpose(0, 1).flatten(1).to(self.dtype)
+        lower = torch.linalg.qr(roots.transpose(1, 2), mode="r").R.transpose(1, 2)
+        size = lower.shape[1]
+        width = -(-size // _ROOT_BLOCKS)
+        return [
+            lower[:, start:, start : start + width].transpose(0, 1).flatten(1).to(self.dtype).contiguous()
+            for start in range(0, size, width)
+        ]
 
     def root_weight_rows(self, rows: slice, double: bool) -> tuple[Tensor, Tensor]:
         """``sqrt w`` and ``s sqrt w`` of some rows, ``(G, rows, n)``; in float64 exactly the numbers that the

@@ -154,11 +154,10 @@ class PositionLinearization(_Rows):
         layer, (inputs, outputs) = self._weights.layers.get(name), (rows.shape[1], self._row_mean.shape[1])
         worth = len(rows) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MOST_NUMBERS
         if layer is not None and layer.low_rank is not None and worth:
-            roots = layer.variance_roots.to(rows.device)
-            parts = [
-                (part @ roots).square_().reshape(-1, outputs, inputs).sum(2) for part in self._closed_parts()
-            ]
-            return self._as_result(torch.cat(parts))
+            roots = [block.to(rows.device) for block in layer.variance_roots]
+            return self._as_result(
+                torch.cat([_sum_of_squares(part, roots, outputs) for part in self._closed_parts()])
+            )
         parts = [self._weights.output_variance(name, part) for part in self._closed_parts()]
         return self._as_result(torch.cat([part.clamp(min=0) for part in parts]))
 
@@ -326,6 +325,15 @@ class PositionProbes(_Rows):
     def trace(self, probes: int) -> Tensor:
         """The sum of the variances of all outputs that are used, ``(samples,)``."""
         return self.variance().reshape(self._samples, -1).sum(1)
+
+
+def _sum_of_squares(rows: Tensor, roots: list[Tensor], outputs: int) -> Tensor:
+    """``|L_j^T f|^2``, ``(rows, outputs)``, for the blocks of columns of `LayerCovariance.variance_roots`."""
+    total = rows.new_zeros(len(rows), outputs)
+    for block in roots:
+        inside = rows[:, rows.shape[1] - len(block) :] @ block
+        total += inside.square_().reshape(len(rows), outputs, -1).sum(2)
+    return total
 
 
 def _independent(classes: int) -> float:

@@ -89,7 +89,7 @@ def _drawn_rows(outputs: Tensor, keys: Tensor, draws: range, layout: Layout) -> 
         part = slice(start, start + step)
         torch.softmax(rows[part], 1, out=probs[part])
         sums = probs[part].to(places.dtype).cumsum(1)
-        found = torch.searchsorted(sums, places[part] * sums[:, -1:])
+        found = torch.searchsorted(sums, (places[part] * sums[:, -1:]).contiguous())
         labels.append(found.clamp_(max=rows.shape[1] - 1))
     return probs, torch.cat(labels)
 

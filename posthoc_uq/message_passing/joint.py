@@ -124,8 +124,8 @@ def sites_within(
     *,
     sweeps: int = 5 * SWEEPS,
     tolerance: float = TOLERANCE,
-) -> Joint:
-    """What targets that `posterior` already holds said of the weights: the sites for which it is settled.
+) -> Message:
+    """The sites ``(N, J)`` of targets that `posterior` already holds: those for which it is settled.
 
     Args:
         features: ``(N, I)`` in float64, a 1 for the bias included.
@@ -140,8 +140,7 @@ def sites_within(
     """
     marginal = marginals(features, posterior)
     start = nothing(marginal.tau)
-    sites = _settled(lambda _: marginal, start, targets, signal, sweeps, tolerance)
-    return evidence_of(features, sites)
+    return _settled(lambda _: marginal, start, targets, signal, sweeps, tolerance)
 
 
 def _settled(
@@ -177,8 +176,9 @@ def _renewed(known: Message, sites: Message, targets: Tensor, signal: Signal) ->
     if not bool((cavity.rho >= FLOOR).all()) or not bool(cavity.finite.all()):
         least = float(cavity.rho.min())
         raise PosthocUQError(
-            f"A logit without its own target has the precision {least:.3g}, which must be positive: the data to take "
-            f"out were not all part of the fit, or the features are too large; bring them to about unit size."
+            f"Without the target of one of these samples, an output of the layer would have the precision "
+            f"{least:.3g}, which must be positive. Either data go out that never came in, or the layer's inputs are "
+            f"too large: bring them to about unit size."
         )
     message = signal.message(Message(*(part.unsqueeze(0) for part in cavity)), targets)
     return Message(*(part.squeeze(0) for part in message))

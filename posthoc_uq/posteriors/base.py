@@ -340,8 +340,8 @@ class Posterior(Adjustable):
         self.require([can.LOG_DETERMINANT], "The log marginal likelihood", tuned)
         if "prior_precision" not in self.blocks[block].tunable:
             raise PosthocUQError(
-                f"method={self.method!r} optimises a bound on the marginal likelihood itself (see report()), so there "
-                f"is no log marginal likelihood. Fit again with another prior_precision{tuned and f', or {tuned}'}."
+                f"method={self.method!r} has no log marginal likelihood: it found its posterior for one given prior "
+                f"(see report()). Fit again with another prior_precision{tuned and f', or {tuned}'}."
             )
         settings = self._settings
         prior = settings.prior_precision if prior_precision is None else prior_precision

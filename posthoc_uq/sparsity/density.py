@@ -134,5 +134,5 @@ def _active(posterior: Posterior, chances: dict[str, Tensor], inputs: Any) -> tu
     try:
         chain = find_chain(model, posterior.layers, batch)
     except BrokenChainError as error:
-        return {}, f"There is no active density, because the layers form no chain: {error}."
+        return {}, f"There is no active density, since no chain of layers was found: {error}."
     return active_weights(chain, lambda layer: chances[layer.name] > 0.5), ""
