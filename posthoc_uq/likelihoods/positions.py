@@ -23,8 +23,16 @@ from posthoc_uq.randomness import uniforms
 _AT_ONCE = 2**19  # numbers that are worked on at once; more are not faster
 
 
-def log_probs(outputs: Tensor, targets: Tensor, layout: Layout, label_smoothing: float = 0.0) -> Tensor:
-    """``log p(labels | outputs)`` of every sample, ``(samples,)``: the sum over the positions that count."""
+def log_probs(
+    outputs: Tensor,
+    targets: Tensor,
+    layout: Layout,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """``log p(labels | outputs)`` of every sample, ``(samples,)``: the sum over the positions that count, each times
+    its weight ``(samples, positions)`` where there are weights.
+    """
     labels, counted = layout.labels(outputs, targets)
     rows, labels = layout.rows(outputs), labels.flatten()
     step = max(1, _AT_ONCE // rows.shape[1])
@@ -34,7 +42,8 @@ def log_probs(outputs: Tensor, targets: Tensor, layout: Layout, label_smoothing:
             for part, own in zip(rows.split(step), labels.split(step), strict=True)
         ]
     )
-    return -losses.reshape(counted.shape).masked_fill(~counted, 0.0).sum(1)
+    losses = losses.reshape(counted.shape).masked_fill(~counted, 0.0)
+    return -(losses if weights is None else losses * weights.to(losses)).sum(1)
 
 
 def scores(outputs: Tensor, targets: Tensor, layout: Layout, label_smoothing: float = 0.0) -> Tensor:
