@@ -1,6 +1,6 @@
 """Uncertainty of a small language model on Python's own texts, with a posterior of the last layer and one of LoRA.
 
-python recipes/language/run.py            some ten minutes of one core
+python recipes/language/run.py            some fifteen minutes of one core
 python recipes/language/run.py --smoke    few steps; seconds
 """
 
