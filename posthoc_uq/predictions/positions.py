@@ -214,7 +214,7 @@ class PositionPrediction(Prediction):
         """
         return self.log_prob_by_position(targets).flatten(1).sum(1)
 
-    def counted(self, targets: Tensor) -> Tensor:
+    def labelled(self, targets: Tensor) -> Tensor:
         """(batch, *positions): whether a position has a label that counts. With `next_token` position t has the label
         at t + 1.
         """
@@ -222,7 +222,7 @@ class PositionPrediction(Prediction):
 
     def perplexity(self, targets: Tensor) -> Tensor:
         """(batch,): ``exp(-log_prob / n)`` with the n positions of an input that count; NaN where none does."""
-        counted = self.counted(targets).flatten(1).sum(1)
+        counted = self.labelled(targets).flatten(1).sum(1)
         return (-self.log_prob(targets) / counted).exp()
 
     def fitting(self, targets: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def sequence_scores(
         raise PosthocUQError("Labels say which tokens count; give labels or mask, not both.")
     found: dict[str, Tensor] = {}
     if labels is not None:
-        mask = prediction.counted(labels)
+        mask = prediction.labelled(labels)
         found["log_probability"] = prediction.log_prob(labels)
         found["perplexity"] = prediction.perplexity(labels)
         found["tokens"] = mask.flatten(1).sum(1)

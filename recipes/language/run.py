@@ -71,7 +71,7 @@ def row(
 
 
 def _tokens(prediction: uq.PositionPrediction, labels: Tensor, score: str) -> Tensor:
-    return prediction.scores_by_position()[score][prediction.counted(labels)]
+    return prediction.scores_by_position()[score][prediction.labelled(labels)]
 
 
 def _whole(prediction: uq.PositionPrediction, labels: Tensor, score: str) -> Tensor:
