@@ -26,6 +26,18 @@ class LeNet(nn.Sequential):
         )  # fmt: skip
 
 
+class UserHead(nn.Module):
+    """A timm backbone without its classifier, under a head of the user's."""
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__()
+        self.body = timm.create_model(name, num_classes=0)
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
 # name: (constructor, image size, parameters that stay deterministic)
 MODELS = {
     "mlp": (MLP, 16, 0),
@@ -36,6 +48,7 @@ MODELS = {
     "tf_efficientnet_lite0": (lambda: timm.create_model("tf_efficientnet_lite0"), 128, 98),
     "vit_tiny_patch16_224": (lambda: timm.create_model("vit_tiny_patch16_224"), 224, 52),
     "convnext_atto": (lambda: timm.create_model("convnext_atto"), 128, None),
+    "timm backbone, own head": (lambda: UserHead("mobilenetv3_small_050", 1024), 64, None),
     "vit_b_16 (in-projection inside attention)": (
         lambda: torchvision.models.VisionTransformer(64, 16, 2, 2, 32, 64, num_classes=10), 64, None,
     ),
