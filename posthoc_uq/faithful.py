@@ -44,7 +44,7 @@ _BELOW = 2  # decades below it at which a search ends: weights of ten times thei
 _UP = 12  # decades above it at which a search gives up
 _ZERO = 1e-12  # mean square up to which weights count as zero
 _POSITIONS, _OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
-_LEAST = 4  # ... but so many inputs in any case
+_LEAST = 16  # ... but so many inputs in any case
 _HALVINGS = 12  # of the interval of temperatures
 
 
