@@ -28,7 +28,7 @@ from posthoc_uq.posteriors.combining import NotContainedError
 from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.preparing import prepared_task
-from posthoc_uq.replica import check_differentiable, model_device, replicate
+from posthoc_uq.replica import check_differentiable, model_device
 from posthoc_uq.storage.schema import check_unchanged
 from posthoc_uq.values import flag
 from posthoc_uq.warned import warn_user
@@ -152,7 +152,7 @@ def _changed(
         task.observe()
         new.features, new.weight_prior = posterior.features, posterior.weight_prior
         if grams is not None:
-            new.features = other_features(task, grams, posterior, sign, _network(posterior))
+            new.features = other_features(task, grams, posterior, sign, model_of(posterior))
     except NotContainedError as error:
         raise PosthocUQError(
             f"These data cannot all be among those of the posterior: without them, the {error} would be negative. Pass "
@@ -208,12 +208,6 @@ def _prepared(
             f"like those of the fit."
         )
     return task
-
-
-def _network(posterior: Posterior) -> torch.nn.Module:
-    """The model at the posterior's mean."""
-    model = model_of(posterior)
-    return replicate(model, posterior.centre) if posterior.centre else model
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,6 @@ def by_class(features: FeatureGrams) -> bool:
     return _labels(features) != [ALL]
 
 
-def total(features: FeatureGrams) -> Tensor:
-    """The Gram of all samples, ``(features, features)`` in float64: the sum of the kept ones."""
-    return _Kept(features, features.basis.device).total()
-
-
 def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGrams:
     """The statistics with those of other samples.
 

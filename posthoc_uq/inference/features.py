@@ -76,7 +76,7 @@ def other_features(
         grams: from `watch_other_features`.
         posterior: whose statistics they are added to.
         sign: 1 where they come in, -1 where they go out.
-        network: the model at the posterior's mean.
+        network: the trained model, whose classes sort the samples; a mean that the data move would sort them anew.
 
     Raises:
         NotContainedError: the data cannot all be among those of the posterior.

@@ -14,7 +14,7 @@ from torch import Tensor
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.message_data import Examples, Units, examples_of
-from posthoc_uq.inference.message_grams import Remembered, moved_gram, units_of
+from posthoc_uq.inference.message_grams import Remembered, gram_of, kept_gram, units_of
 from posthoc_uq.inference.message_last import (
     diagonal_evidence,
     joint_evidence,
@@ -74,8 +74,12 @@ def changed(posterior: Posterior, task: Task, sign: int) -> Posterior:
     )
     task.settings = replace(task.settings, likelihood=posterior.likelihood)
     work = _joint if isinstance(block, JointMessagesBlock) else _diagonal
-    field, precision = work(posterior, block, layer, examples, partial(signal_of, task, options), sign)
+    field, precision = work(block, layer, examples, partial(signal_of, task, options), sign)
     kept = [as_double(block.field) + sign * field, as_double(block.precision) + sign * precision]
+    gram = block.gram
+    if gram is not None:
+        own = gram_of(examples.inputs, _shift(block, layer.bias is not None), layer.bias is not None)
+        gram = gram if own is None else gram + sign * own.to(gram)
     new = type(block)(
         block.prior_mean,
         block.prior_precision,
@@ -83,6 +87,7 @@ def changed(posterior: Posterior, task: Task, sign: int) -> Posterior:
         kept[1].to(block.field),
         block.shift,
         samples,
+        gram,
     )
     _check_left(new)
     return _with_block(posterior, name, new, samples)
@@ -139,7 +144,6 @@ def _shift(block: MessagesBlock, bias: bool) -> Tensor:
 
 
 def _joint(
-    posterior: Posterior,
     block: MessagesBlock,
     layer: Layer,
     examples: Examples,
@@ -159,7 +163,6 @@ def _joint(
 
 
 def _diagonal(
-    posterior: Posterior,
     block: MessagesBlock,
     layer: Layer,
     examples: Examples,
@@ -169,7 +172,7 @@ def _diagonal(
     """Field and precision ``(1, J, n)`` of the data."""
     bias = layer.bias is not None
     shift = _shift(block, bias)
-    gram = moved_gram(posterior, layer, shift)
+    gram = kept_gram(block, layer)
     units = units_of(gram, block.samples, shift, examples, bias)
     signal = likelihood(units)
     known = cast(Message, _natural(block, units, bias))

@@ -113,7 +113,12 @@ def examples_of(task: Task, layer: Layer | None) -> Examples:
     else:
         targets = as_double(targets)
     inputs = torch.cat(kept.inputs)
-    return Examples(inputs, targets.to(inputs.device), kept.outputs)
+    targets = targets.to(inputs.device)
+    if layer is not None and layer.bias is None:
+        speaking = inputs.ne(0).any(1)  # without a bias, the output for an input of zeros is known
+        if bool(speaking.any()):
+            inputs, targets = inputs[speaking], targets[speaking]
+    return Examples(inputs, targets, kept.outputs)
 
 
 class Units:

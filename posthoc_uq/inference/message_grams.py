@@ -1,8 +1,9 @@
-"""New data for a last layer's independent weights, and data that go out: with the correlations of the old data.
+"""A last layer's independent weights, with the correlations of their inputs: for means, for new data, and for data that
+go out.
 
 Independent variances do not know what the old data say of combinations of weights: by them alone, later data would
-move the means too far in some directions, and too little in others. The Gram ``G`` of the layer's inputs, which a
-posterior keeps for its novelty, knows. For output j the old data count as a Gaussian of the precision ``c_j G`` around
+move the means too far in some directions, and too little in others. The Gram ``G`` of the layer's inputs, which the
+posterior keeps, knows. For output j the old data count as a Gaussian of the precision ``c_j G`` around
 the mean ``m_j`` of the posterior, beside the prior ``P_0``. For a regression ``c_j`` is the noise precision, so that
 means are exact. For classes the sites of the old targets are gone, and ``c_j`` is `SHARPER` times what the messages say
 of a feature, relative to its Gram, on average.
@@ -13,50 +14,80 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posthoc_uq.curvature.kept_grams import total
+from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.message_data import Examples, Units
 from posthoc_uq.layers import Layer
 from posthoc_uq.message_passing import joint
 from posthoc_uq.message_passing.gaussian import Message
 from posthoc_uq.message_passing.targets import Regression, Signal
-from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.combining import NotContainedError
 from posthoc_uq.posteriors.dense import LARGEST_BYTES
+from posthoc_uq.posteriors.messages import MessagesBlock
+from posthoc_uq.posteriors.numerics import cholesky
 
 SHARPER = 3.0
 """Messages to single weights say less than the sites of all targets do. Of 1, 2 and 4, both 2 and 4 predicted best
 after updates and forgetting, on four networks of digits with two sizes of data each."""
 
+_ROWS = 4096  # at once
+_LARGEST_GRAM = 2**30  # bytes
 _TOLERANCE = 1e-4  # of the sites of new targets, which the approximation does not need better
 
 
-def moved_gram(posterior: Posterior, layer: Layer, shift: Tensor) -> Tensor:
-    """The Gram ``(n, n)`` of the layer's inputs over the old data. Where the layer has a bias, `shift` ``(I,)`` is
-    taken from them, and the bias's 1 is the last.
+def gram_of(inputs: Tensor, shift: Tensor, bias: bool) -> Tensor | None:
+    """The Gram ``(n, n)`` in float64 of a last layer's inputs ``(N, I)``, with `shift` ``(I,)`` taken from them where
+    the layer has a bias, whose 1 is the last; None where it would be larger than 1 GiB.
+    """
+    size = inputs.shape[1] + bias
+    if 8 * size**2 > _LARGEST_GRAM:
+        return None
+    gram = shift.new_zeros(size, size)
+    for part in inputs.split(_ROWS):
+        rows = as_double(part) - shift if bias else as_double(part)
+        rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if bias else rows
+        gram.addmm_(rows.T, rows)
+    return (gram + gram.T) / 2
+
+
+def settled_means(
+    prior: tuple[Tensor, Tensor], rows: Tensor, targets: Tensor, told: Message, signal: Regression
+) -> Message:
+    """The messages of a regression to independent weights, with the means to which they converge: those of the exact
+    posterior, ``(diag P + X^T X / s^2)^-1 (P mu + X^T y / s^2)``, which takes many epochs where inputs correlate.
+
+    Args:
+        prior: means and precisions ``(J, n)``.
+        rows: ``(N, n)``, with the bias's 1.
+        targets: ``(N, J)``.
+        told: the messages, ``(J, n)``.
+        signal: of the targets.
+    """
+    noise = torch.as_tensor(signal.noise_variance, dtype=rows.dtype, device=rows.device).expand(
+        targets.shape[1]
+    )
+    gram, pulls, means = rows.T @ rows, targets.T @ rows, list[Tensor]()
+    for mean, precision, variance, pull in zip(*prior, noise, pulls, strict=True):
+        system = torch.diag(precision) + gram / variance
+        field = (precision * mean + pull / variance).unsqueeze(1)
+        means.append(torch.cholesky_solve(field, cholesky(system)).squeeze(1))
+    return Message(torch.stack(means) * (prior[1] + told.rho) - prior[1] * prior[0], told.rho)
+
+
+def kept_gram(block: MessagesBlock, layer: Layer) -> Tensor:
+    """The Gram of a block's data.
 
     Raises:
-        PosthocUQError: the posterior does not know it, or it would take too much memory.
+        PosthocUQError: the block does not know it, or a change would take too much memory.
     """
     size = 16 * layer.outputs * layer.inputs**2
-    if size > LARGEST_BYTES:
+    if block.gram is None or size > LARGEST_BYTES:
         raise PosthocUQError(
             f"Data come in and go out of '{layer.name}' by one matrix an output, which takes {size / 2**30:.1f} GiB "
             f"({layer.outputs} outputs, {layer.inputs} inputs), more than {LARGEST_BYTES / 2**30:.0f}; fit again on "
             f"the data that the posterior is to hold."
         )
-    features = posterior.features
-    if features is None or features.totals is None:
-        raise PosthocUQError(
-            f"This posterior keeps no statistics of the inputs of '{layer.name}', without which data can neither come "
-            f"in nor go out; fit again on the data that it is to hold."
-        )
-    gram = total(features).to(shift)
-    if layer.bias is None:
-        return gram
-    move = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    move[:-1, -1] = -shift
-    return move @ gram @ move.T
+    return as_double(block.gram)
 
 
 def units_of(gram: Tensor, samples: int, shift: Tensor, examples: Examples, bias: bool) -> Units:

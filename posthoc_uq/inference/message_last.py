@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.message_data import Batches, Examples, Units
+from posthoc_uq.inference.message_grams import gram_of, settled_means
 from posthoc_uq.inference.message_network import (
     folded_parameters,
 )
@@ -19,7 +20,7 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.message_passing import joint, priors
 from posthoc_uq.message_passing.gaussian import Message
 from posthoc_uq.message_passing.network import Belief, Stage, Weighted, quotient
-from posthoc_uq.message_passing.targets import Signal
+from posthoc_uq.message_passing.targets import Regression, Signal
 from posthoc_uq.posteriors.dense import LARGEST_BYTES
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
 from posthoc_uq.randomness import mixed_seed
@@ -45,7 +46,12 @@ def last_blocks(
     data = Batches(examples, units, size, order_seed(task))
     trainer = trained(task, options, stages, {0: belief}, data, signal)
     said = as_matrix(quotient(trainer.posterior[0], belief), bias)
+    gram = gram_of(examples.inputs, units.shift, bias)
+    if isinstance(signal, Regression) and gram is not None:
+        rows, targets = joint_rows(layer, units, examples), units.targets(examples.targets)
+        said = settled_means(prior, rows, targets, said, signal)
     block = diagonal_block(task, layer, units, prior, said, len(examples.inputs))
+    block.gram = gram
     return {layer.name: block}, visits(trainer)
 
 

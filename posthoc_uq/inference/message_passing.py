@@ -83,7 +83,7 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
             )
     posterior = _posterior(task, options, blocks, len(examples.inputs), notes, prior_precision)
     if source is not None:
-        posterior.features = _features(task, source, posterior, examples.inputs)
+        posterior.features = _features(task, source, examples.inputs)
     if last is not None and options.matched_temperature and task.settings.likelihood.noise_variance is None:
         with torch.no_grad():
             own, block = posterior.temperature, blocks[last.name]
@@ -123,12 +123,14 @@ def last_layer(task: Task) -> FeatureSource:
     return source
 
 
-def _features(task: Task, source: FeatureSource, posterior: Posterior, rows: Tensor) -> FeatureGrams:
-    """What entered the last layer, with the classes of the posterior's mean: the pass that kept it is enough."""
+def _features(task: Task, source: FeatureSource, rows: Tensor) -> FeatureGrams:
+    """What entered the last layer, with the trained network's classes, which no change of the data moves: the pass that
+    kept it is enough.
+    """
     layer = source.layer
     rows = rows if layer.bias is None else torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
-    bias = None if layer.bias is None else posterior.mean[layer.bias]
-    weights = layer.to_matrix(posterior.mean[layer.weight], bias)[0]
+    own = dict(task.model.named_parameters())
+    weights = layer.to_matrix(own[layer.weight], None if layer.bias is None else own[layer.bias])[0]
     with torch.no_grad():
         return features_of_rows(task, source, rows, rows @ weights.to(rows).T)
 
