@@ -60,7 +60,9 @@ def share_over_time(shares: Sequence[float], labels: Sequence[str], known: float
     points = [(x(place + 1.0), y(share)) for place, share in enumerate(shares)]
     parts = [_frame(x, y, [], "")]
     if known is not None:
-        parts.append(f'<line class="level" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(known)}" y2="{y(known)}"/>')
+        parts.append(
+            f'<line class="level" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(known)}" y2="{y(known)}"/>'
+        )
     parts.append(f'<polyline class="new" points="{" ".join(f"{a},{b}" for a, b in points)}"/>')
     parts += [f'<circle class="dots" cx="{a}" cy="{b}" r="3"/>' for a, b in points]
     ends = [(labels[0], _LEFT, "start")]
@@ -88,7 +90,9 @@ def _frame(x: _Scale, y: _Scale, ticks: Sequence[tuple[float, str]], name: str) 
     bottom = _HEIGHT - _BOTTOM
     parts: list[str] = []
     for value in _ticks(0.0, y.high):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
+        )
         parts.append(
             f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{100 * value:.3g} %</text>'
         )

@@ -29,7 +29,8 @@ _STYLE = (
 .charts h3 { font-size: 1rem; margin: .2rem 0; font-weight: 600; }
 .key { font-size: .85rem; color: var(--dim); margin: .2rem 0 .6rem; }
 .key i { display: inline-block; width: 1.1em; height: .75em; margin-right: .35em; vertical-align: baseline; }
-.key .known { background: var(--known); opacity: .5; } .key .new { border: 2px solid var(--new); box-sizing: border-box; }
+.key .known { background: var(--known); opacity: .5; }
+.key .new { border: 2px solid var(--new); box-sizing: border-box; }
 .key span { margin-right: 1.1em; white-space: nowrap; }
 .verdict { border-left: 4px solid var(--known); padding: .3rem .8rem; background: var(--panel); }
 .verdict.alarm { border-color: var(--wrong); }
@@ -82,7 +83,9 @@ def _tiles(incoming: Records, reference: Records | None) -> str:
     share = incoming.share_referred
     if share is not None:
         known = None if reference is None else reference.share_referred
-        tiles.append((f"{100 * share:.3g} %", "referred", "" if known is None else f"{100 * known:.3g} % held out"))
+        tiles.append(
+            (f"{100 * share:.3g} %", "referred", "" if known is None else f"{100 * known:.3g} % held out")
+        )
     for score, values in incoming.scores.items():
         known_values = None if reference is None else reference.scores.get(score)
         held_out = "" if known_values is None else f"{np.nanmedian(known_values):.3g} held out"
@@ -168,8 +171,9 @@ def _table(incoming: Records, found: Sequence[Drift]) -> list[str]:
     return [
         "<h2>Drift, window by window</h2>",
         f'<p class="note">Two-sample Kolmogorov-Smirnov tests against the held-out data, newest window first: D is the '
-        f"largest distance between the two distribution functions, p how probable such a distance is by chance. Marked: "
-        f"p below {LEVEL:g} divided by the {len(found)} tests of this page. Inputs are taken as independent.</p>",
+        "largest distance between the two distribution functions, p how probable such a distance is by chance. "
+        f"Marked: p below {LEVEL:g} divided by the {len(found)} tests of this page. Inputs are taken as "
+        "independent.</p>",
         f'<div class="scroll"><table><thead><tr><th>inputs</th>{until}{head}</tr></thead><tbody>'
         f"{''.join(rows)}</tbody></table></div>",
     ]
@@ -181,7 +185,7 @@ def _gallery(incoming: Records, pictures: Sequence[Picture]) -> list[str]:
     score = _words(incoming.novelty_score or "score")
     cards = [
         f'<div class="card"><img alt="" src="{png_source(picture.png)}">'
-        f'{f"<b>{escape(picture.label)}</b><br>" if picture.label else ""}'
+        f"{f'<b>{escape(picture.label)}</b><br>' if picture.label else ''}"
         f'<span class="dim">{escape(score)} {picture.score:.3g}</span></div>'
         for picture in pictures
     ]

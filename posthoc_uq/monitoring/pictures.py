@@ -69,7 +69,7 @@ class Pictures:
             return score == score and (len(self._heap) < self._size or score > self._heap[0][0])
 
     def add(self, image: Image.Image, score: float, label: str) -> str:
-        """Keep a thumbnail of an image if it is novel enough; its path, or nothing."""
+        """Keep a thumbnail of an image if it is novel enough; its path as seen from beside the folder, or nothing."""
         if not self.wants(score):
             return ""
         png = thumbnail(image)
@@ -78,7 +78,7 @@ class Pictures:
             if self._folder is not None:
                 (self._folder / name).write_bytes(png)
             kept = self._keep(score, name, Picture(score, label, png))
-        return str(self._folder / name) if kept and self._folder is not None else ""
+        return f"{self._folder.name}/{name}" if kept and self._folder is not None else ""
 
     def _keep(self, score: float, name: str, picture: Picture) -> bool:
         heapq.heappush(self._heap, (score, name, picture))

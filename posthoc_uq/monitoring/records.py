@@ -141,7 +141,11 @@ def _numbers(rows: Sequence[Mapping[str, Any]], column: str, name: str) -> Numbe
 def _label(row: Mapping[str, Any]) -> str:
     if row.get("label_1"):
         probability = row.get("probability_1")
-        return f"{row['label_1']} {float(probability):.2f}" if probability not in (None, "") else str(row["label_1"])
+        return (
+            f"{row['label_1']} {float(probability):.2f}"
+            if probability not in (None, "")
+            else str(row["label_1"])
+        )
     mean = row.get("mean", row.get("mean_1"))
     return "" if mean in (None, "") else str(mean)
 
@@ -158,7 +162,10 @@ class ScoreLog:
         header = ",".join(COLUMNS)
         try:
             self._file = os.fdopen(
-                os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+", encoding="utf-8", newline=""
+                os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600),
+                "r+",
+                encoding="utf-8",
+                newline="",
             )
             first = self._file.readline().strip()
         except (OSError, UnicodeDecodeError) as error:

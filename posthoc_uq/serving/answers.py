@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from posthoc_uq.errors import NotAnsweredError
+from posthoc_uq.errors import NotAnsweredError, PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import referral_reasons, referral_tail
 from posthoc_uq.monitoring.records import SCORES
@@ -58,7 +58,15 @@ def answers_of(predictor: Predictor, prediction: Prediction, form: Form) -> list
         predictor: made it.
         prediction: on the CPU.
         form: see there.
+
+    Raises:
+        PosthocUQError: there are other names than classes.
     """
+    outputs = (
+        prediction.probs.shape[1] if isinstance(prediction, MultilabelPrediction) else prediction.classes
+    )
+    if form.names is not None and outputs is not None and len(form.names) != outputs:
+        raise PosthocUQError(f"There are {len(form.names)} class names, and the model has {outputs} outputs.")
     said = _said(prediction, form)
     shown = (*SCORES[:3], *thresholds_of(predictor.posterior.history.referral))
     known = {name: values.tolist() for name, values in prediction.scores().items()}
@@ -72,7 +80,7 @@ def answers_of(predictor: Predictor, prediction: Prediction, form: Form) -> list
     for index, words in enumerate(said):
         scores = {name: _finite(known[name][index]) for name in dict.fromkeys(shown) if name in known}
         referring = [name for name, flags in reasons.items() if flags[index]]
-        judged = {"referred": bool(referring) if form.refers else None, "reasons": referring}
+        judged: dict[str, Any] = {"referred": bool(referring) if form.refers else None, "reasons": referring}
         if tails is not None:
             judged["tail"] = _finite(tails[index])
         watched = {name: _finite(known[name][index]) for name in SCORES if name in known}

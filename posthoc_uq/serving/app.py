@@ -36,8 +36,8 @@ def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Sta
 
     Args:
         service: what answers.
-        hosts: names by which clients may call it (the header Host); None for any. Other names are refused, so that a web
-            page that points a name of its own at this machine cannot read answers.
+        hosts: names by which clients may call it (the header Host); None for any. Other names are refused, so that a
+            web page that points a name of its own at this machine cannot read answers.
     """
 
     @asynccontextmanager
@@ -133,7 +133,9 @@ async def _image_files(request: Request, service: Service) -> tuple[list[bytes],
         return await files_of(request, service.settings.limits), None
     if kind not in IMAGE_TYPES:
         raise Refused(
-            415, "type", "/predict/image takes the content type image/png or image/jpeg, or one file of a form."
+            415,
+            "type",
+            "/predict/image takes the content type image/png or image/jpeg, or one file of a form.",
         )
     return [await body_of(request, service.settings.limits)], IMAGE_TYPES[kind]
 

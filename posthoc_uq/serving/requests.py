@@ -136,14 +136,18 @@ def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> T
     try:
         array: Any = np.asarray(value)
     except (ValueError, RecursionError, OverflowError):
-        raise Refused(400, "numbers", f"The lists of '{key}' differ in length at one depth; {form}.") from None
+        raise Refused(
+            400, "numbers", f"The lists of '{key}' differ in length at one depth; {form}."
+        ) from None
     if array.dtype.kind not in "iuf" or array.size == 0:
         raise Refused(400, "numbers", f"'{key}' must hold numbers alone, and one at least; {form}.")
     if dtype == torch.int64 and array.dtype.kind == "f":
         raise Refused(400, "numbers", f"'{key}' must hold whole numbers for this model (--integers).")
     tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(dtype)
     if not bool(torch.isfinite(tensor).all()):
-        raise Refused(400, "numbers", f"'{key}' has a number that is too large for {dtype}; scale the inputs.")
+        raise Refused(
+            400, "numbers", f"'{key}' has a number that is too large for {dtype}; scale the inputs."
+        )
     return tensor if many else tensor.unsqueeze(0)
 
 

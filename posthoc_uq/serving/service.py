@@ -24,6 +24,7 @@ from posthoc_uq.monitoring.page import monitor_page
 from posthoc_uq.monitoring.pictures import Pictures
 from posthoc_uq.monitoring.records import Records, ScoreLog
 from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.serving.answers import Answer, Form, answers_of
 from posthoc_uq.serving.metrics import Metrics
 from posthoc_uq.serving.refusals import Refused, shortened
@@ -102,6 +103,21 @@ class Service:
         floats = (p.dtype for p in predictor.model.parameters() if p.is_floating_point())
         self._dtype = torch.int64 if settings.integers else next(floats, torch.float32)
 
+    def warm_up(self) -> None:
+        """Predict a grey image once, so that the first client need not wait for what is made on first use. A model that
+        takes no images is left alone.
+
+        Raises:
+            PosthocUQError: there are other names than classes.
+        """
+        if self.transform is None:
+            return
+        try:
+            inputs = prepared([Image.new("RGB", (256, 256), (128, 128, 128))], self.transform)
+            answers_of(self.predictor, self._predicted(inputs), self._form)
+        except Refused:
+            return
+
     def predict_numbers(self, body: bytes, many: bool) -> list[dict[str, Any]]:
         """Answers to a body of JSON; see `numbers_of`.
 
@@ -122,25 +138,26 @@ class Service:
         return self._answered(prepared(images, self.transform), images)
 
     def _answered(self, inputs: Tensor, images: Sequence[Image.Image] | None) -> list[dict[str, Any]]:
+        prediction = self._predicted(inputs)
+        answers = answers_of(self.predictor, prediction, self._form)
+        self._remember(answers, images)
+        return [answer.plain for answer in answers]
+
+    def _predicted(self, inputs: Tensor) -> Prediction:
         try:
-            with self._model, torch.no_grad():
-                start = time.perf_counter()
-                prediction = self.predictor(inputs.to(self.predictor.device)).to("cpu")
-                self.metrics.model_seconds.observe(time.perf_counter() - start)
+            with self._model, torch.no_grad(), self.metrics.model_seconds.time():
+                return self.predictor(inputs.to(self.predictor.device)).to("cpu")
         except NonFiniteError as error:
             raise Refused(422, "finite", f"{shortened(error)}.") from None
         except PosthocUQError as error:
             raise Refused(422, "shape", f"{shortened(error, 600)}.") from None
-        answers = answers_of(self.predictor, prediction, self._form)
-        self._remember(answers, images)
-        return [answer.plain for answer in answers]
 
     def _remember(self, answers: Sequence[Answer], images: Sequence[Image.Image] | None) -> None:
         """Count, keep and log; a full disk costs the record, not the answer."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         rows: list[dict[str, Any]] = []
         for index, answer in enumerate(answers):
-            row = {"time": now, "file": "", **answer.row}
+            row: dict[str, Any] = {"time": now, "file": "", **answer.row}
             self.metrics.inputs.inc()
             self.metrics.referred.inc(1 if row["flag"] else 0)
             for name, histogram in (("entropy", self.metrics.entropy), ("novelty", self.metrics.novelty)):
