@@ -7,8 +7,8 @@ The server runs in a process of its own on the loopback address. Every client se
 connection, numbers and PNG files in turn, and every answer is compared with the library's prediction of the same input,
 to the last bit. "forward" is one pass of the bare model on one input in memory, "prediction" the same through the
 predictor; both are measured while nothing else runs, so that a server that predicts one input at a time can at best
-answer `clients` requests in `clients` predictions. Memory is the server's resident set after a tenth of the requests, and
-after all. Weights are random.
+answer `clients` requests in `clients` predictions. Memory is the server's resident set after a tenth of the requests,
+and after all. Weights are random.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import nn
 
 import posthoc_uq as uq
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 
@@ -51,8 +51,8 @@ def resnet():
 
 
 def small():
-    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
-'''
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
+"""
 DISTINCT = 16
 JSON, PNG = {"Content-Type": "application/json"}, {"Content-Type": "image/png"}
 
@@ -78,7 +78,9 @@ def prepared(folder: Path, name: str, size: int) -> tuple[list[str], uq.Predicto
     return [*arguments, "--weights", str(folder / "w.pt"), "--port", "0", "--json"], predictor, model
 
 
-def requests_of(predictor: uq.Predictor, size: int) -> list[tuple[str, bytes, dict[str, str], dict[str, Any]]]:
+def requests_of(
+    predictor: uq.Predictor, size: int
+) -> list[tuple[str, bytes, dict[str, str], dict[str, Any]]]:
     """Different requests, each with what the library says of its input."""
     random = np.random.default_rng(0)
     made: list[tuple[str, bytes, dict[str, str], dict[str, Any]]] = []

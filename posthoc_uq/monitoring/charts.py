@@ -24,9 +24,9 @@ svg.chart { width: 100%; height: auto; display: block; }
 Numbers = NDArray[np.float64]
 
 
-def histograms(name: str, known: Numbers, new: Numbers) -> str:
-    """Shares of the held-out inputs (filled) and of those that came in (outlined), over one score; on a logarithmic
-    axis where the scores spread over more than two decades.
+def histograms(label: str, known: Numbers, new: Numbers) -> str:
+    """Shares of the held-out inputs (filled) and of those that came in (outlined), over a score; on a logarithmic axis
+    where the scores spread over more than two decades. `label` stands at the axis.
     """
     known, new = known[np.isfinite(known)], new[np.isfinite(new)]
     pooled = np.concatenate([known, new])
@@ -46,10 +46,10 @@ def histograms(name: str, known: Numbers, new: Numbers) -> str:
     ticks = _log_ticks(low, high) if logarithmic else [(v, f"{v:g}") for v in _ticks(low, high)]
     x = _Scale(low, high, _LEFT, _WIDTH - _RIGHT)
     y = _Scale(0.0, top * 1.05, _HEIGHT - _BOTTOM, _TOP)
-    parts = [_frame(x, y, ticks, name)]
+    parts = [_frame(x, y, ticks, label)]
     for share, kind in zip(shares, ("known", "new"), strict=True):
         parts.append(f'<path class="{kind}" d="{_steps(share, edges, x, y)}"/>')
-    return _svg(f"Histograms of {name}, of held-out inputs and of those that came in", parts)
+    return _svg(f"Histograms of held-out inputs and of those that came in, over {label}", parts)
 
 
 def share_over_time(shares: Sequence[float], labels: Sequence[str], known: float | None) -> str:
@@ -86,7 +86,7 @@ class _Scale:
         return round(self._start + (value - self.low) * self._slope, 1)
 
 
-def _frame(x: _Scale, y: _Scale, ticks: Sequence[tuple[float, str]], name: str) -> str:
+def _frame(x: _Scale, y: _Scale, ticks: Sequence[tuple[float, str]], label: str) -> str:
     bottom = _HEIGHT - _BOTTOM
     parts: list[str] = []
     for value in _ticks(0.0, y.high):
@@ -101,7 +101,7 @@ def _frame(x: _Scale, y: _Scale, ticks: Sequence[tuple[float, str]], name: str) 
         parts.append(f'<text x="{x(value)}" y="{bottom + 17}" text-anchor="middle">{escape(text)}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(name)}</text>')
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(label)}</text>')
     return "".join(parts)
 
 

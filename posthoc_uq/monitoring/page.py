@@ -14,6 +14,12 @@ from posthoc_uq.monitoring.pictures import Picture
 from posthoc_uq.monitoring.records import Records
 from posthoc_uq.page import DARK, document, png_source
 
+_UNITS = {
+    "entropy": "nats",
+    "mutual_information": "nats",
+    "novelty": "share of the prior's uncertainty that is left",
+    "standard_deviation": "units of the output",
+}
 _SHOWN = 12  # newest windows in the table
 _DRAWN = 60  # and in the chart
 
@@ -34,7 +40,8 @@ _STYLE = (
 .key span { margin-right: 1.1em; white-space: nowrap; }
 .verdict { border-left: 4px solid var(--known); padding: .3rem .8rem; background: var(--panel); }
 .verdict.alarm { border-color: var(--wrong); }
-@media (max-width: 30rem) { body { margin: 1rem auto; } h1 { font-size: 1.4rem; } th, td { padding: .3rem .45rem; } }
+@media (max-width: 30rem) { body { margin: 1rem auto; } h1 { font-size: 1.4rem; } th, td { padding: .3rem .45rem; }
+  .when { display: none; } }
 """
 )
 
@@ -110,7 +117,9 @@ def _verdict(incoming: Records, reference: Records | None, found: Sequence[Drift
     alarms = [test for test in last if test.alarm]
     if not alarms:
         return f'<p class="verdict">The newest {count:,} inputs show no sign of drift.</p>'
-    named = " and ".join(f"{_words(t.score)} (D = {t.statistic:.2f}, p = {t.p_value:.2g})" for t in alarms)
+    named = ", ".join(
+        f"{_words(t.score)} (D\u00a0=\u00a0{t.statistic:.2f}, p\u00a0=\u00a0{t.p_value:.2g})" for t in alarms
+    )
     return (
         f'<p class="verdict alarm"><b>Drift.</b> The newest {count:,} inputs differ from the held-out data in '
         f"{escape(named)}.</p>"
@@ -126,7 +135,7 @@ def _charts(incoming: Records, reference: Records | None, window: int) -> list[s
     names = list(incoming.scores) if reference is None else shared_scores(incoming, reference)
     for score in names:
         known = none if reference is None else reference.scores[score]
-        chart = histograms(_words(score), known, incoming.scores[score])
+        chart = histograms(_UNITS.get(score, _words(score)), known, incoming.scores[score])
         parts.append(f"<div><h3>{escape(_words(score).capitalize())}</h3>{chart}</div>")
     parts.append("</div>")
     spans = [
@@ -165,9 +174,9 @@ def _table(incoming: Records, found: Sequence[Drift]) -> list[str]:
             cells += [f'<td class="n{mark}">{number}</td>' for number in numbers]
         first = next(test.first for test in found if test.last == end)
         time = incoming.times[end - 1][:16].replace("T", " ")
-        when = f"<td>{escape(time)}</td>" if any(incoming.times) else ""
+        when = f'<td class="when">{escape(time)}</td>' if any(incoming.times) else ""
         rows.append(f"<tr><td>{first + 1:,} to {end:,}</td>{when}{''.join(cells)}</tr>")
-    until = "<th>until</th>" if any(incoming.times) else ""
+    until = '<th class="when">until</th>' if any(incoming.times) else ""
     return [
         "<h2>Drift, window by window</h2>",
         f'<p class="note">Two-sample Kolmogorov-Smirnov tests against the held-out data, newest window first: D is the '
@@ -183,10 +192,12 @@ def _gallery(incoming: Records, pictures: Sequence[Picture]) -> list[str]:
     if not pictures:
         return []
     score = _words(incoming.novelty_score or "score")
-    cards = [
-        f'<div class="card"><img alt="" src="{png_source(picture.png)}">'
-        f"{f'<b>{escape(picture.label)}</b><br>' if picture.label else ''}"
-        f'<span class="dim">{escape(score)} {picture.score:.3g}</span></div>'
-        for picture in pictures
-    ]
+    cards: list[str] = []
+    for picture in pictures:
+        small = ' class="small"' if picture.small else ""
+        label = f"<b>{escape(picture.label)}</b><br>" if picture.label else ""
+        cards.append(
+            f'<div class="card"><img{small} alt="" src="{png_source(picture.png)}">{label}'
+            f'<span class="dim">{escape(score)} {picture.score:.3g}</span></div>'
+        )
     return ["<h2>Most novel inputs</h2>", f'<div class="gallery">{"".join(cards)}</div>']

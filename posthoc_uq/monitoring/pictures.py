@@ -36,6 +36,11 @@ class Picture:
     label: str
     png: bytes
 
+    @property
+    def small(self) -> bool:
+        """Whether it has so few pixels that they are better shown as squares than smoothed."""
+        return max(int.from_bytes(self.png[start : start + 4], "big") for start in (16, 20)) < 100
+
 
 class Pictures:
     """The `size` thumbnails of the largest score; others are deleted.

@@ -141,10 +141,8 @@ def _numbers(rows: Sequence[Mapping[str, Any]], column: str, name: str) -> Numbe
 def _label(row: Mapping[str, Any]) -> str:
     if row.get("label_1"):
         probability = row.get("probability_1")
-        return (
-            f"{row['label_1']} {float(probability):.2f}"
-            if probability not in (None, "")
-            else str(row["label_1"])
+        return f"{row['label_1']}" + (
+            "" if probability in (None, "") else f" ({float(str(probability)):.2f})"
         )
     mean = row.get("mean", row.get("mean_1"))
     return "" if mean in (None, "") else str(mean)
