@@ -496,6 +496,7 @@ def test_from_predict_to_the_page(place: Path) -> None:
     _check_self_contained(text)
     assert text.count("data:image/png;base64,") == 12
     assert "no sign of drift" in run("monitor", place / "new.csv", *options).stdout
+    assert run_json("monitor", place / "new.csv", *options, "--last", 21)["inputs"] == 21
     (place / "bad.csv").write_text("file,entropy\na,x\n")
     assert "Row 1 of" in failure("monitor", place / "bad.csv", *options)
     (place / "none.csv").write_text("file,colour\na,x\n")
@@ -543,3 +544,19 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     monkeypatch.setattr("posthoc_uq.cli.serving.find_spec", lambda name: None)
     assert "posthoc-uq[serve]" in failure("serve", *common)
     assert json.dumps(printed)
+
+
+def test_the_document_runs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "deployment.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            exec(compile(block, "deployment.md", "exec"), names)
+    assert names["answer"]["prediction"] == "above" and names["wrong"].status_code == 422
+    assert "(1, 2)" in names["wrong"].json()["error"] and "posthoc_uq_inputs_total 1.0" in names["metrics"]
+    alarms = {(test.score, test.last) for test in names["tests"] if test.alarm}
+    assert ("novelty", 400) in alarms and not any(last <= 200 for _, last in alarms)
+    assert "<b>Drift.</b>" in names["page"]
+    options = {"--max-bytes", "--max-batch", "--max-pixels", "--queue", "--keep-images", "--allow-host"}
+    shown = run("serve", "--help").stdout
+    assert all(option in shown and option in text for option in options)

@@ -18,6 +18,14 @@ from posthoc_uq.cli.console import Command, print_json, say
 @click.option(
     "--window", type=click.IntRange(20), default=200, show_default=True, metavar="N", help="Inputs of a test."
 )
+@click.option(
+    "--last",
+    type=click.IntRange(1),
+    default=100_000,
+    show_default=True,
+    metavar="N",
+    help="Newest rows of the CSV to look at.",
+)
 @click.option("--images", metavar="DIR", help="Where the files that the CSV names lie; by default beside it.")
 @click.option(
     "--pictures", type=click.IntRange(0), default=12, show_default=True, help="Most novel inputs to show."

@@ -22,7 +22,7 @@ def monitor_to_page(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         PosthocUQError: a file cannot be read or written, or the two have no score in common.
     """
     check_output(options["output"])
-    incoming = Records.read(path, "predictions")
+    incoming = Records.read(path, "predictions", options["last"])
     reference = Records.read(options["reference"], "the scores of held-out data")
     if not shared_scores(incoming, reference):
         raise PosthocUQError(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WIDTH, _HEIGHT = 420, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 22, 10, 38
 _BINS = 24
 
 STYLE = """
@@ -65,9 +65,9 @@ def share_over_time(shares: Sequence[float], labels: Sequence[str], known: float
         )
     parts.append(f'<polyline class="new" points="{" ".join(f"{a},{b}" for a, b in points)}"/>')
     parts += [f'<circle class="dots" cx="{a}" cy="{b}" r="3"/>' for a, b in points]
-    ends = [(labels[0], _LEFT, "start")]
-    if len(labels) > 1:
-        ends.append((labels[-1], _WIDTH - _RIGHT, "end"))
+    ends = [(labels[0], _LEFT, "start"), (labels[-1], _WIDTH - _RIGHT, "end")]
+    if len(labels) == 1:
+        ends = [(labels[0], points[0][0], "middle")]
     parts += [
         f'<text x="{place}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="{anchor}">{escape(label)}</text>'
         for label, place, anchor in ends

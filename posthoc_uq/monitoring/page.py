@@ -176,7 +176,8 @@ def _table(incoming: Records, found: Sequence[Drift]) -> list[str]:
         time = incoming.times[end - 1][:16].replace("T", " ")
         when = f'<td class="when">{escape(time)}</td>' if any(incoming.times) else ""
         rows.append(f"<tr><td>{first + 1:,} to {end:,}</td>{when}{''.join(cells)}</tr>")
-    until = '<th class="when">until</th>' if any(incoming.times) else ""
+    zone = " (UTC)" if incoming.times[-1].endswith("+00:00") else ""
+    until = f'<th class="when">until{zone}</th>' if any(incoming.times) else ""
     return [
         "<h2>Drift, window by window</h2>",
         f'<p class="note">Two-sample Kolmogorov-Smirnov tests against the held-out data, newest window first: D is the '

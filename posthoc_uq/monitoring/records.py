@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -99,15 +100,20 @@ class Records:
         )
 
     @classmethod
-    def read(cls, path: str, what: str) -> Records:
-        """From a CSV file; `what` it is, in words, for errors.
+    def read(cls, path: str, what: str, last: int | None = None) -> Records:
+        """From a CSV file.
+
+        Args:
+            path: of the file.
+            what: it is, in words, for errors.
+            last: rows to take, from the end; None for all.
 
         Raises:
             PosthocUQError: it cannot be read, or has none of the scores.
         """
         try:
             with open(path, encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
+                rows = list(deque(csv.DictReader(file), maxlen=last))
         except OSError as error:
             raise PosthocUQError(f"'{path}' cannot be read: {error.strerror}.") from error
         except (UnicodeDecodeError, csv.Error) as error:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -100,8 +101,8 @@ def _endpoints(service: Service) -> dict[str, Endpoint]:
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def page(_: Request) -> Response:
-        text = await asyncio.get_running_loop().run_in_executor(service.pool, service.page)
-        return HTMLResponse(text, headers=_PAGE_HEADERS)
+        # in other threads than predictions, which need not wait for it
+        return HTMLResponse(await run_in_threadpool(service.page), headers=_PAGE_HEADERS)
 
     return {
         "/predict": one,
