@@ -3,6 +3,7 @@
 # make quick  run the tests but for those that take long
 # make lint   ruff: rules and formatting         make format   let ruff rewrite the files
 # make types  pyright on the package             make clean    remove the environment and all output
+# make docs   build the documentation site in site/; warnings are errors
 # make coverage   the tests, and which lines of the package none of them ran
 #
 # Only Python 3.10+ and make are needed. PYTHON=/path/to/python3 chooses an interpreter, VENV=dir another
@@ -18,10 +19,11 @@ BIN       := $(VENV)/bin
 # The stamps are newer than pyproject.toml exactly while the environment is up to date.
 DEMO_ENV  := $(VENV)/.installed-demo
 DEV_ENV   := $(VENV)/.installed-dev
+DOCS_ENV  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick coverage lint format types clean
+.PHONY: help demo test quick coverage docs lint format types clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -38,6 +40,9 @@ coverage: $(DEV_ENV)
 quick: $(DEV_ENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
+docs: $(DOCS_ENV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 lint: $(DEV_ENV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,7 +55,12 @@ types: $(DEV_ENV)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) demo_output build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) demo_output build dist site .pytest_cache .ruff_cache
+
+$(DOCS_ENV): pyproject.toml | $(BIN)/python
+	@echo "Installing posthoc_uq and the tools of its site into $(VENV)"
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	@touch $@
 
 # A Python of 3.10 or newer that can make environments; PYTHON, where given, is the only one asked.
 $(BIN)/python:

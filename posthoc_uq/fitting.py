@@ -30,6 +30,7 @@ from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.methods import Method
 from posthoc_uq.outputs import Output, chosen_in
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.weight_prior import WeightPrior, checked_prior
 from posthoc_uq.preparing import prepared_task
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate, statistics_dtype, unwrap
@@ -49,12 +50,14 @@ def fit(
     val_loader: Iterable[Any] | None = None,
     likelihood: str | Likelihood = "classification",
     layers: Selection | None = None,
-    prior_precision: float | str | Faithful | None = None,
+    prior_precision: float | str | Faithful | Mapping[str, Any] | None = None,
+    prior_mean: float | str | Mapping[str, Any] | None = None,
     head: str | None = None,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    batch_to_weights: BatchFunction | None = None,
     output: Output | None = None,
     progress: bool = True,
     **options: Any,
@@ -78,8 +81,14 @@ def fit(
             for the others.
         prior_precision: a number; ``"faithful"`` (the default) or a `Faithful`, for the widest posterior whose
             predictions stay near the network's; or ``"evidence"``, for the maximum of the log marginal likelihood.
+            Or a tensor by the name of every parameter of the layers, for ``"diag"``, ``"full"``, ``"subnetwork"`` and
+            ``"inf"``: a prior precision of each weight. The posterior's `prior_precision`, then 1, is a factor on them,
+            by which all are tuned together.
             For a training a number is the method's own prior precision, and the variances are then narrowed until they
             are faithful; by default not with ``"message_passing"``, and never with ``"latent_binary"``.
+        prior_mean: of the weights, a number or tensors by the names of parameters (0 for those without one). The
+            posterior stays where the training ended, so this enters the log marginal likelihood alone, and prior
+            precisions that are found by it. Not for trainings, some of which have an option of this name.
         head: the head by which the faithful prior is found and `wrap` predicts: ``"linearized"``, ``"sampling"`` or
             ``"moments"``; by default the method's.
         seed: of all random numbers; a seed makes a fit bit-identical on one device.
@@ -87,6 +96,12 @@ def fit(
             on one device if the loader gives the same batches in the same order. Deleted when the fit is done.
         batch_to_inputs: takes a batch to the model's inputs: a tensor, a tuple of arguments or a dict of named ones.
         batch_to_targets: takes a batch to its targets.
+        batch_to_weights: takes a batch to the weights of its samples, ``(samples,)``, or of their positions,
+            ``(samples, *positions)``: numbers of at least 0, or a mask of bools. The log-likelihood is
+            ``sum_n w_n log p(y_n | f_n)``, so that a whole weight is as good as so many copies of the sample, and 0
+            leaves it out; the weight 0 of a position is an `ignore_index`. The noise variance of a regression, the
+            evidence and the novelty's statistics are weighted too; a training weighs its loss by samples, and held-out
+            data have no weights. Not for ``"message_passing"``.
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
             known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
@@ -107,12 +122,15 @@ def fit(
     request = together(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
     task, features = _prepared_task(model, loader, layers, request, progress)
+    weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
     kept_inputs = KeptInputs(task.memory_budget, inputs_to_keep(task.layers.values()))
     task.observers += [kept_inputs] if request.faithful is not None else []
     noise_origin = set_observation_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method, features)
+    posterior.weight_prior = weight_prior
+    posterior.history.fit |= request.own_prior.described()
     task.observe()
     del task.prepared
     if posterior.likelihood.noise_variance is not None:
@@ -169,6 +187,12 @@ def _prepared_task(
     if probabilities:
         warn_user(PROBABILITIES)
     return task, features
+
+
+def _weight_prior(request: Request, task: Task) -> WeightPrior:
+    """The prior of single weights."""
+    own, parameters = request.own_prior, dict(task.model.named_parameters())
+    return checked_prior(task.layers, parameters, own.precision, own.mean)
 
 
 def _open_checkpoint(

@@ -32,11 +32,19 @@ TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 
 @dataclass
 class Batch:
-    """One batch on the device: arguments of the model, and targets where the loader gave them."""
+    """One batch on the device: arguments of the model, and targets where the loader gave them.
+
+    Attributes:
+        args: of the model, by place.
+        targets: of the samples.
+        kwargs: of the model, by name.
+        weights: of the samples, or of their positions; float64 on the CPU, finite and not negative.
+    """
 
     args: tuple[Any, ...]
     targets: Tensor | None = None
     kwargs: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    weights: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the inputs."""
@@ -62,12 +70,13 @@ class Batch:
         return model(*self.args, **self.kwargs)
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its inputs on `device`; targets stay where they are."""
+        """The same batch with its inputs on `device`; targets and weights stay where they are."""
 
         def move(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
-        return Batch(tuple(map(move, self.args)), self.targets, {k: move(v) for k, v in self.kwargs.items()})
+        kwargs = {k: move(v) for k, v in self.kwargs.items()}
+        return Batch(tuple(map(move, self.args)), self.targets, kwargs, self.weights)
 
     def copied(self) -> Batch:
         """A copy outside of any graph, for one run, since a model may change its inputs in place."""
@@ -76,7 +85,7 @@ class Batch:
             return value.detach().clone() if isinstance(value, Tensor) else value
 
         args, kwargs = tree_map(copy, (self.args, self.kwargs))
-        return Batch(args, self.targets, kwargs)
+        return Batch(args, self.targets, kwargs, self.weights)
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""
@@ -85,9 +94,7 @@ class Batch:
             counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
             return value[start : start + length] if counted else value
 
-        return Batch(
-            tuple(cut(v) for v in self.args), cut(self.targets), {k: cut(v) for k, v in self.kwargs.items()}
-        )
+        return self._mapped(cut)
 
     def select(self, picked: Tensor, samples: int) -> Batch:
         """The samples where `picked` ``(samples,)`` is true."""
@@ -96,11 +103,7 @@ class Batch:
             counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
             return value[picked.to(value.device)] if counted else value
 
-        return Batch(
-            tuple(pick(v) for v in self.args),
-            pick(self.targets),
-            {k: pick(v) for k, v in self.kwargs.items()},
-        )
+        return self._mapped(pick)
 
     def doubled(self) -> Batch:
         """A batch of one sample as a batch of that sample twice."""
@@ -109,11 +112,12 @@ class Batch:
             counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
             return torch.cat([value, value]) if counted else value
 
-        return Batch(
-            tuple(twice(v) for v in self.args),
-            twice(self.targets),
-            {k: twice(v) for k, v in self.kwargs.items()},
-        )
+        return self._mapped(twice)
+
+    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
+        """All that belongs to the samples, changed."""
+        kwargs = {k: change(v) for k, v in self.kwargs.items()}
+        return Batch(tuple(map(change, self.args)), change(self.targets), kwargs, change(self.weights))
 
 
 @dataclass(frozen=True)
@@ -123,16 +127,20 @@ class BatchReader:
     device: torch.device
     batch_to_inputs: BatchFunction | None = None
     batch_to_targets: BatchFunction | None = None
+    batch_to_weights: BatchFunction | None = None
 
     def __post_init__(self) -> None:
         check_function("batch_to_inputs", self.batch_to_inputs, "from a batch to the model's inputs")
         check_function("batch_to_targets", self.batch_to_targets, "from a batch to its targets")
+        check_function(
+            "batch_to_weights", self.batch_to_weights, "from a batch to the weights of its samples"
+        )
 
     def read(self, batch: Any) -> Batch:
         """A `Batch` on the device.
 
         Raises:
-            PosthocUQError: the batch has a form that needs `batch_to_inputs`.
+            PosthocUQError: the batch has a form that needs `batch_to_inputs`, or its weights are none.
         """
         inputs, targets = self._split(batch)
         if self.batch_to_inputs is None:
@@ -140,6 +148,7 @@ class BatchReader:
         if self.batch_to_targets is not None:
             targets = self.batch_to_targets(batch)
         targets = None if targets is None else _target_tensor(targets)
+        weights = None if self.batch_to_weights is None else checked_weights(self.batch_to_weights(batch))
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -148,7 +157,7 @@ class BatchReader:
             args = tuple(self._move(v) for v in cast(tuple[Any, ...], inputs))
         else:
             args = (self._move(inputs),)
-        return Batch(args, None if targets is None else self._move(targets), kwargs)
+        return Batch(args, None if targets is None else self._move(targets), kwargs, weights)
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         if self.batch_to_inputs is not None:
@@ -211,6 +220,32 @@ def _target_tensor(targets: Any) -> Tensor:
             f"The targets are a {type(targets).__name__}{items and f' of {items}'} that is no tensor of numbers "
             f"({error}); pass batch_to_targets=lambda batch: ... that makes one of them.{detection}"
         ) from error
+
+
+def checked_weights(weights: Any) -> Tensor:
+    """Weights of the samples of one batch as float64 on the CPU.
+
+    Args:
+        weights: a tensor, an array or a list of numbers or bools.
+
+    Raises:
+        PosthocUQError: they are no numbers, negative, or not finite.
+    """
+    try:
+        own = _tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise PosthocUQError(
+            f"batch_to_weights must give a tensor of numbers, one a sample, not a {type(weights).__name__}."
+        ) from None
+    if own.is_complex():
+        raise PosthocUQError(f"Sample weights must be real numbers, not {own.dtype}.")
+    own = own.detach().to("cpu", torch.float64)
+    if own.numel() and not bool((torch.isfinite(own) & (own >= 0)).all()):
+        raise PosthocUQError(
+            f"Sample weights must be finite and not negative; this batch's run from {float(own.min()):g} to "
+            f"{float(own.max()):g}. A weight of 0 leaves a sample out."
+        )
+    return own
 
 
 def _tensor_of(array: Any) -> Tensor:

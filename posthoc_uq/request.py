@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,11 +18,31 @@ from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.outputs import Output, checked_output
+from posthoc_uq.posteriors.blocks import BLOCKS
 from posthoc_uq.replica import check_differentiable, model_device, unwrap
 from posthoc_uq.values import POSITIVE, SEED
 from posthoc_uq.wrapping import head_class
 
 EVIDENCE = "evidence"
+
+
+@dataclass(frozen=True)
+class OwnPrior:
+    """The prior of single weights that was asked for, still unchecked.
+
+    Attributes:
+        precision: by the name of a parameter, or None.
+        mean: a number, by the name of a parameter, or None.
+    """
+
+    precision: Mapping[str, Any] | None = None
+    mean: Any = None
+
+    def described(self) -> dict[str, Any]:
+        """Lines of the report."""
+        lines = {} if self.precision is None else {"prior of each weight": "given, times the prior precision"}
+        number = isinstance(self.mean, (int, float))
+        return lines | ({} if self.mean is None else {"prior mean": float(self.mean) if number else "given"})
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,7 @@ class Request:
         seed: of all random numbers.
         reader: of the batches.
         output: which part of what the model returns its outputs are, if the user said so.
+        own_prior: of single weights.
     """
 
     method: Method
@@ -48,6 +69,7 @@ class Request:
     seed: int
     reader: BatchReader
     output: Output | None = None
+    own_prior: OwnPrior = OwnPrior()
 
     @property
     def faithful(self) -> float | None:
@@ -60,7 +82,9 @@ class Request:
         noise = "found from the data" if self.finds_noise else "given"
         shared = {"likelihood": as_plain(self.likelihood), "noise": noise, "head": self.head}
         faithful = self.prior.divergence if isinstance(self.prior, Faithful) else None
-        prior = "faithful" if isinstance(self.prior, Faithful) else self.prior
+        prior: Any = "faithful" if isinstance(self.prior, Faithful) else self.prior
+        if self.own_prior.precision is not None:
+            prior = as_plain(self.own_prior.precision)
         return (
             shared
             | {"seed": self.seed, "prior of the weights": prior, "divergence": faithful}
@@ -97,9 +121,9 @@ def requested(
     divergence = {name: method_options.pop(name) for name in ("divergence",) if name in method_options}
     noise_variance = method_options.pop("noise_variance", None)
     resolved = resolve_likelihood(likelihood, noise_variance)
-    if isinstance(method, str) and takes_layers(method) and layers in ("last", "all"):
-        method_options.setdefault("layers", layers)
-    chosen = method_of(method, method_options)
+    chosen, prior_mean = _chosen(method, method_options, layers, others["prior_mean"])
+    own_prior = _own_prior(chosen, prior_precision, prior_mean)
+    prior_precision = 1.0 if own_prior.precision is not None else prior_precision
     asked = bool(divergence) or (isinstance(prior_precision, str) and prior_precision == "faithful")
     faithful = Faithful(**divergence) if asked or chosen.narrowed else Faithful(None)
     if asked and faithful.divergence is not None and chosen.trains and "scale" not in chosen.tunable:
@@ -110,8 +134,8 @@ def requested(
     if chosen.trains:
         chosen, prior = _of_training(chosen, prior_precision, faithful)
     else:
-        own_prior = getattr(chosen, "prior_precision", None)
-        prior = _checked_prior(own_prior if prior_precision is None else prior_precision, faithful)
+        of_method = getattr(chosen, "prior_precision", None)
+        prior = _checked_prior(of_method if prior_precision is None else prior_precision, faithful)
     if prior_precision == "faithful" and not resolved.has_divergence:
         raise PosthocUQError(
             f"Likelihood {resolved.name!r} has no prediction that could be faithful to the network's; give "
@@ -124,9 +148,18 @@ def requested(
     _check_loaders(loader, val_loader, chosen.passes() + finds_noise)
     device = model_device(network)
     check_differentiable(network)
-    reader = BatchReader(device, others["batch_to_inputs"], others["batch_to_targets"])
+    reader = _reader(chosen, device, others)
     output = checked_output(others["output"])
-    return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader, output)
+    return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader, output, own_prior)
+
+
+def _reader(method: Method, device: torch.device, others: Mapping[str, Any]) -> BatchReader:
+    """What takes batches apart, for a method that may have no weights of samples."""
+    functions = (others[name] for name in ("batch_to_inputs", "batch_to_targets", "batch_to_weights"))
+    reader = BatchReader(device, *functions)
+    if reader.batch_to_weights is not None:
+        method.check_weights()
+    return reader
 
 
 def _check_loaders(loader: Iterable[Any], val_loader: Iterable[Any] | None, sweeps: int) -> None:
@@ -142,7 +175,57 @@ def _check_loaders(loader: Iterable[Any], val_loader: Iterable[Any] | None, swee
 
 def takes_layers(method: str) -> bool:
     """Whether a method by this name has an option `layers`, which the fit's own stands for."""
-    return any(field.name == "layers" for field in fields(METHODS[method])) if method in METHODS else False
+    return _has_field(method, "layers")
+
+
+def _has_field(method: str, name: str) -> bool:
+    return any(field.name == name for field in fields(METHODS[method])) if method in METHODS else False
+
+
+def _chosen(
+    method: str | Method, options: dict[str, Any], layers: Selection | None, prior_mean: Any
+) -> tuple[Method, Any]:
+    """The method, with those of the fit's own arguments that are its options, too; and the prior mean if it is not."""
+    if isinstance(method, str):
+        if takes_layers(method) and layers in ("last", "all"):
+            options.setdefault("layers", layers)
+        if prior_mean is not None and _has_field(method, "prior_mean"):
+            return method_of(method, options | {"prior_mean": prior_mean}), None
+    return method_of(method, options), prior_mean
+
+
+def _own_prior(method: Method, precision: Any, mean: Any) -> OwnPrior:
+    """The prior of single weights.
+
+    Raises:
+        PosthocUQError: posteriors of the method cannot have it.
+    """
+    kinds = [BLOCKS[kind] for kind in method.block_kinds if kind in BLOCKS]
+    with_prior = all("prior_precision" in kind.tunable for kind in kinds) and not method.trains
+    if mean is not None and not with_prior:
+        raise PosthocUQError(
+            f"prior_mean enters the log marginal likelihood of a Laplace posterior alone, and method={method.name!r} "
+            f"has none; leave it out of the fit."
+        )
+    if not isinstance(precision, Mapping):
+        return OwnPrior(None, mean)
+    if not with_prior:
+        raise PosthocUQError(
+            f"method={method.name!r} takes one number as prior_precision, not one a weight; take method='diag', 'full' "
+            f"or 'inf'."
+        )
+    if not all(kind.own_priors for kind in kinds) and not _by_layer(cast(Mapping[Any, Any], precision)):
+        raise PosthocUQError(
+            f"A prior precision of each weight is not diagonal in the Kronecker basis of method={method.name!r}; take "
+            f"method='diag', 'full' or 'inf', or fit with one number and then set posterior.prior_precision = "
+            f"{{layer: number, ...}}."
+        )
+    return OwnPrior(cast(Mapping[str, Any], precision), mean)
+
+
+def _by_layer(precision: Mapping[Any, Any]) -> bool:
+    """Whether a mapping gives plain numbers, as one by layer does; its names are looked at when layers are known."""
+    return all(isinstance(value, (int, float)) for value in precision.values())
 
 
 def _of_training(method: Method, prior_precision: Any, faithful: Faithful) -> tuple[Method, Faithful]:
@@ -185,10 +268,5 @@ def _checked_number(prior_precision: Any) -> float:
     if isinstance(prior_precision, str):
         raise PosthocUQError(
             f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
-        )
-    if isinstance(prior_precision, Mapping):
-        raise PosthocUQError(
-            "prior_precision of a fit is one number for all layers, not a mapping. For one a layer, fit with "
-            "prior_precision=1.0 and then set posterior.prior_precision = {layer: number, ...}, which takes no new fit."
         )
     return POSITIVE("prior_precision", prior_precision)

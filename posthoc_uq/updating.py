@@ -43,6 +43,7 @@ def update(
     *,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    batch_to_weights: BatchFunction | None = None,
     progress: bool = True,
 ) -> Posterior:
     """Add new data to a posterior, in place and without the old data.
@@ -69,6 +70,7 @@ def update(
             own part, as in `fit`.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
+        batch_to_weights: as in `fit`.
         progress: show a bar.
 
     Returns:
@@ -79,7 +81,8 @@ def update(
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
         PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit.
     """
-    return _changed(posterior, loader, "update", batch_to_inputs, batch_to_targets, progress)
+    functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
+    return _changed(posterior, loader, "update", functions, progress)
 
 
 def forget(
@@ -88,6 +91,7 @@ def forget(
     *,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    batch_to_weights: BatchFunction | None = None,
     progress: bool = True,
 ) -> Posterior:
     """Take data out of a posterior again, in place and without those that stay.
@@ -103,6 +107,7 @@ def forget(
         loader: batches of the data that go out.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
+        batch_to_weights: as in `fit`; a sample that came in with the weight w goes out with it, or in part.
         progress: show a bar.
 
     Returns:
@@ -114,15 +119,15 @@ def forget(
         PosthocUQError: the method, or this posterior, cannot forget data; the data cannot all have been in; or they do
             not fit.
     """
-    return _changed(posterior, loader, "forget", batch_to_inputs, batch_to_targets, progress)
+    functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
+    return _changed(posterior, loader, "forget", functions, progress)
 
 
 def _changed(
     posterior: Posterior,
     loader: Iterable[Any],
     change: Change,
-    batch_to_inputs: BatchFunction | None,
-    batch_to_targets: BatchFunction | None,
+    functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
     progress: bool,
 ) -> Posterior:
     """Change the data of a posterior: everything is computed first, and then takes the place of the old at once."""
@@ -132,9 +137,11 @@ def _changed(
         )
     method = method_of(posterior.method)
     method.check_change(posterior, change)
+    if functions[2] is not None:
+        method.check_weights()
     progress = flag("progress", progress)
     _check_possible(posterior, loader)
-    reader = BatchReader(model_device(model_of(posterior)), batch_to_inputs, batch_to_targets)
+    reader = BatchReader(model_device(model_of(posterior)), *functions)
     sign = 1 if change == "update" else -1
     task = _prepared(posterior, loader, method, reader, progress)
     content = Content()
@@ -143,7 +150,7 @@ def _changed(
     try:
         new = (method.update if sign > 0 else method.forget)(posterior, task)
         task.observe()
-        new.features = posterior.features
+        new.features, new.weight_prior = posterior.features, posterior.weight_prior
         if grams is not None:
             new.features = other_features(task, grams, posterior, sign, _network(posterior))
     except NotContainedError as error:

@@ -31,6 +31,13 @@ CASES: dict[str, dict[str, Any]] = {
     "diag": {"method": "diag", "n_samples": 3},
     "full": {"method": "full", "layers": "last"},
     "regression": {"method": "diag", "likelihood": "regression"},
+    "weights": {"method": "kfac", "batch_to_weights": lambda batch: weights(batch[0])},
+    "regression with weights": {
+        "method": "full",
+        "layers": "last",
+        "likelihood": "regression",
+        "batch_to_weights": lambda batch: weights(batch[0]),
+    },
 }
 
 BAD: dict[str, Any] = {
@@ -58,6 +65,11 @@ def data(regression: bool) -> TensorDataset:
     x = torch.randn(SAMPLES, 1, 7, 7, generator=generator)
     labels = torch.randint(0, 3, (SAMPLES,), generator=generator)
     return TensorDataset(x, nn.functional.one_hot(labels, 3).float() if regression else labels)
+
+
+def weights(x: Tensor) -> Tensor:
+    """Weights of images; some are 0."""
+    return (x[:, 0, 0, 0] * 2).clamp(min=0)
 
 
 def fit(loader: Any, case: str, **options: Any) -> uq.Posterior:

@@ -40,6 +40,10 @@ METHODS: dict[str, dict[str, Any]] = {
     }
     for name in methods.METHODS
 }
+METHODS["full"] |= {
+    "prior_precision": {"0.weight": 2.0, "0.bias": 1.0, "3.weight": 0.5, "3.bias": 1.0},
+    "prior_mean": {"3.bias": 0.5},
+}
 VALUES: list[Any] = [
     None,
     True,
@@ -187,10 +191,12 @@ def change_numbers(image: Image, source: random.Random) -> None:
     numbers = np.random.default_rng(source.getrandbits(32))
     what = source.choice(["one", "all", "scale", "random", "shape", "type", "drop", "copy", "swap"])
     value = source.choice([float("nan"), float("inf"), -1.0, 0.0, 3e38, 1e-40, 1e20, 1e29, -1e-9])
+    with np.errstate(all="ignore"):  # packed bits hold no such numbers
+        stored = np.asarray(value).astype(array.dtype)
     if what == "one" and array.size:
-        array.flat[source.randrange(array.size)] = value
+        array.flat[source.randrange(array.size)] = stored
     elif what == "all":
-        array[...] = value
+        array[...] = stored
     elif what == "scale":
         array = array * np.float32(source.choice([1e10, -1, 1e-10, 2, 1.001]))
     elif what == "random":

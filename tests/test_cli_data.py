@@ -20,12 +20,15 @@ import posthoc_uq as uq
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, image_files
 from posthoc_uq.cli.labels import folder_labels, read_map, read_names
+from posthoc_uq.cli.meaning import meaning_of_likelihood
 from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.transforms import Preprocessing
 from posthoc_uq.distributed import own_samples, sampler_of
 
 GIVEN: dict[str, Any] = {
-    **dict.fromkeys("split class_map limit".split()),
+    **dict.fromkeys("split class_map limit ignore_index".split()),
+    "target": (),
+    "columns": (),
     "data_root": "data",
     "download": False,
     "batch_size": 4,
@@ -45,7 +48,9 @@ def read(
     model = net() if channels == 3 else torch.nn.Conv2d(1, 3, 3)
     source = Source(model, "x:y", Preprocessing(channels).transform(), None)
     own = {name: given.pop(name) for name in ("numbered", "skip") if name in given}
-    return data_of(str(spec), source, GIVEN | {"split": part} | given, labels=labels, split=split, **own)
+    options = GIVEN | {"split": part} | given
+    meaning = meaning_of_likelihood("classification")
+    return data_of(str(spec), source, options, meaning, labels=labels, split=split, **own)
 
 
 def complaint(work: Any) -> str:
@@ -132,7 +137,10 @@ class TestFolders:
     def test_sizes_that_differ(self, folder: Path) -> None:
         Image.new("RGB", (20, 30)).save(folder / "dog" / "large.png")
         said = complaint(lambda: list(read(folder).loader))
-        assert "images differ in size, (3, 14, 12) and (3, 30, 20) in one batch; give --image-size." in said
+        assert (
+            "images differ in size, (3, 14, 12) and (3, 30, 20) in one batch; give --image-size, or --batch-size 1."
+            in said
+        )
 
 
 class TestTroubles:

@@ -150,8 +150,8 @@ class TestModels:
             lambda: source("timm:vit_tiny", **weights)
         )
         assert "Close names: resnet18" in complaint(lambda: source("torchvision:resnet1", **weights))
-        assert "no classification model 'fcn_resnet50'" in complaint(
-            lambda: source("torchvision:fcn_resnet50", **weights)
+        assert "no classification or segmentation model 'fcn_resnet5'" in complaint(
+            lambda: source("torchvision:fcn_resnet5", **weights)
         )
         assert "names no model" in complaint(lambda: source("resnet18"))
         assert "random weights" in complaint(lambda: source("torchvision:resnet18"))

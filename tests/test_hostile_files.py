@@ -54,6 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             after = {"diag": 3, "kfac": 3, "function_space": 13}.get(method, 7)
             loader = Stops(batches(hostile_files.METHODS[method].get("likelihood", "classification")), after)
             fit(method, loader, checkpoint=folder / f"{method}.checkpoint", checkpoint_every=1)
+    uq.save(fit("full"), folder / "full.h5")
     return folder
 
 
@@ -122,8 +123,36 @@ CASES: dict[str, tuple[str, Callable[[Image], None], str]] = {
     ),
     "noise power": ("inf", put(ATTRIBUTES, "evidence", "noise_power", value=10**6), "noise_power must be"),
     "targets": ("inf", put(ATTRIBUTES, "evidence", "targets", value=-1), "targets must be"),
+    "no weight": ("inf", put(ATTRIBUTES, "evidence", "weight", value=0.0), "weight must be"),
+    "negative weight": ("inf", put(ATTRIBUTES, "evidence", "weight", value=-2.5), "weight must be"),
+    "weight that is no number": ("inf", put(ATTRIBUTES, "evidence", "weight", value="7"), "weight must be"),
     "targets of no regression": ("inf", put(ATTRIBUTES, "evidence", "targets", value=20), "a regression's"),
     "odd targets": ("efb", put(ATTRIBUTES, "evidence", "targets", value=61), "61 targets of 20 samples"),
+    "prior of a weight": ("full", numbers_of("prior_precision/3.bias", lambda a: -a), "must be positive"),
+    "prior of nearly nothing": (
+        "full",
+        numbers_of("prior_precision/3.bias", lambda a: 1e-37 * a),
+        "must be positive, and not so small",
+    ),
+    "huge prior of a weight": (
+        "full",
+        numbers_of("prior_precision/3.bias", lambda a: 3e38 + 0 * a),
+        "beyond 1e\\+30",
+    ),
+    "prior mean": ("full", numbers_of("prior_mean/3.bias", lambda a: np.nan + a), "NaN or infinity"),
+    "prior of some weights": (
+        "full",
+        lambda image: image.state["prior"]["prior_precision"].pop("3.bias"),
+        "does not name every parameter",
+    ),
+    "prior without tensors": ("inf", put("prior", value={"prior_mean": {}}), "does not name every parameter"),
+    "prior in a Kronecker basis": (
+        "kfac",
+        put("prior", value={"prior_precision": {}}),
+        "which its blocks cannot have",
+    ),
+    "prior of a training": ("function_space", put("prior", value={"mean": 1.0}), "its blocks have no prior"),
+    "prior's mean": ("inf", put("prior", value={"mean": "x"}), "mean must be"),
     "evil layer": ("inf", put("layers", "3", "kind", value="evil"), "kind must be one of"),
     "other layer": ("inf", put("layers", "3", "kind", value="conv2d"), "of kind 'conv2d'"),
     "same weight": ("diag", put("layers", "3", "weight", value="0.weight"), "weight"),

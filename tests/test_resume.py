@@ -391,7 +391,8 @@ def test_a_share_of_the_data_for_the_bases() -> None:
 def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> None:
     """What is no part of it is listed here too: an argument that is new must be put on one side or the other."""
     without = {"progress", "checkpoint", "checkpoint_every", "memory_budget"}  # the result is the same
-    by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options"}
+    by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "batch_to_weights"}
+    by_content |= {"options"}
     otherwise = {"prior_precision"}  # under two names
     path = tmp_path / "fit.h5"
     _interrupted(path, method="inf")

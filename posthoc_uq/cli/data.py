@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -15,15 +14,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from posthoc_uq.cli.console import close_names
-from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, WrappedImages, image_files
+from posthoc_uq.cli.folders import read_folder
+from posthoc_uq.cli.images import ImageLoader, Trouble, WrappedImages
 from posthoc_uq.cli.importing import import_object, is_import_path
-from posthoc_uq.cli.labels import folder_labels
-from posthoc_uq.cli.models import Source, count_outputs
+from posthoc_uq.cli.meaning import Meaning
+from posthoc_uq.cli.models import Source
+from posthoc_uq.cli.tables import as_it_is, is_table, read_table
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
 
 _SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
-_SHOWN = 5  # class folders that a warning names
 _SMALL = 256  # items that are read faster than worker processes start
 
 
@@ -39,6 +39,7 @@ class Data:
         class_names: of the outputs, where folders name them all.
         numbered: whether the loader gives the items' numbers in the place of targets.
         rows: number of each item that the loader gives, in its order, where it is a part of a data set.
+        kept: facts of the data that a fit keeps in the posterior's file.
     """
 
     loader: Iterable[Any]
@@ -48,6 +49,7 @@ class Data:
     class_names: Sequence[str] | None
     numbered: bool = False
     rows: Sequence[int] | None = None
+    kept: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
 
     @property
     def skipped(self) -> list[Trouble]:
@@ -59,6 +61,7 @@ def data_of(
     spec: str,
     source: Source,
     options: Mapping[str, Any],
+    meaning: Meaning,
     *,
     labels: bool,
     split: str,
@@ -69,11 +72,12 @@ def data_of(
     """The data that the options name.
 
     Args:
-        spec: a folder of images, ``torchvision:NAME``, or the import path of a function that returns a data set
-            or loader.
+        spec: a folder of images, a table, ``torchvision:NAME``, or the import path of a function that returns a data
+            set or loader.
         source: the model, whose transform images go through.
         options: those of the command, by name.
-        labels: whether labels are wanted where the folder has class folders.
+        meaning: of the outputs, and what the posterior's file keeps of its data.
+        labels: whether labels are wanted where the data have them.
         split: which part to take where ``--split`` does not say.
         numbered: give the items' numbers in the place of labels.
         skip: leave unreadable images out.
@@ -83,95 +87,64 @@ def data_of(
         PosthocUQError: there are no such data, or they do not fit the model.
     """
     name, cut = _parsed_split(options["split"] or split)
+    _check_options(spec, options)
+    if is_table(spec):
+        return _table(spec, source, options, meaning, labels, cut, divided)
     if spec.startswith("torchvision:"):
-        images, names, labelled = _torchvision(spec, name, source, labels, options), None, labels
-        files = None
+        images, found = _torchvision(spec, name, source, labels, options), None
     elif os.path.exists(spec):
         if options["split"] is not None and name:
             raise PosthocUQError(
                 f"--split {name} is for named data sets; give the folder '{spec}/{name}' itself."
             )
-        images, labelled, names = _folder(spec, source, labels, options, name or split)
-        files = images.files
+        found = read_folder(spec, source, labels, options, name or split, meaning)
+        images = found.images
     elif is_import_path(spec):
         return _imported(spec, name, cut, options, divided)
     else:
         raise PosthocUQError(
-            f"There is no folder '{spec}'; data are a folder of images, torchvision:NAME, or package.module:function."
+            f"There is no folder '{spec}'; data are a folder of images, a table.csv, torchvision:NAME, or "
+            f"package.module:function."
         )
-    taken = _chosen(len(images), cut, options["limit"])
-    if len(taken) == 0:
-        raise PosthocUQError(
-            f"--split {options['split'] or split} leaves nothing of the {len(images)} items of '{spec}'."
-        )
+    taken = _taken(len(images), cut, options, options["split"] or split, spec)
     picked: Any = images if len(taken) == len(images) else Subset(images, taken)
-    loader = ImageLoader(
-        picked,
-        options["batch_size"],
-        _workers(options["workers"], len(taken), source.device),
-        _sampler(picked, divided),
-        indexed=numbered,
-        skip=skip,
-    )
-    return Data(loader, spec, files, labelled, names, numbered)
+    workers, sampler = _workers(options["workers"], len(taken), source.device), _sampler(picked, divided)
+    loader = ImageLoader(picked, options["batch_size"], workers, sampler, indexed=numbered, skip=skip)
+    if found is None:
+        return Data(loader, spec, None, labels, None, numbered)
+    return Data(loader, spec, found.images.files, found.labelled, found.names, numbered, kept=found.kept)
 
 
-def _folder(
-    folder: str, source: Source, labels: bool, options: Mapping[str, Any], part: str
-) -> tuple[FolderImages, bool, list[str] | None]:
-    """A folder's images, whether they have labels, and the names of the outputs where each has a class folder; `part`
-    is the part of the data that the command is about.
-    """
-    if os.path.isfile(folder):
-        folder, files = os.path.dirname(folder) or ".", [os.path.basename(folder)]
-    else:
-        files = image_files(folder)
-    if not files:
+def _check_options(spec: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of tables for other data, and that of masks for a table."""
+    given = [f"--{name}" for name in ("target", "columns") if options[name]]
+    if given and not is_table(spec):
+        raise PosthocUQError(f"{given[0]} is of tables, and '{spec}' is none (.csv, .tsv).")
+    if options["ignore_index"] is not None and not os.path.isdir(spec):
+        raise PosthocUQError(f"--ignore-index is of folders with images and masks, and '{spec}' is none.")
+
+
+def _table(
+    spec: str,
+    source: Source,
+    options: Mapping[str, Any],
+    meaning: Meaning,
+    labels: bool,
+    cut: slice,
+    divided: bool,
+) -> Data:
+    """The rows of a table."""
+    if options["split"] is not None and not options["split"].startswith("["):
         raise PosthocUQError(
-            f"There are no images in the folder '{folder}' (.jpg, .png, .webp and the like)."
+            f"--split {options['split']}: the part of a table is a range of its rows, such as [:1000]."
         )
-    classes = sorted({file.split(os.sep)[0] for file in files if os.sep in file})
-    unlabelled = FolderImages(folder, files, None, source.transform)
-    if not classes or not labels:
-        return unlabelled, False, None
-    stray = [file for file in files if os.sep not in file]
-    if stray:
-        raise PosthocUQError(
-            f"'{folder}' has class folders, and images beside them that belong to none, such as '{stray[0]}'; move "
-            f"them away."
-        )
-    if options["class_map"] is None and all(file.count(os.sep) > 1 for file in files):
-        _warn_of_level(folder, classes, part)
-    outputs = _outputs(unlabelled, source)
-    index = folder_labels(classes, outputs, options["class_map"], folder)
-    numbers = [index[file.split(os.sep)[0]] for file in files]
-    names = sorted(index, key=lambda name: index[name])
-    complete = [index[name] for name in names] == list(range(outputs))
-    return FolderImages(folder, files, numbers, source.transform), True, names if complete else None
-
-
-def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
-    """Warn of class folders that hold only folders: they are likely the parts of a data set, one level above its
-    classes.
-    """
-    likely = next((name for name in (part, "train") if name in classes), classes[0])
-    more = ", ..." if len(classes) > _SHOWN else ""
-    warnings.warn(
-        f"The class folders of '{folder}' ({', '.join(classes[:_SHOWN])}{more}) hold no images themselves, only "
-        f"folders of them; each counts as one class. Perhaps '{os.path.join(folder, likely)}' is meant?",
-        stacklevel=2,
+    table = read_table(spec, source, options, meaning, labels=labels)
+    taken = _taken(len(table.rows), cut, options, options["split"], spec)
+    picked = table.rows if len(taken) == len(table.rows) else table.rows.part(taken)
+    loader: Any = DataLoader(
+        picked, options["batch_size"], sampler=_sampler(picked, divided), collate_fn=as_it_is
     )
-
-
-def _outputs(images: FolderImages, source: Source) -> int:
-    """How many outputs the model has for the first image that can be read; 2 where one logit stands for two classes."""
-    last: Trouble | None = None
-    for number in range(len(images)):
-        item = images[number]
-        if not isinstance(item, Trouble):
-            return max(2, count_outputs(source.model, item[0]))
-        last = item
-    raise PosthocUQError(f"None of the {len(images)} images can be read. {last}")
+    return Data(loader, spec, None, labels, table.names, rows=list(taken), kept=table.kept)
 
 
 def _torchvision(
@@ -250,6 +223,14 @@ def _parsed_split(text: str) -> tuple[str | None, slice]:
         raise PosthocUQError(f"--split {text} is not of the form train, train[:50000] or train[50000:].")
     start, stop = (None if edge is None else int(edge) for edge in matched.group(2, 3))
     return matched.group(1), slice(start, stop)
+
+
+def _taken(size: int, cut: slice, options: Mapping[str, Any], split: str | None, spec: str) -> Sequence[int]:
+    """Numbers of the items that are read; at least one."""
+    taken = _chosen(size, cut, options["limit"])
+    if not taken:
+        raise PosthocUQError(f"--split {split} leaves nothing of the {size} items of '{spec}'.")
+    return taken
 
 
 def _chosen(size: int, cut: slice, limit: int | None) -> Sequence[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from posthoc_uq.cli.data import data_of
+from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.models import source_of
 from posthoc_uq.cli.posterior_files import (
     check_output,
@@ -28,11 +30,14 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
         check_output(output)
     source = source_of(options)
     posterior = posterior_of(path, source)
-    data = data_of(spec, source, options, labels=True, split="test")
+    meaning = meaning_of(posterior)
+    data = data_of(spec, source, options, meaning, labels=True, split="test")
     if not data.labelled:
         raise PosthocUQError(f"An evaluation needs labels, and '{spec}' has no class folders.")
+    others = {**options, "split": None, "target": (), "columns": (), "ignore_index": None}
+    meaning = replace(meaning, kept={**meaning.kept, **data.kept})
     foreign = {
-        name: data_of(str(data_spec), source, {**options, "split": None}, labels=False, split="test").loader
+        name: data_of(str(data_spec), source, others, meaning, labels=False, split="test").loader
         for name, data_spec in options["ood"]
     }
     predictor = predictor_of(source, posterior, options)

@@ -110,8 +110,9 @@ _fit_options = several_options(
 def command(data: str, output: str, as_json: bool, **options: Any) -> None:
     """Fit a posterior over a model's weights on DATA, and write it to a file.
 
-    DATA is a folder of images (with a folder for each class, or without classes), torchvision:NAME, or
-    package.module:function. Under torchrun every process takes its part of the data and the first one writes the file.
+    DATA is a folder of images (with a folder for each class, without classes, or images/ and masks/ with the classes
+    of pixels), a table.csv with --target COLUMN, torchvision:NAME, or package.module:function. Under torchrun every
+    process takes its part of the data and the first one writes the file.
 
     The options of a method are the fields of its class in Python; those of another method than the chosen one are an
     error.
@@ -123,6 +124,7 @@ def command(data: str, output: str, as_json: bool, **options: Any) -> None:
       posthoc-uq fit torchvision:FashionMNIST --split 'train[:55000]' --val-data torchvision:FashionMNIST
           --val-split 'train[55000:]' --model nets.py:cnn --rank 100 -o cnn.h5
       posthoc-uq fit photos/ --model nets.py:cnn --weights w.pt --method function_space --epochs 20 -o functions.h5
+      posthoc-uq fit houses.csv --target price --likelihood regression --model nets.py:mlp --weights w.pt -o mlp.h5
       torchrun --nproc-per-node 4 -m posthoc_uq fit imagenet/train --model ... -o model.h5
     """
     from posthoc_uq.cli import fitting

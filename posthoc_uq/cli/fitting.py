@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from posthoc_uq.cli.data import data_of
-from posthoc_uq.cli.likelihoods import likelihood_of, takes_labels_of_folders
+from posthoc_uq.cli.likelihoods import likelihood_of
+from posthoc_uq.cli.meaning import Meaning, meaning_of_likelihood
 from posthoc_uq.cli.models import Source, device_named, source_of
 from posthoc_uq.cli.posterior_files import check_output
 from posthoc_uq.distributed import agree, rank, world
@@ -52,20 +53,23 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
     arguments["output"] = arguments.pop("model_output")
     likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}
     check_output(output)
-    if not takes_labels_of_folders(arguments["likelihood"]) and os.path.isdir(spec):
-        kind = "regression" if arguments["likelihood"] == "regression" else repr(arguments["likelihood"])
+    name = arguments["likelihood"]
+    arguments["likelihood"] = likelihood_of(name, options["likelihood_option"])
+    meaning = meaning_of_likelihood(arguments["likelihood"])
+    if not meaning.labels and os.path.isdir(spec):
+        kind = "regression" if name == "regression" else repr(name)
         raise PosthocUQError(
             f"A {kind} needs targets that are numbers, and the folder '{spec}' has images alone; give the data as "
             f"package.module:function."
         )
-    arguments["likelihood"] = likelihood_of(arguments["likelihood"], options["likelihood_option"])
     source = source_of(options)
-    data = data_of(spec, source, options, labels=not options["unlabelled"], split="train", divided=True)
-    held_out = _held_out(source, options)
+    labels = not options["unlabelled"]
+    data = data_of(spec, source, options, meaning, labels=labels, split="train", divided=True)
+    held_out = _held_out(source, options, replace(meaning, kept=data.kept))
     posterior = fit(
         source.model, data.loader, val_loader=held_out, progress=progress, **arguments, **likelihood_options
     )
-    posterior.history.fit |= {"model": source.spec, "data": data.spec}
+    posterior.history.fit |= {"model": source.spec, "data": data.spec, **data.kept}
     if data.files is not None or spec.startswith("torchvision:"):
         posterior.history.fit["images"] = source.transform.text
     dtype = None if options["save_dtype"] is None else getattr(torch, options["save_dtype"])
@@ -98,7 +102,7 @@ def _method(name: str, options: Mapping[str, Any]) -> Method:
     return replace(method, **{option: None for option, value in options.items() if value is None})
 
 
-def _held_out(source: Source, options: Mapping[str, Any]) -> Iterable[Any] | None:
+def _held_out(source: Source, options: Mapping[str, Any], meaning: Meaning) -> Iterable[Any] | None:
     """The loader of the held-out data, if there are any."""
     if options["val_data"] is None:
         if options["val_split"] is not None:
@@ -108,6 +112,7 @@ def _held_out(source: Source, options: Mapping[str, Any]) -> Iterable[Any] | Non
         options["val_data"],
         source,
         {**options, "split": options["val_split"], "limit": None},
+        meaning,
         labels=True,
         split="val",
     )

@@ -58,16 +58,23 @@ class FolderImages(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Read | Trouble:
         path = os.path.join(self._folder, self.files[index])
-        try:
-            with open(path, "rb") as file, Image.open(file) as opened:
-                opened.load()
-                image = opened.convert(self._transform.mode) if self._transform.mode else opened.copy()
-        except UnidentifiedImageError:
-            return Trouble(path, "not in an image format that Pillow reads.")
-        except Exception as error:  # decoders raise many types for damaged files
-            return Trouble(path, f"{_words(error)}.")
+        image = opened_image(path, self._transform.mode)
+        if isinstance(image, Trouble):
+            return image
         label = None if self._labels is None else self._labels[index]
-        return _transformed(image, label, index, path, self._transform)
+        return transformed(image, label, index, path, self._transform)
+
+
+def opened_image(path: str, mode: str | None) -> Image.Image | Trouble:
+    """The image in a file, in Pillow's mode `mode` if one is given."""
+    try:
+        with open(path, "rb") as file, Image.open(file) as opened:
+            opened.load()
+            return opened.convert(mode) if mode else opened.copy()
+    except UnidentifiedImageError:
+        return Trouble(path, "not in an image format that Pillow reads.")
+    except Exception as error:  # decoders raise many types for damaged files
+        return Trouble(path, f"{_words(error)}.")
 
 
 class WrappedImages(Dataset[Any]):
@@ -86,10 +93,11 @@ class WrappedImages(Dataset[Any]):
         except Exception as error:
             return Trouble(name, f"{_words(error)}.")
         image = item[0] if isinstance(item, (tuple, list)) else item
-        return _transformed(image, item[1] if self._labelled else None, index, name, self._transform)
+        return transformed(image, item[1] if self._labelled else None, index, name, self._transform)
 
 
-def _transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Read | Trouble:
+def transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Read | Trouble:
+    """An item: the image through the transform, its label and its number."""
     try:
         tensor: Any = transform(image)
     except Exception as error:
@@ -127,7 +135,9 @@ def stack(items: list[Read | Trouble]) -> Stacked:
     read = [item for item in items if not isinstance(item, Trouble)]
     if len(shapes := {tuple(tensor.shape) for tensor, _, _ in read}) > 1:
         first, second = sorted(shapes)[:2]
-        reason = f"images differ in size, {first} and {second} in one batch; give --image-size."
+        reason = (
+            f"images differ in size, {first} and {second} in one batch; give --image-size, or --batch-size 1."
+        )
         return Stacked(
             None,
             None,
@@ -136,12 +146,17 @@ def stack(items: list[Read | Trouble]) -> Stacked:
         )
     return Stacked(
         torch.stack([tensor for tensor, _, _ in read]) if read else None,
-        torch.as_tensor([label for _, label, _ in read], device="cpu")
-        if read and read[0][1] is not None
-        else None,
+        _stacked_labels([label for _, label, _ in read]),
         torch.tensor([index for _, _, index in read], dtype=torch.int64, device="cpu"),
         troubles,
     )
+
+
+def _stacked_labels(labels: list[Any]) -> Tensor | None:
+    """Numbers, or masks, of a batch; None where there are none."""
+    if not labels or labels[0] is None:
+        return None
+    return torch.stack(labels) if isinstance(labels[0], Tensor) else torch.as_tensor(labels, device="cpu")
 
 
 class ImageLoader:

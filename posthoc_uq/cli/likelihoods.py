@@ -10,8 +10,6 @@ from typing import Any
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood
 
-_CLASSES = 2  # a number of outputs for which likelihoods of classes have several
-
 
 def likelihood_of(name: str, options: Sequence[str]) -> str | Likelihood:
     """The name, or with options the object.
@@ -45,8 +43,3 @@ def _value(text: str) -> Any:
         return json.loads(f"[{text}]" if "," in text and not text.strip().startswith("[") else text.lower())
     except ValueError:
         return text
-
-
-def takes_labels_of_folders(name: str) -> bool:
-    """Whether the class folders of images give targets for a likelihood: those of one class an input."""
-    return LIKELIHOODS[name]().classes(_CLASSES) > 1

@@ -12,8 +12,9 @@ from torch import nn
 from posthoc_uq.cli.console import close_names
 from posthoc_uq.cli.importing import call_imported, is_import_path
 from posthoc_uq.cli.transforms import ImageTransform, resolve_transform
-from posthoc_uq.cli.weights import load_weights
+from posthoc_uq.cli.weights import load_weights, read_state
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.replica import bare_name
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def source_of(options: Mapping[str, Any]) -> Source:
         )
     if options["weights"] is not None:
         load_weights(model, options["weights"])
+    if kind == "torchvision" and hasattr(model, "aux_classifier"):
+        cast(Any, model).aux_classifier = None  # of the training alone
     model = model.eval().to(device)
     transform = resolve_transform(
         model, spec, options["transform"], options["image_size"], options["mean"], options["std"]
@@ -92,14 +95,20 @@ def _torchvision(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.M
     import torchvision
 
     library = cast(Any, torchvision.models)
-    names = library.list_models(module=torchvision.models)
+    maps = library.list_models(module=library.segmentation)
+    names = [*library.list_models(module=torchvision.models), *maps]
     if name not in names:
-        raise PosthocUQError(f"torchvision has no classification model '{name}'.{close_names(name, names)}")
+        raise PosthocUQError(
+            f"torchvision has no classification or segmentation model '{name}'.{close_names(name, names)}"
+        )
     arguments: dict[str, Any] = (
         {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
     )
     if name in ("googlenet", "inception_v3"):
         arguments["init_weights"] = False  # slow, and these weights are replaced anyway
+    if name in maps:
+        arguments["weights_backbone"] = None  # else they are fetched, and replaced anyway
+        arguments["aux_loss"] = _has_auxiliary(options["weights"])
     if not options["pretrained"]:
         return library.get_model(name, weights=None, **arguments), None
     weights = library.get_model_weights(name).DEFAULT
@@ -108,9 +117,16 @@ def _torchvision(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.M
             f"The pretrained weights of '{spec}' have {len(weights.meta['categories'])} outputs, not "
             f"{options['num_classes']}; leave --num-classes out."
         )
-    arguments.pop("init_weights", None)
+    arguments = {name: arguments[name] for name in arguments if name == "num_classes"}
     with _fetching(spec, options):
         return library.get_model(name, weights=weights), weights.meta["categories"]
+
+
+def _has_auxiliary(weights: str | None) -> bool | None:
+    """Whether the weights have those of a second classifier that only the training uses; None for the default."""
+    if weights is None:
+        return None
+    return any(name.split(".")[0] == "aux_classifier" for name in map(bare_name, read_state(weights)))
 
 
 class _fetching:
@@ -160,8 +176,24 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-def count_outputs(model: nn.Module, sample: torch.Tensor) -> int:
-    """How many outputs the model has for one input (channels, height, width).
+def count_outputs(
+    model: nn.Module,
+    sample: torch.Tensor,
+    kind: str = "an image",
+    advice: str = "see --image-size and --transform",
+) -> int:
+    """How many outputs the model has for one input; see `outputs_for`."""
+    return int(outputs_for(model, sample, kind, advice).shape[-1])
+
+
+def outputs_for(model: nn.Module, sample: torch.Tensor, kind: str, advice: str) -> torch.Tensor:
+    """The model's outputs for one input.
+
+    Args:
+        model: in eval mode.
+        sample: an input without the dimension of samples, such as (channels, height, width).
+        kind: what it is, for the message.
+        advice: what to do if the model cannot take it.
 
     Raises:
         PosthocUQError: it cannot take such an input.
@@ -171,12 +203,11 @@ def count_outputs(model: nn.Module, sample: torch.Tensor) -> int:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad():
-            return int(output_tensor(model(sample.unsqueeze(0).to(device))).shape[-1])
+            return output_tensor(model(sample.unsqueeze(0).to(device)))
     except PosthocUQError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise PosthocUQError(
-            f"The model does not take an image of shape {tuple(sample.shape)} ({reason}); see --image-size and "
-            f"--transform."
+            f"The model does not take {kind} of shape {tuple(sample.shape)} ({reason}); {advice}."
         ) from error

@@ -128,7 +128,27 @@ data_options = several_options(
         click.option("--download", is_flag=True, help="Let torchvision fetch a data set that is not there."),
         transform_options,
         click.option(
-            "--class-map", metavar="FILE", help="Which output a class folder is: one name per line, or JSON."
+            "--class-map",
+            metavar="FILE",
+            help="Which output a class folder, or a label of a table, is: one name per line, or JSON.",
+        ),
+        click.option(
+            "--target",
+            multiple=True,
+            metavar="COLUMN",
+            help="Of a table: the column with the target; several times for several.",
+        ),
+        click.option(
+            "--columns",
+            multiple=True,
+            metavar="NAME[,NAME]",
+            help="Of a table: the columns that the model takes, in its order; by default all that are no target.",
+        ),
+        click.option(
+            "--ignore-index",
+            type=int,
+            metavar="VALUE",
+            help="Of masks: the value of pixels that count for nothing [255].",
         ),
         click.option("--limit", type=click.IntRange(1), metavar="N", help="Take N samples, evenly spaced."),
         click.option(

@@ -38,22 +38,32 @@ from posthoc_uq.errors import printable
     is_flag=True,
     help="Leave unreadable images out, name them, and end with exit code 3.",
 )
+@click.option(
+    "--maps",
+    metavar="DIR",
+    help="Of pixels: write PNG maps of class, entropy, mutual information and novelty here.",
+)
 @names_option
 @prediction_options
 @data_options
 @click.pass_context
 def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool, **options: Any) -> None:
-    """Predict DATA with the posterior in FILE, into a CSV with one row for each image.
+    """Predict DATA with the posterior in FILE, into a CSV with one row for each image, or row of a table.
 
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
     head does not know it), and flag: 1 for an image to hand to a person, by the threshold that tune or evaluate set,
     0 for others, empty without a threshold. Of values: file, mean, standard_deviation, epistemic_sd, lower, upper,
-    flag. With thresholds on several scores also reason, the scores that refer the image, and tail, the share of
-    familiar inputs that are at least as extreme. The CSV appears under its name when it is complete.
+    flag. Of pixels: file, label_1, share_1, ... of the classes that cover most of the image, means of the scores over
+    its pixels, the largest of each, flag; --maps writes them pixel by pixel. With thresholds on several scores also
+    reason, the scores that refer the image, and tail, the share of familiar inputs that are at least as extreme. The
+    CSV appears under its name when it is complete.
 
     \b
     Examples:
       posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv
+      posthoc-uq predict model.h5 houses.csv --model nets.py:mlp --weights w.pt -o prices.csv
+      posthoc-uq predict model.h5 streets/ --model torchvision:fcn_resnet50 --weights w.pt --num-classes 5
+          -o streets.csv --maps streets_maps
       posthoc-uq predict model.h5 photos/ --model torchvision:resnet18 --pretrained -o photos.csv
           --head linearized --link mc --class-names names.txt --skip-unreadable
     """
@@ -68,6 +78,8 @@ def command(ctx: click.Context, file: str, data: str, output: str, as_json: bool
             f"{summary['rows']:,} predictions{flagged}, in {summary['seconds']:.1f} s "
             f"({summary['rows'] / summary['seconds']:.3g} per second), written to {output}."
         )
+        if summary["maps"] is not None:
+            say(f"Maps written to {summary['maps']}.")
     if summary["skipped"]:
         for path in summary["skipped"]:
             click.echo(printable(f"Left out, unreadable: {path}"), err=True)

@@ -26,6 +26,8 @@ class ImageTransform:
         text: in words; two transforms with the same words do the same.
         mean: what is subtracted from the channels, or None where that is not known.
         std: what they are divided by, or None.
+        geometry: what it does to the places of pixels, for masks of classes: from an image to an image, without new
+            values; None where that is not known.
     """
 
     work: Callable[[Any], Any]
@@ -33,6 +35,7 @@ class ImageTransform:
     text: str
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    geometry: Callable[[Any], Any] | None = None
 
     def __call__(self, image: Any) -> Any:
         if isinstance(image, Image.Image) and self.mode is not None and image.mode != self.mode:
@@ -54,8 +57,8 @@ class Preprocessing:
 
     Attributes:
         channels: of the model's input.
-        size: (height, width) of the crop, or None to leave images as they are.
-        resize: shorter side before the crop.
+        size: (height, width) of the crop, or None for none.
+        resize: shorter side before the crop; None to leave images without a crop as they are.
         interpolation: Pillow's name.
         mean, std: by channel, or empty.
     """
@@ -71,21 +74,30 @@ class Preprocessing:
         """As a transform."""
         from torchvision import transforms
 
-        steps: list[Any] = []
-        if self.size is not None:
-            how = transforms.InterpolationMode(self.interpolation)
-            steps = [transforms.Resize(self.resize or min(self.size), how), transforms.CenterCrop(self.size)]
-        steps.append(transforms.ToTensor())
+        steps = [*self._geometry(self.interpolation), transforms.ToTensor()]
         if self.mean:
             steps.append(transforms.Normalize(self.mean, self.std))
         shape = "own size" if self.size is None else f"{self.size[0]} x {self.size[1]}"
         text = f"{self.channels} x {shape}"
-        if self.size is not None:
-            text += f" of {self.resize or min(self.size)}, {self.interpolation}"
+        if self.size is not None or self.resize is not None:
+            text += f" of {self._shorter()}, {self.interpolation}"
         if self.mean:
             text += f", mean {_numbers(self.mean)}, std {_numbers(self.std)}"
         known = (self.mean, self.std) if self.mean else ((0.0,) * self.channels, (1.0,) * self.channels)
-        return ImageTransform(transforms.Compose(steps), _MODES.get(self.channels), text, *known)
+        masks = transforms.Compose(self._geometry("nearest"))
+        return ImageTransform(transforms.Compose(steps), _MODES.get(self.channels), text, *known, masks)
+
+    def _shorter(self) -> int | None:
+        return self.resize or (None if self.size is None else min(self.size))
+
+    def _geometry(self, interpolation: str) -> list[Any]:
+        """Resize and crop, as far as there is something to do."""
+        from torchvision import transforms
+
+        shorter = self._shorter()
+        how = transforms.InterpolationMode(interpolation)
+        steps: list[Any] = [] if shorter is None else [transforms.Resize(shorter, how)]
+        return steps + ([] if self.size is None else [transforms.CenterCrop(self.size)])
 
 
 def _numbers(values: tuple[float, ...]) -> str:
@@ -125,7 +137,7 @@ def resolve_transform(
             raise PosthocUQError("--transform does it all; leave --image-size, --mean and --std out.")
         return _users_transform(path, attribute, channels, spec)
     config = _timm_config(model) or (_torchvision_config(spec) if spec.startswith("torchvision:") else None)
-    if config is None or changed or channels != len(config["mean"]):
+    if config is None or changed or channels != len(config["mean"]) or "size" not in config:
         return _changed(config or {}, channels, image_size, mean, std).transform()
     if "preset" in config:
         preset = config["preset"]
@@ -177,6 +189,13 @@ def _torchvision_config(spec: str) -> dict[str, Any]:
     from torchvision.models import get_model_weights
 
     preset = cast(Any, get_model_weights(spec.partition(":")[2])).DEFAULT.transforms()
+    if not hasattr(preset, "crop_size"):  # of segmentation: resized and not cut
+        return {
+            "resize": int(preset.resize_size[0]),
+            "interpolation": preset.interpolation.value,
+            "mean": tuple(preset.mean),
+            "std": tuple(preset.std),
+        }
     crop, resize = int(preset.crop_size[0]), int(preset.resize_size[0])
     return {
         "preset": preset,

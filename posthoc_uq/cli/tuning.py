@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posthoc_uq.cli.data import Data, data_of
+from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.models import Source, source_of
 from posthoc_uq.cli.posterior_files import (
     check_output,
@@ -31,7 +32,14 @@ def tune_file(path: str, options: Mapping[str, Any], progress: bool) -> dict[str
     posterior = posterior_of(path, source)
     data = None
     if options["data"] is not None:
-        data = data_of(options["data"], source, options, labels=_needs_labels(options), split="val")
+        data = data_of(
+            options["data"],
+            source,
+            options,
+            meaning_of(posterior),
+            labels=_needs_labels(options),
+            split="val",
+        )
     threshold = None
     with posterior.searching("set it again with --referral-rate"):
         search_facts = _search(posterior, data, options, progress)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posthoc_uq.cli.data import data_of
+from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.models import source_of
 from posthoc_uq.cli.posterior_files import check_output, check_posterior_file, posterior_of
 from posthoc_uq.posteriors.report import described_changes
@@ -21,7 +22,8 @@ def change_file(
     check_output(options["output"] or path)
     source = source_of(options)
     posterior = posterior_of(path, source)
-    data = data_of(spec, source, options, labels=not options["unlabelled"], split="train")
+    labels = not options["unlabelled"]
+    data = data_of(spec, source, options, meaning_of(posterior), labels=labels, split="train")
     before = posterior.evidence.samples
     (update if kind == "update" else forget)(posterior, data.loader, progress=progress)
     # in full precision: a few samples among many are less than a half format resolves

@@ -3,7 +3,8 @@
 The Grams of all classes are summed exactly if they fit into memory. Otherwise every Gram is sketched,
 ``Y_c = G_c Omega``, with its exact trace and the exact sum of all Grams (Tropp, Yurtsever, Udell, Cevher 2017,
 "Fixed-rank approximation of a positive-semidefinite matrix from streaming data"). All of these are sums over the
-samples: they depend neither on the batches nor on the order, and several processes can add up theirs.
+samples: they depend neither on the batches nor on the order, and several processes can add up theirs. Where samples
+have weights, each counts w times, as so many copies of it would.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
+from posthoc_uq.curvature.operands import weighted
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.distributed import add_up
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.weights import SampleWeights, sample_weights
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.features import ALL, RARE, FeatureGrams
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom, positive_part
@@ -83,42 +86,56 @@ class ClassGrams:
         by_position = self.source.source == "positions"
         rows = feature_rows(recording.watched, self.source.layer, keys.shape[0], by_position)
         outputs = recording.outputs.detach()
+        weights = sample_weights(self._likelihood, outputs, batch.weights)
         if by_position:
-            labels, counted = self._of_positions(outputs, batch.targets, grid_of(recording.watched[0]))
-            self._add(rows[counted.to(rows.device)], labels[counted], checks)
+            grid = grid_of(recording.watched[0])
+            labels, counts = self._of_positions(outputs, batch.targets, grid, weights)
+            counted = counts > 0
+            of_rows = None if weights is None else counts[counted]
+            self._add(rows[counted.to(rows.device)], labels[counted], of_rows, checks)
         else:
-            self._add(rows, self._labels(outputs), checks)
+            self._add(rows, self._labels(outputs), None if weights is None else weights.samples, checks)
 
     def add(self, features: Tensor, outputs: Tensor) -> None:
         """Add features ``(samples, features)`` of samples with these outputs."""
         checks = Checks()
-        self._add(features, self._labels(outputs), checks)
+        self._add(features, self._labels(outputs), None, checks)
         checks.look()
 
     def _of_positions(
-        self, outputs: Tensor, targets: Tensor | None, grid: tuple[int, ...]
+        self,
+        outputs: Tensor,
+        targets: Tensor | None,
+        grid: tuple[int, ...],
+        weights: SampleWeights | None,
     ) -> tuple[Tensor, Tensor]:
-        """The predicted class of every position of a grid and whether its label counts, ``(samples * positions,)``; of
-        a coarser grid than that of the outputs, those of the nearest position.
+        """The predicted class of every position of a grid and how often its label counts, ``(samples * positions,)``;
+        of a coarser grid than that of the outputs, those of the nearest position.
         """
         layout = self._likelihood.positions_of(outputs)
         assert layout is not None
         positions, samples = layout.positions(outputs), outputs.shape[0]
-        maps = torch.stack([self._labels(outputs), layout.labels(outputs, targets)[1].flatten().long()])
+        counts = as_double(layout.labels(outputs, targets)[1])
+        if weights is not None:
+            own = weights.samples.unsqueeze(1) if weights.by_position is None else weights.by_position
+            counts = counts * own.to(counts)
+        maps = torch.stack([self._labels(outputs).to(counts), counts.flatten()])
         if grid != positions:
-            maps = maps.reshape(2 * samples, 1, *positions).double()
-            maps = F.interpolate(maps, size=grid, mode="nearest").long()
-        labels, counted = maps.reshape(2, -1)
-        return labels, counted.bool()
+            maps = F.interpolate(maps.reshape(2 * samples, 1, *positions), size=grid, mode="nearest")
+        labels, counts = maps.reshape(2, -1)
+        return labels.long(), counts
 
-    def _add(self, features: Tensor, labels: Tensor, checks: Checks) -> None:
+    def _add(self, features: Tensor, labels: Tensor, weights: Tensor | None, checks: Checks) -> None:
+        """Add features of these classes, each as often as its weight says."""
         phi, sums = as_double(features), self.sums
         labels = labels.to(phi.device)
-        counts = torch.zeros_like(sums["counts"]).index_add_(0, labels, torch.ones_like(phi[:, 0]))
-        sums["counts"] += counts
+        ones = torch.ones_like(phi[:, 0])
+        sums["counts"].index_add_(0, labels, ones if weights is None else weights.to(phi))
+        phi = weighted(phi, None if weights is None else weights.sqrt())
         if self._test is None:
             ordered = phi[labels.argsort(stable=True)]
-            checks.later(counts, lambda host_counts: self._add_classes(ordered, host_counts))
+            rows = torch.zeros_like(sums["counts"]).index_add_(0, labels, ones)
+            checks.later(rows, lambda host_rows: self._add_classes(ordered, host_rows))
             return
         products = phi.unsqueeze(2) * (phi @ self._test).unsqueeze(1)
         sums["sketches"].index_add_(0, labels, products)
@@ -126,7 +143,7 @@ class ClassGrams:
         sums["total"].addmm_(phi.T, phi)
 
     def _add_classes(self, ordered: Tensor, counts: Tensor) -> None:
-        """Add features sorted by class; `counts` are the samples of each class."""
+        """Add features sorted by class; `counts` are the rows of each class."""
         for gram, rows in zip(self.sums["grams"], ordered.split(counts.long().tolist()), strict=True):
             if len(rows):
                 gram.addmm_(rows.T, rows)
@@ -143,10 +160,10 @@ class ClassGrams:
 
         Args:
             own: classes that have a Gram of their own whatever their number of samples.
-            least: samples from which on every other class has one, too; None for never.
+            least: samples (the sum of their weights) from which on every other class has one, too; None for never.
         """
         add_up(self.sums)
-        counts = self.sums["counts"].long().tolist()
+        counts: list[float] = self.sums["counts"].tolist()
         if len(counts) == 1:
             places, labels = {0: 0}, [ALL]
         else:
@@ -215,7 +232,7 @@ class Summed:
                 f"The second moments of what enters layer '{layer.name}' are not finite in {dtype}: bring the inputs "
                 f"to about unit size, or fit with dtype=torch.float64."
             )
-        samples = round(float(self.totals[:, 1].sum()))
+        samples = max(1, round(float(self.totals[:, 1].sum())))
         return FeatureGrams(layer, source, samples, {**tensors, "totals": self.totals})
 
 

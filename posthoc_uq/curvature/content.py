@@ -20,7 +20,7 @@ _SIMPLE = (bool, int, float, complex, str, type(None))
 
 
 def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
-    """A hash of each sample, inputs and target together, ``(samples,)`` int64.
+    """A hash of each sample: inputs, target and weight together, ``(samples,)`` int64.
 
     The sum of the hashes does not depend on the batches or the order of the samples.
 
@@ -32,6 +32,8 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
     parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if _has_sample_axis(v, samples))]
     if batch.targets is not None and _has_sample_axis(batch.targets, samples):
         parts.append(sample_keys([batch.targets], samples, 0))
+    if batch.weights is not None and _has_sample_axis(batch.weights, samples):
+        parts.append(sample_keys([batch.weights], samples, 1))
     hashes = parts[0]
     for part in parts[1:]:
         hashes = mix(hashes * 31 + part.to(hashes.device))
@@ -40,7 +42,10 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
 
 def shared_hash(batch: Batch, samples: int) -> Tensor:
     """A hash of all else in a batch, an int64 scalar: shapes, number formats, and values that its samples share."""
-    leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets))
+    weights = (
+        () if batch.weights is None else (batch.weights,)
+    )  # without any the hash is that of older checkpoints
+    leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, *weights))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     descriptions = [_described(leaf) for leaf in leaves]
     digest = sha256(repr((str(form), samples, descriptions)).encode()).digest()

@@ -45,12 +45,16 @@ class Operand(Protocol):
         """``a^T U`` for ``U`` ``(groups, inputs, width)``: ``(samples, groups, positions, width)``."""
         ...
 
-    def add_gram(self, total: Tensor, limit: int) -> None:
-        """``total += sum a a^T``, ``(groups, inputs, inputs)``, with temporaries of at most `limit` bytes."""
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        """``total += sum w a a^T``, ``(groups, inputs, inputs)``, with temporaries of at most `limit` bytes; with
+        weights of the samples, ``(samples,)`` on the device, or 1.
+        """
         ...
 
-    def add_sketch(self, total: Tensor, test_matrix: Tensor, limit: int) -> None:
-        """``total += sum a (a^T Omega)``, ``(groups, inputs, width)``."""
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
+        """``total += sum w a (a^T Omega)``, ``(groups, inputs, width)``."""
         ...
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
@@ -65,6 +69,13 @@ def chunks(samples: int, numbers: int, element_size: int, limit: int) -> Iterato
     step = max(1, min(samples, limit // max(1, numbers * element_size)))
     for start in range(0, samples, step):
         yield slice(start, min(samples, start + step))
+
+
+def weighted(rows: Tensor, weights: Tensor | None, part: slice = slice(None)) -> Tensor:
+    """Rows ``(samples, ...)`` times the weights of these samples, ``(samples,)``; as they are without weights."""
+    if weights is None:
+        return rows
+    return rows * weights[part].to(rows).reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def temporary_limit(budget: int, device: torch.device) -> int:
@@ -126,16 +137,20 @@ class Rows:
             return (rows.reshape(-1, size) @ basis[0]).reshape(samples, 1, positions, -1)
         return torch.matmul(basis[0].T, rows[:, 0].transpose(1, 2)).transpose(1, 2).unsqueeze(1)
 
-    def add_gram(self, total: Tensor, limit: int) -> None:
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        roots = None if weights is None else weights.sqrt()
         for part in chunks(self.samples, self._numbers(total), self._rows.element_size(), limit):
-            add_products(total, self._rows[part], self._rows[part])
+            rows = weighted(self._rows[part], roots, part)
+            add_products(total, rows, rows)
 
-    def add_sketch(self, total: Tensor, test_matrix: Tensor, limit: int) -> None:
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
         width = test_matrix.shape[-1] * self.positions * test_matrix.shape[0]
         numbers = max(width, self._numbers(total))
         for part in chunks(self.samples, numbers, self._rows.element_size(), limit):
             chunk = self.part(part)
-            add_products(total, chunk.rows(), chunk.project(test_matrix))
+            add_products(total, chunk.rows(), weighted(chunk.project(test_matrix), weights, part))
 
     def _numbers(self, total: Tensor) -> int:
         """The most numbers a sample that `add_products` allocates."""
@@ -168,13 +183,15 @@ class Several:
     def project(self, basis: Tensor) -> Tensor:
         return torch.cat([operand.project(basis) for operand in self._operands], dim=2)
 
-    def add_gram(self, total: Tensor, limit: int) -> None:
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
         for operand in self._operands:
-            operand.add_gram(total, limit)
+            operand.add_gram(total, limit, weights)
 
-    def add_sketch(self, total: Tensor, test_matrix: Tensor, limit: int) -> None:
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
         for operand in self._operands:
-            operand.add_sketch(total, test_matrix, limit)
+            operand.add_sketch(total, test_matrix, limit, weights)
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
         parts = output_gradients.split([operand.positions for operand in self._operands], dim=2)

@@ -12,7 +12,7 @@ import torch.nn.grad as convolution_gradients
 from torch import Tensor
 
 from posthoc_uq.curvature.correlation import add_patch_gram, correlation_cost
-from posthoc_uq.curvature.operands import add_products, chunks
+from posthoc_uq.curvature.operands import add_products, chunks, weighted
 from posthoc_uq.layers import Geometry, Layer, pad_input
 
 # The cost of a convolution's weight gradient for one sample, fixed and for each number of the weight, in numbers that
@@ -90,11 +90,13 @@ class Patches:
         projected = self._convolve(self._x, filters, bias, *self._arguments())
         return projected.reshape(self.samples, groups, width, -1).transpose(2, 3)
 
-    def add_sketch(self, total: Tensor, test_matrix: Tensor, limit: int) -> None:
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
         groups, _, width = test_matrix.shape
         for part in chunks(self.samples, self.positions * groups * width, self._x.element_size(), limit):
             patches = self.part(part)
-            patches.add_correlation(total, patches.project(test_matrix))
+            patches.add_correlation(total, weighted(patches.project(test_matrix), weights, part))
 
     def add_correlation(self, total: Tensor, rows: Tensor) -> None:
         """``total += sum_{s,t} a z^T`` for rows ``z`` ``(samples, groups, positions, width)``."""
@@ -106,9 +108,14 @@ class Patches:
         if self._layer.bias is not None:
             total[:, self._fan_in] += rows.sum((0, 2))
 
-    def add_gram(self, total: Tensor, limit: int) -> None:
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
         if self._layer.bias is not None:
-            self._add_bias_gram(total)
+            self._add_bias_gram(total, weights)
+        roots = None if weights is None else weights.sqrt()
+        self._with(weighted(self._x, roots), self._padding)._add_patch_gram(total, limit)
+
+    def _add_patch_gram(self, total: Tensor, limit: int) -> None:
+        """The part of the Gram without the bias."""
         size = self._fan_in
         if self._correlates():
             x = pad_input(self._x, self._layer, self._geometry())
@@ -138,10 +145,10 @@ class Patches:
             rows = self.part(part)._columns().transpose(2, 3)
             add_products(total, rows, rows)
 
-    def _add_bias_gram(self, total: Tensor) -> None:
+    def _add_bias_gram(self, total: Tensor, weights: Tensor | None) -> None:
         ones = self._x.new_ones(self.samples, self._layer.groups, self.positions, 1)
         sums = total.new_zeros(*total.shape[:2], 1)
-        self.add_correlation(sums, ones)
+        self.add_correlation(sums, weighted(ones, weights))
         total[:, :, self._fan_in] += sums[:, :, 0]
         total[:, self._fan_in, : self._fan_in] += sums[:, : self._fan_in, 0]
 

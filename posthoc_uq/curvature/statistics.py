@@ -1,8 +1,9 @@
 """Accumulators of the Fisher's statistics (Lee et al. 2020, section 2; George et al. 2018).
 
 Each sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``;
-`mean` divides the sums by the number of samples or positions. Squares are those of exact per-sample gradients
-``G_s = sum_t g_st a_st^T``.
+`mean` divides the sums by the number of samples (the sum of their weights) or of positions. Squares are those of exact
+per-sample gradients ``G_s = sum_t g_st a_st^T``. Where samples have weights, output gradients come times their roots,
+so that every square counts w times; activations come as they are, and `SampleWeights` says how often they count.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from torch import Tensor
 
 from posthoc_uq.curvature.operands import Operand, Rows, temporary_limit
 from posthoc_uq.curvature.squares import add_squares
+from posthoc_uq.likelihoods.weights import SampleWeights
 
 
 class Accumulator(Protocol):
     """Takes the backward passes of a sweep."""
 
-    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
         """Take one backward pass. Passes over the same batch have the same activations; `first_pass` marks the first of
-        them.
+        them. The gradients have the roots of the samples' `weights` in them already.
         """
         ...
 
@@ -52,11 +56,13 @@ class InputGram(_Sums):
     ) -> None:
         super().__init__({"gram": torch.zeros(groups, inputs, inputs, dtype=dtype, device=device)}, budget)
 
-    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
         if first_pass:
-            activations.add_gram(self._sums["gram"], self._limit(gradients))
+            activations.add_gram(self._sums["gram"], self._limit(gradients), _on_device(weights, gradients))
 
-    def mean(self, samples: int) -> Tensor:
+    def mean(self, samples: float) -> Tensor:
         """The Gram over `samples`."""
         return self._sums["gram"] / samples
 
@@ -72,16 +78,18 @@ class GradientGram(_Sums):
             {"gram": gram, "positions": torch.zeros((), dtype=torch.float64, device="cpu")}, budget
         )
 
-    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
         Rows(gradients).add_gram(self._sums["gram"], self._limit(gradients))
         if first_pass:
-            self._sums["positions"] += gradients.shape[0] * gradients.shape[2]
+            self._sums["positions"] += _total(gradients, weights) * gradients.shape[2]
 
-    def mean(self, samples: int) -> Tensor:
+    def mean(self, samples: float) -> Tensor:
         """The Gram over all positions."""
-        return self._sums["gram"] / self._sums["positions"].clamp(min=1).item()
+        return self._sums["gram"] / (self._sums["positions"].item() or 1.0)
 
-    def positions(self, samples: int) -> Tensor:
+    def positions(self, samples: float) -> Tensor:
         """The mean number of positions of a sample, a float64 scalar on the CPU."""
         return self._sums["positions"] / samples
 
@@ -101,17 +109,22 @@ class RangeSketch(_Sums):
         self.test_matrix = test_matrix
         self._side = side
 
-    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
         if self._side == "inputs" and not first_pass:
             return
-        operand = activations if self._side == "inputs" else Rows(gradients)
-        operand.add_sketch(self._sums["sketch"], self.test_matrix, self._limit(gradients))
+        sums, limit = self._sums["sketch"], self._limit(gradients)
+        if self._side == "inputs":
+            activations.add_sketch(sums, self.test_matrix, limit, _on_device(weights, gradients))
+        else:
+            Rows(gradients).add_sketch(sums, self.test_matrix, limit)
         if first_pass:
-            self._sums["positions"] += gradients.shape[0] * gradients.shape[2]
+            self._sums["positions"] += _total(gradients, weights) * gradients.shape[2]
 
-    def mean(self, samples: int) -> Tensor:
+    def mean(self, samples: float) -> Tensor:
         """The sketch of ``A`` (over samples) or of ``G`` (over positions)."""
-        count = samples if self._side == "inputs" else max(1.0, self._sums["positions"].item())
+        count = samples if self._side == "inputs" else self._sums["positions"].item() or 1.0
         return self._sums["sketch"] / count
 
 
@@ -141,20 +154,31 @@ class SquaredGradients(_Sums):
         super().__init__(sums, budget)
         self._bases = bases
 
-    def add(self, activations: Operand, gradients: Tensor, first_pass: bool) -> None:
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
         sums = self._sums.get("diagonal"), self._sums.get("eigenvalues")
         add_squares(activations, gradients, self._budget, *sums, self._bases)
 
-    def diagonal(self, samples: int) -> Tensor:
+    def diagonal(self, samples: float) -> Tensor:
         """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum."""
         return _mean_squares(self._sums.pop("diagonal"), samples)
 
-    def eigenvalues(self, samples: int) -> Tensor:
+    def eigenvalues(self, samples: float) -> Tensor:
         """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum."""
         return _mean_squares(self._sums.pop("eigenvalues"), samples)
 
 
-def _mean_squares(total: Tensor, samples: int) -> Tensor:
+def _total(gradients: Tensor, weights: SampleWeights | None) -> float:
+    """The sum of the weights of a batch: the number of its samples where they have none."""
+    return gradients.shape[0] if weights is None else weights.total
+
+
+def _on_device(weights: SampleWeights | None, like: Tensor) -> Tensor | None:
+    return None if weights is None else weights.samples.to(like)
+
+
+def _mean_squares(total: Tensor, samples: float) -> Tensor:
     # Cancellation between pairs of positions can leave a rounding error below zero.
     return total.div_(samples).clamp_(min=0)
 
@@ -172,7 +196,7 @@ class JointFisher(_Sums):
         """Take ``(samples, parameters)`` per-sample gradients."""
         self._sums["fisher"] += gradients.T @ gradients
 
-    def mean(self, samples: int) -> Tensor:
+    def mean(self, samples: float) -> Tensor:
         """The Fisher over `samples`."""
         return self._sums["fisher"] / samples
 

@@ -20,6 +20,7 @@ from posthoc_uq.devices import Checks
 from posthoc_uq.distributed import check_items, own_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import Fisher, Likelihood
+from posthoc_uq.likelihoods.weights import SampleWeights, sample_weights
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.randomness import mixed_seed, sample_keys, share_of
 
@@ -47,7 +48,9 @@ class Summary:
         batches: batches read.
         seen: samples read.
         samples: samples swept over, fewer than seen where the sweep takes a share of them.
-        log_likelihood: sum of ``log p(y | x)`` at the trained weights, in nats; None where labels were missing.
+        weight: the sum of their weights; their number where they have none.
+        log_likelihood: weighted sum of ``log p(y | x)`` at the trained weights, in nats; None where labels were
+            missing.
         outputs: outputs of one sample.
         keys: hashes of the first inputs.
         digest: hash of all batches in their order.
@@ -57,6 +60,7 @@ class Summary:
     batches: int = 0
     seen: int = 0
     samples: int = 0
+    weight: float = 0.0
     log_likelihood: float | None = 0.0
     outputs: int = 0
     keys: set[int] = field(default_factory=lambda: set[int]())
@@ -243,16 +247,20 @@ def _sweep_batch(
             f"Batch {index}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
             f"count the samples."
         )
-    _check_targets(likelihood, outputs, batch.targets, index, checks)
+    weights = batch_weights(likelihood, outputs, batch, index)
+    targets = batch.targets if weights is None else weights.targets(batch.targets)
+    _check_targets(likelihood, outputs, targets, index, checks)
     _show(observers, batch, keys, recording, checks)
-    gradients = likelihood.gradients(outputs, batch.targets, keys, settings.fisher, settings.n_samples)
+    gradients = likelihood.gradients(outputs, targets, keys, settings.fisher, settings.n_samples)
+    if weights is not None:
+        gradients = map(weights.gradients, gradients)
     sums: dict[str, Tensor] = {}
     first, gradient = True, next(gradients, None)
     while gradient is not None:
         # one ahead, to know the last; no more, since there may be one for every class
         following = next(gradients, None)
         rows: dict[str, Tensor] = {}
-        sink = _feed(accumulators, settings.dtype, sums, first, rows if joint is not None else None)
+        sink = _feed(accumulators, settings.dtype, sums, first, rows if joint is not None else None, weights)
         recording.pull_back(gradient, sink, last=following is None)
         if joint is not None:
             with torch.autocast(outputs.device.type, enabled=False):
@@ -262,11 +270,29 @@ def _sweep_batch(
         names = list(sums)
         checks.later(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, index))
     summary.samples += samples
+    summary.weight += samples if weights is None else weights.total
     summary.outputs = outputs[0].numel()
-    if batch.targets is None or summary.log_likelihood is None:
+    if targets is None or summary.log_likelihood is None:
         summary.log_likelihood = None
+    elif weights is None:
+        checks.later(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
     else:
-        checks.later(likelihood.log_prob(outputs, batch.targets), summary.add_log_likelihood)
+        checks.later(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
+
+
+def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, index: int) -> SampleWeights | None:
+    """The weights of a batch of the loader, the error of a wrong shape with the batch's number."""
+    try:
+        return sample_weights(likelihood, outputs, batch.weights)
+    except PosthocUQError as error:
+        raise PosthocUQError(f"Batch {index}: {error}") from None
+
+
+def no_weight() -> PosthocUQError:
+    """The error of data that count nothing."""
+    return PosthocUQError(
+        "The weights of all samples are 0, so that no data are left; give some a positive one."
+    )
 
 
 def _check_targets(
@@ -291,6 +317,7 @@ def _feed(
     sums: dict[str, Tensor],
     first_pass: bool,
     rows: dict[str, Tensor] | None,
+    weights: SampleWeights | None,
 ) -> Callable[[LayerGradients], None]:
     def sink(layer_gradients: LayerGradients) -> None:
         name = layer_gradients.layer.name
@@ -300,7 +327,7 @@ def _feed(
             check = check + sum(call.input.detach().sum(dtype=dtype) for call in layer_gradients.calls)
         sums[name] = check if name not in sums else sums[name] + check
         for accumulator in accumulators.get(name, ()):
-            accumulator.add(activations, gradients, first_pass)
+            accumulator.add(activations, gradients, first_pass, weights)
         if rows is not None:
             rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
 

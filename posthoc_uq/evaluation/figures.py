@@ -9,7 +9,9 @@ from torch import Tensor
 
 from posthoc_uq import plots
 from posthoc_uq.evaluation.measurements import FAMILIAR, Measurements
+from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
 
 if TYPE_CHECKING:
@@ -23,8 +25,7 @@ def figures(evaluation: Measurements) -> dict[str, Figure]:
     test = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
     by_title: dict[str, Figure] = {}
     if evaluation.classification:
-        classes = cast(Mapping[str, ClassPrediction], test)
-        calibration = {name: (p.probs, p.labels(evaluation.targets)) for name, p in classes.items()}
+        calibration = {name: _calibration(p, evaluation.targets) for name, p in test.items()}
         by_title["Reliability"] = plots.reliability_diagram(calibration, bins=evaluation.bins)
     else:
         values = {name: p for name, p in test.items() if p.kind == "values"}
@@ -46,6 +47,15 @@ def figures(evaluation: Measurements) -> dict[str, Figure]:
     if referred:
         by_title["Risk over coverage"] = plots.risk_coverage_plot(referred)
     return by_title
+
+
+def _calibration(prediction: Prediction, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and labels, of inputs or of all their positions."""
+    if isinstance(prediction, PositionPrediction):
+        rows, labels = prediction.counted(targets)
+        return rows.probs, labels
+    classes = cast(ClassPrediction, prediction)
+    return classes.probs, classes.labels(targets)
 
 
 def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:

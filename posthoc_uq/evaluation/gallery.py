@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.scores import score_of
 
 
@@ -50,8 +51,9 @@ class Gallery:
     def offer(
         self, images: Tensor | None, prediction: Prediction, targets: Tensor | None, start: int
     ) -> None:
-        """Look at one batch, whose first input is number `start`."""
-        if images is None or prediction.classes is None or self.size < 1:
+        """Look at one batch, whose first input is number `start`; of predictions with one class an input."""
+        one_class = prediction.classes is not None and not isinstance(prediction, PositionPrediction)
+        if images is None or not one_class or self.size < 1:
             return
         prediction = cast(ClassPrediction, prediction)
         if self.mistakes_only and targets is None:

@@ -20,6 +20,7 @@ from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.prior import training_precisions
+from posthoc_uq.posteriors.weight_prior import WeightPrior
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import statistics_dtype
 
@@ -125,12 +126,13 @@ class PosteriorRatio:
         else:
             precisions = training_precisions(posterior)
         smooth = {
-            "scale": float(posterior.evidence.samples),
+            "scale": posterior.evidence.total,
             "prior_precision": settings.prior_precision,
             "residual_weight": settings.residual_weight,
         }
         smooth = {name: value for name, value in smooth.items() if name in posterior.tunable}
         smoothed = posterior.snapshot(replace(posterior.settings, **smooth))
+        smoothed.weight_prior = WeightPrior()  # the novelty's own is the same for all weights
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype = statistics_dtype(network, None)
         self._budget = default_budget(device)

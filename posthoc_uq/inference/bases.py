@@ -32,7 +32,7 @@ class Side:
 
     accumulator: InputGram | GradientGram | RangeSketch
 
-    def basis(self, samples: int) -> Tensor:
+    def basis(self, samples: float) -> Tensor:
         """Orthonormal leading directions ``(groups, size, width)``."""
         mean = self.accumulator.mean(samples)
         if isinstance(self.accumulator, RangeSketch):

@@ -204,8 +204,8 @@ class Checkpoint:
 def other_data() -> PosthocUQError:
     """The error of data that changed since a part of the fit was computed."""
     return PosthocUQError(
-        "The data are not those that the checkpoint was made from: inputs or targets changed after they were read. "
-        "Pass the same data, or delete the checkpoint to begin anew."
+        "The data are not those that the checkpoint was made from: inputs, targets or weights of samples changed after "
+        "they were read. Pass the same data, or delete the checkpoint to begin anew."
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from posthoc_uq.contexts import Context
 from posthoc_uq.contexts.base import single_input
 from posthoc_uq.curvature.content import Content
-from posthoc_uq.curvature.sweep import own_batches
+from posthoc_uq.curvature.sweep import no_weight, own_batches
 from posthoc_uq.devices import Checks
 from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.loaders import Bar, BatchReader
@@ -35,10 +35,10 @@ def show_to_context(
 
     Raises:
         NonFiniteError: inputs that the context is shown are not finite.
-        PosthocUQError: the context does not work for this kind of inputs.
+        PosthocUQError: the context does not work for this kind of inputs, or all weights are 0.
     """
     generator = torch.Generator().manual_seed(mixed_seed(seed, 1))
-    samples = 0
+    samples, counted = 0, False
     with (
         isolated_random_state(seed),
         Bar(loader, "counting" if context is None else "context", progress) as bar,
@@ -53,7 +53,10 @@ def show_to_context(
                 content.see(batch, sample_keys(batch.tensors(), count, seed), checks=checks)
             checks.look()
             samples += count
+            counted = counted or batch.weights is None or bool((batch.weights > 0).any())
             bar.advance(count)
+    if samples and not counted:
+        raise no_weight()
     return samples
 
 

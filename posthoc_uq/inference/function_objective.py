@@ -7,7 +7,7 @@ The first term runs the network itself with weights drawn from q. In the second,
 the network linearised in its weights, at context points ``X_s``. The last layer's weights ``W phi + b`` are integrated
 exactly, which gives one covariance an output; all others (the body) are drawn once, which moves the mean by
 ``J_body (sigma o e)``. The divergence counts ``w`` times for the whole data set, so with ``w / N`` per
-sample; the bound has ``w = 1``.
+sample; the bound has ``w = 1``. Samples with weights of their own count as often in the first term.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from posthoc_uq.inference.function_prior import FunctionPrior, linearised_draw
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.weights import SampleWeights, weighed_targets
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.warned import warn_user
@@ -100,10 +101,13 @@ class FunctionSpaceObjective(Objective):
             return self._likelihood
         return self._likelihood.with_noise(host_double(self._log_noise_variance.detach().exp()))
 
-    def _log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self._log_noise_variance is None:
-            return self._likelihood.log_prob(outputs, targets)
-        return self._likelihood.with_noise(self._log_noise_variance.exp()).log_prob(outputs, targets)
+    def _log_prob(self, outputs: Tensor, targets: Tensor, weights: SampleWeights | None = None) -> Tensor:
+        likelihood = self._likelihood
+        if self._log_noise_variance is not None:
+            likelihood = likelihood.with_noise(self._log_noise_variance.exp())
+        if weights is None:
+            return likelihood.log_prob(outputs, targets)
+        return weights.log_prob(likelihood, outputs, targets)
 
     def _generator(self, *words: int) -> torch.Generator:
         device = next(iter(self._field.means.values())).device
@@ -151,9 +155,10 @@ class FunctionSpaceObjective(Objective):
         }
         self._field.on_backward(weights, deviations, mean=True)
         outputs = self._network.outputs(weights, batch)
+        found = weighed_targets(self._likelihood, outputs.detach(), targets, batch.weights)
         if checks is not None:
-            self._check(outputs.detach(), targets, checks)
-        share = self._log_prob(outputs, targets).mean() / self._options.n_draws
+            self._check(outputs.detach(), found[0], checks)
+        share = self._log_prob(outputs, *found).mean() / self._options.n_draws
         (-share).backward()
         weights.clear()
         return share.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from typing import Any, cast
@@ -23,7 +24,10 @@ from posthoc_uq.version import __version__
 # Arguments of a fit whose values are no part of its identity: those that do not change the result,
 _WITHOUT_EFFECT = ("progress", "checkpoint")
 # those whose contents are compared instead (the model's numbers, every batch that is read),
-_BY_CONTENT = ("model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "options")
+_BY_CONTENT = (
+    *("model", "loader", "val_loader", "options"),
+    *("batch_to_inputs", "batch_to_targets", "batch_to_weights"),
+)
 # and those that the request describes more fully.
 _IN_REQUEST = ("method", "likelihood", "prior_precision", "head", "seed")
 
@@ -51,7 +55,7 @@ def fit_identity(
         name: as_plain(value) for name, value in compared.items() if name not in _WITHOUT_EFFECT
     } | dict(request)
     identity["held-out data"] = (
-        data_hash(task.val_loader, settings.reader, settings.seed)
+        data_hash(task.val_loader, replace(settings.reader, batch_to_weights=None), settings.seed)
         if chooses_epoch and task.val_loader is not None
         else task.val_loader is not None
     )

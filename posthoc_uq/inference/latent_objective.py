@@ -16,6 +16,7 @@ from posthoc_uq.inference.latent_layers import LatentLayer
 from posthoc_uq.inference.latent_options import LatentBinaryOptions
 from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.weights import weighed_targets
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import output_tensor
 from posthoc_uq.randomness import mixed_seed
@@ -25,7 +26,8 @@ _NOISE, _VALIDATION = 1, 2  # streams of a step's seed
 
 
 class LatentObjective(Objective):
-    """``-mean log p(y | h) + weight KL / N``, with the outputs of every layer drawn by local reparametrisation.
+    """``-mean w log p(y | h) + weight KL / N``, with the outputs of every layer drawn by local reparametrisation, for
+    samples of the weights w, or 1.
 
     Args:
         twin: a replica of the model, in eval mode.
@@ -113,13 +115,20 @@ class LatentObjective(Objective):
         }
         with AffineCalls(outputs_of):
             outputs = output_tensor(self._twin(*copied.args, **copied.kwargs))
+        targets, weights = weighed_targets(self._likelihood, outputs.detach(), targets, batch.weights)
         fault = self._likelihood.fault(outputs.detach(), targets)
         if fault is not None:
             detached = outputs.detach()
             checks.later(
                 fault, lambda broken: self._likelihood.check(detached, targets) if bool(broken) else None
             )
-        fit = self._noisy().log_prob(outputs, targets).mean()
+        likelihood = self._noisy()
+        scores = (
+            likelihood.log_prob(outputs, targets)
+            if weights is None
+            else weights.log_prob(likelihood, outputs, targets)
+        )
+        fit = scores.mean()
         divergence = torch.stack([draw.divergence for draw in draws.values()]).sum() / self._samples
         loss = self.weight_of(step) * divergence.to(fit) - fit
         loss.backward()

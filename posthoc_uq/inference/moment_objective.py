@@ -4,8 +4,8 @@ Bayesian neural networks with arbitrary nonlinearities").
     sum_n log-likelihood(m_n, s_n^2) - phi KL(q || p),    q = N(mu, diag sigma^2),    p = N(mu_p, I / tau)
 
 ``m_n, s_n^2`` are the mean and the variance of the outputs, carried through the network in one pass, so that a step
-draws nothing. The first term is ``E[log p(y | f)]``, ``f ~ N(m, s^2)``, or ``log E[p(y | f)]``. A step takes a sample's
-share: the mean over the batch, and the divergence over N.
+draws nothing. The first term is ``E[log p(y | f)]``, ``f ~ N(m, s^2)``, or ``log E[p(y | f)]``, times a sample's weight
+where it has one. A step takes a sample's share: the mean over the batch, and the divergence over N.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from posthoc_uq.inference.moment_options import MomentOptions
 from posthoc_uq.inference.training import Group, Objective, Step
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.weights import weighed_targets
 from posthoc_uq.loaders import Batch
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
 from posthoc_uq.warned import warn_user
@@ -176,10 +177,12 @@ class MomentObjective(Objective):
         targets, field = cast(Tensor, batch.targets), self._field
         variances = {name: value.exp() for name, value in field.log_variances.items()}
         mean, variance = self.moments(batch, variances)
+        targets, weights = weighed_targets(self._likelihood, mean.detach(), targets, batch.weights)
         self._check(mean.detach(), targets, checks)
         if self._options.noise == "none":
             self._bound_gradients(mean, variance)
-        fit = self._score(mean, variance, targets).mean()
+        scores = self._score(mean, variance, targets)
+        fit = (scores if weights is None else weights.of_samples(scores)).mean()
         divergence = gaussian_divergence(
             field.means, field.log_variances, variances, self._prior_means, self._precision
         )

@@ -1,4 +1,4 @@
-"""The observation noise of a regression: the mean squared residual of the training data."""
+"""The observation noise of a regression: the (weighted) mean squared residual of the training data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posthoc_uq.curvature.content import WORD, Content
 from posthoc_uq.curvature.residuals import squared_residuals
+from posthoc_uq.curvature.sweep import no_weight
 from posthoc_uq.devices import as_double
 from posthoc_uq.distributed import add_up, gather, together
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
@@ -29,7 +30,7 @@ def set_observation_noise(task: Task) -> str:
 
     content = Content() if task.checkpoint is not None else None
 
-    def sweep() -> tuple[Tensor, int] | None:
+    def sweep() -> tuple[Tensor, float] | None:
         with isolated_random_state(task.settings.seed):
             return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
 
@@ -38,8 +39,10 @@ def set_observation_noise(task: Task) -> str:
         if not all(gather(residuals is not None)):
             return {}
         assert residuals is not None
-        count = torch.tensor(float(residuals[1]), dtype=torch.float64, device="cpu")
+        count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
         add_up({"total": residuals[0], "count": count})
+        if not float(count):
+            raise no_weight()
         task.summary.content = sum(gather(0 if content is None else content.total)) % WORD
         return {"noise": {"variance": residuals[0] / count}}
 

@@ -17,6 +17,8 @@ from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.combining import NotContainedError, Weights
 from posthoc_uq.posteriors.history import Evidence
 
+_LEAST = 1e-9  # of the weight before: what is less, is rounding
+
 
 def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, sign: int) -> Posterior:
     """A posterior of the same layers and hyperparameters with other data. Only the scale follows the number of samples;
@@ -32,7 +34,7 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
         NotContainedError: the data cannot all be among those of the posterior; names the layer.
         PosthocUQError: no sample would be left.
     """
-    before, change = posterior.evidence.samples, sign * summary.samples
+    before, change = posterior.evidence.total, sign * summary.weight
     evidence = combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
     weights = Weights.of(before, change, _precision(posterior))
     blocks: dict[str, Block] = {}
@@ -45,8 +47,8 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
             raise NotContainedError(f"{error} of the Fisher of '{name}'") from None
     history = replace(posterior.history, changes=dict(posterior.history.changes))
     history.changes |= _outside(posterior.blocks, part) if sign > 0 else {}
-    settings, after = posterior.settings, evidence.samples
-    scale = float(after) if settings.scale == before else settings.scale * after / before
+    settings, after = posterior.settings, evidence.total
+    scale = after if settings.scale == before else settings.scale * after / before
     return Posterior(
         posterior.method,
         posterior.layers,
@@ -69,6 +71,11 @@ def _precision(posterior: Posterior) -> float:
     return max(torch.finfo(number_format).eps for number_format in formats)
 
 
+def weight_of(summary: Summary) -> float | None:
+    """The sum of the weights of a sweep's samples; None where each counted once."""
+    return None if summary.weight == summary.samples else summary.weight
+
+
 def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
     """What the fit and a later sweep saw of the data, together, or what is left of it. Without labels on either side
     the log likelihood is unknown.
@@ -77,15 +84,21 @@ def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likeliho
         NotContainedError: the sum of the squared residuals would be negative.
         PosthocUQError: no sample would be left.
     """
-    samples = evidence.samples + sign * summary.samples
-    if samples < 1:
+    samples, total = evidence.samples + sign * summary.samples, evidence.total + sign * summary.weight
+    weight = None
+    if evidence.weight is not None or weight_of(summary) is not None:
+        # with weights a sample can go out in part, so that its number may be less than those that are left
+        weight, samples = total, max(1, samples)
+    if samples < 1 or total < _LEAST * evidence.total:
         raise PosthocUQError(
             f"The posterior has {evidence.samples} samples and {summary.samples} are to go out, which leaves none; the "
             f"posterior stays as it is."
         )
     if evidence.log_likelihood is None or summary.log_likelihood is None:
-        return replace(evidence, samples=samples, log_likelihood=None, squared_residuals=0.0, targets=0)
-    residuals, targets = likelihood.residual_sums(summary.log_likelihood, summary.samples, summary.outputs)
+        return replace(
+            evidence, samples=samples, log_likelihood=None, squared_residuals=0.0, targets=0, weight=weight
+        )
+    residuals, targets = likelihood.residual_sums(summary.log_likelihood, summary.weight, summary.outputs)
     squared = evidence.squared_residuals + sign * residuals
     if squared < -1e-4 * evidence.squared_residuals:
         raise NotContainedError("sum of the squared residuals")
@@ -94,7 +107,8 @@ def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likeliho
         samples=samples,
         log_likelihood=evidence.log_likelihood + sign * summary.log_likelihood,
         squared_residuals=max(0.0, squared),
-        targets=evidence.targets + sign * targets,
+        targets=samples * summary.outputs if targets else 0,
+        weight=weight,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posthoc_uq.curvature.content import WORD, Content
 from posthoc_uq.curvature.dryrun import Prepared
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, show, sweep
+from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, no_weight, show, sweep
 from posthoc_uq.devices import placed
 from posthoc_uq.distributed import add_up, gather, hand_out, rank, together, world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
@@ -125,12 +125,13 @@ class Task:
         *,
         joint: JointFisher | None = None,
         share: float = 1.0,
-    ) -> int:
-        """Sweep once; returns the number of samples swept over, in all processes.
+    ) -> float:
+        """Sweep once; returns the sum of the weights of the samples swept over, in all processes: their number where
+        they have no weights. Means over the samples are sums divided by it.
 
         Raises:
             PosthocUQError: the loader gave another number of samples than in the last sweep, other samples than those
-                that the checkpoint was made from, or none of the share.
+                that the checkpoint was made from, none of the share, or all weights are 0.
         """
         start = time.perf_counter()
         sums = {
@@ -157,6 +158,8 @@ class Task:
             raise PosthocUQError(
                 f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
             )
+        if summary.weight == 0:
+            raise no_weight()
         if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
             warn_user(
                 "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
@@ -165,7 +168,7 @@ class Task:
         self.summary = summary
         self.observed = self.observed or share == 1
         self.seconds[description] = time.perf_counter() - start
-        return summary.samples
+        return summary.weight
 
     def _sweep(
         self,
@@ -305,6 +308,7 @@ def _merged(summary: Summary) -> Summary:
         batches=sum(part.batches for part in summaries),
         seen=sum(part.seen for part in summaries),
         samples=sum(part.samples for part in summaries),
+        weight=sum(part.weight for part in summaries),
         log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
         outputs=max(part.outputs for part in summaries),
         content=sum(part.content for part in summaries) % WORD,

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf, isfinite
 from typing import Any
 
@@ -370,7 +370,7 @@ class _Run:
         assert self._val_loader is not None
         total, count = 0.0, 0
         with torch.no_grad(), isolated_random_state(self._seed):
-            for batch in batches(self._val_loader, self._reader):
+            for batch in batches(self._val_loader, replace(self._reader, batch_to_weights=None)):
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
                 with self._explained(batch, "a batch of val_loader"):

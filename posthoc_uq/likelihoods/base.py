@@ -120,6 +120,14 @@ class Likelihood(ABC):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y | outputs)`` of every sample, ``(samples,)``, in nats; differentiable in the outputs."""
 
+    def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """``sum_t w_t log p(y_t | f_t)`` of every sample, ``(samples,)``, in nats, for weights of positions
+        ``(samples, positions)``; for likelihoods whose outputs have positions (`positions_of`). Differentiable.
+        """
+        raise self._missing(
+            "weighted_log_prob(outputs, targets, weights)", "has no log-probability of single positions"
+        )
+
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y_k | f_k)`` of every single output, shaped like them, where targets are independent given the
         outputs; for the probabilities of counts.
@@ -351,11 +359,12 @@ class Likelihood(ABC):
         likelihood.noise_variance = noise_variance
         return likelihood
 
-    def residual_sums(self, log_likelihood: float, samples: int, outputs: int) -> tuple[float, int]:
-        """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`.
-        The log marginal likelihood needs them when the noise variance changes. Zeros where there is no noise variance.
+    def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
+        """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`
+        over so many samples, or over weights of that sum. The log marginal likelihood needs them when the noise
+        variance changes. Zeros where there is no noise variance.
         """
-        return 0.0, 0
+        return 0.0, 0.0
 
     # Files
 

@@ -205,6 +205,12 @@ class Categorical(Likelihood):
             return soft_log_prob(self._shares(outputs, targets), wide(outputs).log_softmax(1))
         return -F.cross_entropy(wide(outputs), self._indices(outputs, targets), reduction="none")
 
+    def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        layout = self.positions_of(outputs)
+        if layout is None or type(self).log_prob is not Categorical.log_prob:
+            return super().weighted_log_prob(outputs, targets, weights)
+        return positions.log_probs(outputs, targets, layout, self.label_smoothing, weights)
+
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
     ) -> Tensor:

@@ -59,7 +59,7 @@ class Gaussian(Likelihood):
     def restore(cls, attributes: Mapping[str, Any]) -> Gaussian:
         return cls(host_double(attributes["noise_variance"]))
 
-    def residual_sums(self, log_likelihood: float, samples: int, outputs: int) -> tuple[float, int]:
+    def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
         noise_variance = self.noise_variance.expand(outputs)
         constant = float((noise_variance.log() + log(2 * pi)).sum()) * samples
         # The rest of the log likelihood; rounding can make it slightly negative.

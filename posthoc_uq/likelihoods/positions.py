@@ -23,12 +23,21 @@ from posthoc_uq.randomness import uniforms
 _AT_ONCE = 2**22  # probabilities whose sums are formed at once, in float64
 
 
-def log_probs(outputs: Tensor, targets: Tensor, layout: Layout, label_smoothing: float = 0.0) -> Tensor:
-    """``log p(labels | outputs)`` of every sample, ``(samples,)``: the sum over the positions that count."""
+def log_probs(
+    outputs: Tensor,
+    targets: Tensor,
+    layout: Layout,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """``log p(labels | outputs)`` of every sample, ``(samples,)``: the sum over the positions that count, each times
+    its weight ``(samples, positions)`` where there are weights.
+    """
     labels, counted = layout.labels(outputs, targets)
     rows = wide(layout.rows(outputs))
     losses = F.cross_entropy(rows, labels.flatten(), reduction="none", label_smoothing=label_smoothing)
-    return -losses.reshape(counted.shape).masked_fill(~counted, 0.0).sum(1)
+    losses = losses.reshape(counted.shape).masked_fill(~counted, 0.0)
+    return -(losses if weights is None else losses * weights.to(losses)).sum(1)
 
 
 def scores(outputs: Tensor, targets: Tensor, layout: Layout, label_smoothing: float = 0.0) -> Tensor:

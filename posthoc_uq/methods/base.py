@@ -54,6 +54,8 @@ class Method(ABC):
     """The names of the likelihoods that it can fit; None for any, the user's own among them."""
     stages: ClassVar[Stages] = {}
     """What its calls of `Task.stage` compute, and so what a checkpoint of its fits may hold."""
+    weighs_samples: ClassVar[bool] = False
+    """Whether samples may have weights (`posthoc_uq.fit`, ``batch_to_weights``)."""
     proves_gradients: ClassVar[bool] = True
     """Whether the dry run must catch and prove the gradients of every layer, as sweeps and the linearised head need."""
 
@@ -101,6 +103,18 @@ class Method(ABC):
             NonFiniteError: outputs, gradients or a loss are not finite.
             PosthocUQError: data or model do not suit the method; the message says how to go on.
         """
+
+    def check_weights(self) -> None:
+        """Refuse weights of samples where the method has none.
+
+        Raises:
+            PosthocUQError: says what to do instead.
+        """
+        if not self.weighs_samples:
+            raise PosthocUQError(
+                f"method={self.name!r} has no weights of samples; leave batch_to_weights out and repeat samples in the "
+                f"loader instead, or take a method by curvature such as 'inf'."
+            )
 
     def check_change(self, posterior: Posterior, change: Change) -> None:
         """Refuse, before any work is done, a posterior whose data cannot change. A method that overrides the hook is

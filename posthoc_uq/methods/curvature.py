@@ -17,7 +17,7 @@ from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.labels import FisherChoice
-from posthoc_uq.inference.other_data import combined_posterior
+from posthoc_uq.inference.other_data import combined_posterior, weight_of
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Fisher
@@ -40,6 +40,8 @@ class Curvature(Method):
     """
 
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision", "noise_scale", "temperature"})
+
+    weighs_samples: ClassVar[bool] = True
 
     fisher: FisherChoice = "auto"
     n_samples: int = 1
@@ -107,6 +109,7 @@ class Curvature(Method):
             "fisher": settings.fisher,
             "seed": settings.seed,
             "samples": task.summary.samples,
+            **({} if weight_of(task.summary) is None else {"sum of the weights": task.summary.weight}),
             "layers caught by BackPACK": served,
             "layers caught by call interception": len(tracked) - served,
             **{f"seconds, {what}": value for what, value in task.seconds.items()},
@@ -131,12 +134,13 @@ class Curvature(Method):
 
 def _evidence(task: Task) -> Evidence:
     summary, likelihood = task.summary, task.settings.likelihood
-    evidence = Evidence(summary.samples, summary.log_likelihood)
+    evidence = Evidence(summary.samples, summary.log_likelihood, weight=weight_of(summary))
     evidence.noise_power = 2 if task.settings.fisher == "empirical" else 1
     if summary.log_likelihood is not None:
-        evidence.squared_residuals, evidence.targets = likelihood.residual_sums(
-            summary.log_likelihood, summary.samples, summary.outputs
+        evidence.squared_residuals, targets = likelihood.residual_sums(
+            summary.log_likelihood, summary.weight, summary.outputs
         )
+        evidence.targets = summary.samples * summary.outputs if targets else 0
     return evidence
 
 

@@ -47,6 +47,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     name: ClassVar[str] = FUNCTION_SPACE
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
+    weighs_samples: ClassVar[bool] = True
     stages: ClassVar[Stages] = {
         name: stage for kind in _STARTS.values() for name, stage in kind.stages.items()
     }  # of the curvature that the training begins with

@@ -88,7 +88,7 @@ class KFAC(Curvature):
         return {name: _means(*pair, samples) for name, pair in grams.items()}
 
 
-def _means(inputs: InputGram, outputs: GradientGram, samples: int) -> dict[str, Tensor]:
+def _means(inputs: InputGram, outputs: GradientGram, samples: float) -> dict[str, Tensor]:
     """Both Grams of a layer, and how many positions a sample has."""
     grams = {"input_gram": inputs.mean(samples), "output_gram": outputs.mean(samples)}
     return {**grams, "positions": outputs.positions(samples).to(grams["input_gram"])}

@@ -36,6 +36,7 @@ class LatentBinary(LatentBinaryOptions, Method):
     name: ClassVar[str] = LATENT_BINARY
     block_kinds: ClassVar[tuple[str, ...]] = ("latent_binary", "median_model")
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
+    weighs_samples: ClassVar[bool] = True
 
     prior_precision: float | None = None
 

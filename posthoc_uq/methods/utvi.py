@@ -37,6 +37,7 @@ class UTVI(MomentOptions, Method):
     name: ClassVar[str] = NAME
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
+    weighs_samples: ClassVar[bool] = True
 
     prior_precision: float | None = None
 

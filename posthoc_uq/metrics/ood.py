@@ -54,7 +54,8 @@ def ood_fpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.95) -> float:
     accepted when 95 % of the familiar ones are; to get that, swap the two and negate the scores.
 
     Args:
-        scores_in, scores_out: as in `ood_auroc`.
+        scores_in: as in `ood_auroc`.
+        scores_out: likewise.
         tpr: in (0, 1].
 
     Raises:

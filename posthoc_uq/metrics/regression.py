@@ -58,7 +58,9 @@ def gaussian_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> flo
     """Log density of the targets in nats, log N(y; mean, variance), summed over outputs, mean over inputs.
 
     Args:
-        mean, variance, targets: (inputs,) or (inputs, outputs), all of one shape; the total variance.
+        mean: (inputs,) or (inputs, outputs).
+        variance: the total variance, of the same shape.
+        targets: of the same shape.
 
     Raises:
         PosthocUQError: shapes that differ, nothing to average, or a variance that is not positive.
@@ -78,7 +80,9 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
     and Estimation", JASA 2007, section 4.2, with the sign turned). Where the variance is 0 it is the absolute error.
 
     Args:
-        mean, variance, targets: (inputs,) or (inputs, outputs), all of one shape; the total variance.
+        mean: (inputs,) or (inputs, outputs).
+        variance: the total variance, of the same shape.
+        targets: of the same shape.
 
     Raises:
         PosthocUQError: shapes that differ, nothing to average, or a variance that is negative.
@@ -127,7 +131,9 @@ def coverage_curve(
     Regression", ICML 2018), which shows a bias of the mean as well. A calibrated model has observed = nominal.
 
     Args:
-        mean, variance, targets: (inputs,) or (inputs, outputs), all of one shape; the total variance.
+        mean: (inputs,) or (inputs, outputs).
+        variance: the total variance, of the same shape.
+        targets: of the same shape.
         levels: (levels,), each strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
         kind: "interval" or "quantile".
 

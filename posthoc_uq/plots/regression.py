@@ -21,7 +21,8 @@ def regression_band(
     Args:
         x: (inputs,) or (inputs, 1), in any order.
         prediction: at `x`, with one output.
-        x_train, y_train: (points,) or (points, 1).
+        x_train: inputs of the training data, (points,) or (points, 1).
+        y_train: their targets.
         level: probability that either band covers.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import log
 from typing import Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from posthoc_uq.posteriors.layout import Layout
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.row_covariance import RowCovariance
 from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
+from posthoc_uq.posteriors.weight_prior import WeightPrior
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.values import COUNT, shown
 
@@ -52,6 +52,7 @@ class Posterior(Adjustable):
         likelihood: of the targets given the outputs.
         model: the model it was fitted on or loaded for; no part of the state.
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
+        weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
@@ -85,6 +86,7 @@ class Posterior(Adjustable):
         self.history = history or History()
         self.model: nn.Module | None = None
         self.features: FeatureGrams | None = None
+        self.weight_prior = WeightPrior()
         self.fingerprint: str | None = None
         by_block = [type(block).makes.capabilities() for block in self.blocks.values()]
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
@@ -93,7 +95,7 @@ class Posterior(Adjustable):
         self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
-        self._begin(settings or Hyperparameters(float(evidence.samples)))
+        self._begin(settings or Hyperparameters(evidence.total))
         self._cache = FactorCache()
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
@@ -314,7 +316,8 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """Laplace's approximation to ``log p(data)`` (MacKay 1992), a scalar in nats:
-        ``log p(D | theta) - (log det P - sum n log tau + sum tau |theta|^2) / 2``.
+        ``log p(D | theta) - (log det P - sum n log tau + sum tau |theta|^2) / 2``; with a prior of single weights
+        ``sum log(tau r_i)`` and ``sum tau r_i (theta_i - mu_i)^2`` (`WeightPrior`).
 
         Args:
             prior_precision: tau to evaluate at, differentiably where it is a tensor (a scalar, or by layer
@@ -350,12 +353,10 @@ class Posterior(Adjustable):
             factor = self._factor(block, settings)
         else:
             factor = self.blocks[block].factor(self._of_block(block, settings, prior, noise_factor))
-        total = factor.log_determinant()
-        for name, weights, norm in self._layout.norms(block, self.blocks[block], self.mean):
-            tau = prior[name] if isinstance(prior, Mapping) else prior
-            logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
-            total = total - weights * logarithm + tau * norm
-        return total
+        own = self.blocks[block].uncertain()
+        return factor.log_determinant() + self._layout.prior_terms(
+            block, own, self.mean, self.weight_prior, prior
+        )
 
     def factor(self, block: str) -> Factor:
         """A block's precision at the present settings, factorised; kept while memory allows."""
@@ -369,7 +370,7 @@ class Posterior(Adjustable):
 
     def _factor(self, block: str, settings: Hyperparameters) -> Factor:
         priors = tuple(settings.layer_prior(name) for name in self.members[block])
-        key = (settings.scale, settings.noise_scale, settings.residual_weight, priors)
+        key = (settings.scale, settings.noise_scale, settings.residual_weight, priors, id(self.weight_prior))
         factor = self._cache.get(block, key)
         if factor is None:
             block_settings = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
@@ -380,7 +381,8 @@ class Posterior(Adjustable):
     def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:
         """The settings on which a block's precision depends, at this prior precision and noise scale."""
         scale = settings.scale / noise_scale**self.evidence.noise_power
-        return Settings(scale, self._layout.prior(block, prior), settings.residual_weight)
+        precision = self._layout.prior(block, prior, self.weight_prior)
+        return Settings(scale, precision, settings.residual_weight)
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""

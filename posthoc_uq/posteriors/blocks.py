@@ -177,6 +177,8 @@ class Block(ABC):
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision"})
     """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
     precision there is no marginal likelihood either."""
+    own_priors: ClassVar[bool] = False
+    """Whether every weight may have a prior precision of its own: `factor` then takes a tensor of its shape."""
     settled: ClassVar[frozenset[str]] = frozenset()
     """Those that were a part of what its method optimised: they are known, and cannot be set."""
     columns: ClassVar[Mapping[str, str]] = {}

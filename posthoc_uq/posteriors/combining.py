@@ -38,8 +38,8 @@ class Weights:
     precision: float
 
     @staticmethod
-    def of(samples: int, change: int, precision: float) -> Weights:
-        """For `samples` before, and a `change` of this many: negative for those that go out."""
+    def of(samples: float, change: float, precision: float) -> Weights:
+        """For `samples` before, the sum of their weights, and a `change` of it: negative for those that go out."""
         return Weights(samples / (samples + change), change / (samples + change), precision)
 
 

@@ -74,6 +74,7 @@ class DenseBlock(Block):
 
     kind = "dense"
     makes = DenseFactor
+    own_priors = True
     joint = True
 
     def __init__(self, fisher: Tensor) -> None:

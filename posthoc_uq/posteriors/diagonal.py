@@ -51,6 +51,7 @@ class DiagonalBlock(Block):
 
     kind = "diagonal"
     makes = DiagonalFactor
+    own_priors = True
 
     def __init__(self, diagonal: Tensor) -> None:
         self.diagonal = diagonal

@@ -21,12 +21,13 @@ class Evidence:
 
     Attributes:
         samples: training samples.
-        log_likelihood: sum of ``log p(y | x)`` at the trained weights, at the noise variance of the fit, in nats; None
-            without labels.
-        squared_residuals: sum of squared residuals over their noise variance (regression), else 0.
+        log_likelihood: weighted sum of ``log p(y | x)`` at the trained weights, at the noise variance of the fit, in
+            nats; None without labels.
+        squared_residuals: weighted sum of squared residuals over their noise variance (regression), else 0.
         targets: number of target values (regression), else 0.
         noise_power: the Fisher is proportional to this power of the noise precision: 1, but 2 for the empirical Fisher,
             whose residuals are data and do not shrink with the noise variance.
+        weight: the sum of the samples' weights; None where each counts once.
     """
 
     samples: int
@@ -34,6 +35,12 @@ class Evidence:
     squared_residuals: float = 0.0
     targets: int = 0
     noise_power: int = 1
+    weight: float | None = None
+
+    @property
+    def total(self) -> float:
+        """How many samples the data are worth: the sum of their weights, or their number."""
+        return float(self.samples) if self.weight is None else self.weight
 
     def at_noise(self, noise_scale: float | Tensor) -> float | Tensor:
         """The log likelihood with every noise variance multiplied by `noise_scale`."""
@@ -48,7 +55,7 @@ class Evidence:
         return (
             self.log_likelihood
             + 0.5 * self.squared_residuals * (1 - 1 / noise_scale)
-            - 0.5 * self.targets * logarithm
+            - 0.5 * self.targets * (self.total / self.samples) * logarithm
         )
 
 

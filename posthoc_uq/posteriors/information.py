@@ -212,6 +212,7 @@ class InformationBlock(Block):
 
     kind = "inf"
     makes = InformationFactor
+    own_priors = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
     fields: ClassVar[Mapping[str, Field]] = {
         "correction": Text(CORRECTIONS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import log
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.weight_prior import WeightPrior, layer_matrix
 
 
 class Layout:
@@ -44,15 +46,27 @@ class Layout:
                 return block, sum(self._layers[name].parameters for name in inner[: inner.index(layer)])
         raise PosthocUQError(f"The posterior has no layer '{layer}'; it has {list(self._layers)[:8]}.")
 
-    def prior(self, block: str, prior: Any) -> Any:
-        """The prior precision of a block's weights, from one number for all layers or one by layer."""
-        if not isinstance(prior, Mapping):
-            return prior
-        by_layer, inner = cast(Mapping[str, Any], prior), self._members[block]
-        if len(inner) == 1:
-            return by_layer[inner[0]]
-        parts = [host_double(by_layer[name]).expand(self._layers[name].parameters) for name in inner]
-        return torch.cat(parts).reshape(1, 1, -1)
+    def prior(self, block: str, prior: Any, weight_prior: WeightPrior) -> Any:
+        """The prior precision of a block's weights, from one number for all layers or one by layer, and from factors of
+        single weights.
+        """
+        inner = self._members[block]
+        precision = prior
+        if isinstance(prior, Mapping):
+            by_layer = cast(Mapping[str, Any], prior)
+            parts = [host_double(by_layer[name]).expand(self._layers[name].parameters) for name in inner]
+            precision = by_layer[inner[0]] if len(inner) == 1 else torch.cat(parts).reshape(1, 1, -1)
+        if not weight_prior.precision:
+            return precision
+        own = as_double(self._matrix(block, weight_prior.precision))
+        return own * (precision.to(own) if isinstance(precision, Tensor) else precision)
+
+    def _matrix(self, block: str, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Parameters by name as a block's matrix ``(G, m, n)``."""
+        parts = [layer_matrix(self._layers[name], parameters) for name in self._members[block]]
+        return (
+            parts[0] if block in self._layers else torch.cat([p.flatten() for p in parts]).reshape(1, 1, -1)
+        )
 
     def means(self, blocks: Mapping[str, Block], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What blocks know themselves that their weights are on average, by parameter name.
@@ -69,24 +83,34 @@ class Layout:
                     means[parameter] = tensor.to(like[parameter])
         return means
 
-    def norms(self, name: str, block: Block, mean: Mapping[str, Tensor]) -> Iterator[tuple[str, int, float]]:
-        """Of each layer of a block: its name, how many of its weights are uncertain, and the square of their norm.
+    def prior_terms(
+        self,
+        block: str,
+        uncertain: Tensor | None,
+        mean: Mapping[str, Tensor],
+        weight_prior: WeightPrior,
+        prior: Any,
+    ) -> Any:
+        """``sum tau r_i (theta_i - mu_i)^2 - sum log(tau r_i)`` over the uncertain weights of a block.
 
         Args:
-            name: of the block.
-            block: which says what is uncertain.
-            mean: parameters by name.
+            block: its name.
+            uncertain: which weights are, ``(G, m, n)``; None for all.
+            mean: theta, parameters by name.
+            weight_prior: r and mu.
+            prior: tau, one number or one by layer, differentiable where it is a tensor.
         """
-        uncertain = block.uncertain()
-        if uncertain is None:
-            for layer in (self._layers[inner] for inner in self._members[name]):
-                norm = sum(float(as_double(mean[p]).square().sum()) for p in layer.parameter_names)
-                yield layer.name, layer.parameters, norm
-            return
-        for layer, mask in self.split(name, uncertain):
-            matrix = layer.to_matrix(mean[layer.weight], None if layer.bias is None else mean[layer.bias])
-            own = as_double(matrix.detach()[mask.to(matrix.device)])
-            yield layer.name, int(mask.sum()), float(own.square().sum())
+        layers = [self._layers[name] for name in self._members[block]]
+        chosen = (
+            [None] * len(layers) if uncertain is None else [mask for _, mask in self.split(block, uncertain)]
+        )
+        total: Any = 0.0
+        for layer, mask in zip(layers, chosen, strict=True):
+            count, logs, squares = weight_prior.occam(layer, mean, mask)
+            tau = cast(Any, prior[layer.name] if isinstance(prior, Mapping) else prior)
+            logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
+            total = total - count * logarithm - logs + tau * squares
+        return total
 
     def split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
         """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""

@@ -11,13 +11,15 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.mean_field import MeanFieldBlock
+from posthoc_uq.posteriors.weight_prior import layer_matrix
 
 ALL_WEIGHTS = "of all weights"
 """What a training's record says of its prior where that is one and the same for every weight."""
 
 
 def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -> Posterior:
-    """``N(., 1 / precision)`` over the weights of a posterior's layers.
+    """``N(., 1 / precision)`` over the weights of a posterior's layers; with the factors that its prior has on the
+    precisions of single weights.
 
     Args:
         posterior: whose layers.
@@ -35,9 +37,10 @@ def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -
             raise PosthocUQError(f"prior_precision must be positive and finite, not {layer_precision}.")
         like = posterior.original[layer.weight]
         kind = torch.float64 if like.dtype == torch.float64 else torch.float32
-        blocks[name] = MeanFieldBlock(
-            torch.full(layer.matrix_shape, 1.0 / layer_precision, dtype=kind, device=like.device), 1
-        )
+        variance = torch.full(layer.matrix_shape, 1.0 / layer_precision, dtype=kind, device=like.device)
+        if posterior.weight_prior.precision:
+            variance = variance / layer_matrix(layer, posterior.weight_prior.precision).to(variance)
+        blocks[name] = MeanFieldBlock(variance, 1)
     return Posterior(
         posterior.method,
         {name: posterior.layers[name] for name in blocks},

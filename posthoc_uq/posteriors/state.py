@@ -2,8 +2,9 @@
 
 The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to
 ``kind``, ``members``, ``attributes`` and ``tensors``), ``centre`` (parameter name to tensor, where the mean is not the
-model's own), ``features`` (``attributes`` and ``tensors`` of the last layer's inputs, or None). Plain values are
-strings, numbers, booleans, lists of those, and dictionaries of those by string.
+model's own), ``prior`` (of single weights, what is not the default), ``features`` (``attributes`` and ``tensors`` of
+the last layer's inputs, or None). Plain values are strings, numbers, booleans, lists of those, and dictionaries of
+those by string.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import HEAD_CRITERIA, HEADS, Evidence, History
 from posthoc_uq.posteriors.referral import checked_referral
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
-from posthoc_uq.posteriors.specs import TensorSpec
+from posthoc_uq.posteriors.specs import LARGEST, TensorSpec
+from posthoc_uq.posteriors.weight_prior import WeightPrior
 
 Specs = dict[str, TensorSpec]
+
+PRIOR_MEAN, PRIOR_PRECISION = "prior_mean", "prior_precision"  # what a file keeps of single weights' priors
 
 
 def posterior_state(posterior: Posterior) -> dict[str, Any]:
@@ -42,6 +46,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
                 "targets": evidence.targets,
                 "noise_power": evidence.noise_power,
                 **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
+                **({} if evidence.weight is None else {"weight": evidence.weight}),
             },
             "record": {
                 "fit": dict(posterior.history.fit),
@@ -68,6 +73,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
         },
         "centre": _own_centre(posterior),
         "certain": _certain(posterior),
+        "prior": prior_state(posterior.weight_prior),
         "features": None
         if posterior.features is None
         else {"attributes": posterior.features.attributes(), "tensors": posterior.features.tensors()},
@@ -142,11 +148,7 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Sp
     Raises:
         CorruptPosteriorError: a parameter belongs to none of the layers, and is not described as certain either.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in layers.values():
-        shapes[layer.weight] = layer.weight_shape
-        if layer.bias is not None:
-            shapes[layer.bias] = (layer.groups * layer.outputs,)
+    shapes = _shapes(layers)
     named, certain = [str(name) for name in state.get("centre", {})], dict(state.get("certain", {}))
     odd = [name for name in certain if name in shapes or name not in named]
     if odd:
@@ -158,6 +160,65 @@ def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Sp
     if stray:
         raise CorruptPosteriorError(f"The centre has parameters that no layer has: {stray[:5]}.")
     return {name: TensorSpec(shapes[name]) for name in named}
+
+
+def prior_state(prior: WeightPrior) -> dict[str, Any]:
+    """What is not the default of a prior of single weights."""
+    state: dict[str, Any] = {PRIOR_PRECISION: dict(prior.precision)} if prior.precision else {}
+    if isinstance(prior.mean, Mapping):
+        return state | {PRIOR_MEAN: dict(prior.mean)}
+    return state | ({"mean": prior.mean} if prior.mean else {})
+
+
+def expected_prior(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Specs]:
+    """What each tensor of the prior must be, by group and parameter; empty without any; needs no tensor.
+
+    Raises:
+        CorruptPosteriorError: it does not name every parameter of the layers once, or the blocks have no such prior.
+    """
+    prior, shapes = state.get("prior", {}), _shapes(layers)
+    kinds = [BLOCKS[block["kind"]] for block in state["blocks"].values()]
+    if prior and not all("prior_precision" in kind.tunable for kind in kinds):
+        raise CorruptPosteriorError("It has a prior of single weights, and its blocks have no prior.")
+    if PRIOR_PRECISION in prior and not all(kind.own_priors for kind in kinds):
+        raise CorruptPosteriorError(
+            "It has prior precisions of single weights, which its blocks cannot have."
+        )
+    if "mean" in prior and PRIOR_MEAN in prior:
+        raise CorruptPosteriorError("It has two means of its prior.")
+    expected: dict[str, Specs] = {}
+    for group in (PRIOR_MEAN, PRIOR_PRECISION):
+        if group in prior:
+            if set(prior[group]) != set(shapes):
+                raise CorruptPosteriorError("Its prior does not name every parameter of its layers once.")
+            expected[group] = {name: TensorSpec(shape) for name, shape in shapes.items()}
+    return expected
+
+
+def _prior(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> WeightPrior:
+    prior = state.get("prior", {})
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for group, specs in expected_prior(state, layers).items():
+        tensors[group] = dict(prior[group])
+        for name, spec in specs.items():
+            tensor = tensors[group][name]
+            if not spec.fits(tensor.shape) or not bool((tensor.abs() <= LARGEST).all()):
+                raise CorruptPosteriorError(f"The prior's '{name}' is of another shape, or out of range.")
+            if group == PRIOR_PRECISION and not bool((tensor >= 1 / LARGEST).all()):
+                raise CorruptPosteriorError(f"The prior precision of '{name}' is not positive everywhere.")
+    return WeightPrior(
+        tensors.get(PRIOR_PRECISION, {}), tensors.get(PRIOR_MEAN, float(prior.get("mean", 0.0)))
+    )
+
+
+def _shapes(layers: Mapping[str, Layer]) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of the layers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in layers.values():
+        shapes[layer.weight] = layer.weight_shape
+        if layer.bias is not None:
+            shapes[layer.bias] = (layer.groups * layer.outputs,)
+    return shapes
 
 
 def expected_features(state: Mapping[str, Any]) -> Specs:
@@ -278,6 +339,7 @@ def posterior_from_state(
             centre=_checked_centre(state, layers),
             settings=Hyperparameters(**{name: attributes[name] for name in ABOUT}),
         )
+        posterior.weight_prior = _prior(state, layers)
         features = state.get("features")
         if features is not None:
             posterior.features = FeatureGrams.restore(features["attributes"], features["tensors"])
@@ -311,13 +373,14 @@ def state_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[
 
 
 def _evidence(evidence: Mapping[str, Any]) -> Evidence:
-    log_likelihood = evidence.get("log_likelihood")
+    log_likelihood, weight = evidence.get("log_likelihood"), evidence.get("weight")
     return Evidence(
         int(evidence["samples"]),
         None if log_likelihood is None else float(log_likelihood),
         float(evidence["squared_residuals"]),
         int(evidence["targets"]),
         int(evidence["noise_power"]),
+        None if weight is None else float(weight),
     )
 
 

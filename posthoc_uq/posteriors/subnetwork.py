@@ -65,6 +65,7 @@ class SubnetworkBlock(Block):
 
     kind = "subnetwork"
     makes = SubnetworkFactor
+    own_priors = True
     joint = True
     fields: ClassVar[Mapping[str, Field]] = {"chosen": Whole(1), "weights": Whole(1)}
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"

@@ -110,11 +110,19 @@ class Layout:
         else:
             labels = targets.to(outputs.device).long().reshape(samples, positions)
             counted = labels != self.ignore_index
-        if self.next_token:
-            labels, counted = labels.roll(-1, 1), counted.roll(-1, 1)
-            counted[:, -1] = False
+        labels, counted = self.shifted(labels), self.shifted(counted)
         # clamped: `fault` may not have been read yet, and on CUDA an index out of range ends the process
         return labels.clamp(0, self.classes(outputs) - 1).masked_fill(~counted, 0), counted
+
+    def shifted(self, values: Tensor) -> Tensor:
+        """Values of labels in the order of the loader, ``(samples, positions)``, at the positions that predict these
+        labels; a position without a label has 0.
+        """
+        if not self.next_token:
+            return values
+        values = values.roll(-1, 1)
+        values[:, -1] = 0
+        return values
 
     def targets(self, labels: Tensor, positions: tuple[int, ...]) -> Tensor:
         """Labels of positions ``(samples, positions)`` as a loader gives them, ``(samples, *positions)``; the reverse

@@ -219,10 +219,14 @@ class PositionPrediction(Prediction):
         self._labels(targets)
         return targets
 
+    def counted(self, targets: Tensor) -> tuple[ClassPrediction, Tensor]:
+        """The positions of all inputs that count, as one prediction of classes, with their labels ``(positions,)``."""
+        labels, counted = self._labels(targets)
+        return self.rows.picked(counted), labels[counted]
+
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and mean entropy over all positions that count."""
-        labels, counted = self._labels(targets)
-        rows, labels = self.rows.picked(counted), labels[counted]
+        rows, labels = self.counted(targets)
         return class_quality(rows.probs, rows.log_prob, rows.entropy(), labels, bins)
 
     def losses(self, targets: Tensor) -> Tensor:

@@ -104,6 +104,8 @@ def _first(words: Mapping[str, Any]) -> dict[str, Any]:
     if words.get("top"):
         first = words["top"][0]
         return {"label_1": first["label"], "probability_1": first["probability"]}
+    if words.get("shares"):
+        return {"label_1": words["shares"][0]["label"]}
     mean = words.get("mean")
     return {"mean": " ".join(f"{v:.6g}" for v in mean) if isinstance(mean, list) else mean}
 

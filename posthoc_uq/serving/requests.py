@@ -137,7 +137,9 @@ def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> T
         array: Any = np.asarray(value)
     except (ValueError, RecursionError, OverflowError):
         raise Refused(
-            400, "numbers", f"The lists of '{key}' differ in length at one depth, or are nested too deep; {form}."
+            400,
+            "numbers",
+            f"The lists of '{key}' differ in length at one depth, or are nested too deep; {form}.",
         ) from None
     if array.dtype.kind not in "iuf" or array.size == 0:
         raise Refused(400, "numbers", f"'{key}' must hold numbers alone, and one at least; {form}.")

@@ -22,10 +22,12 @@ from posthoc_uq.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.specs import TensorSpec
 from posthoc_uq.posteriors.state import (
+    PRIOR_PRECISION,
     Specs,
     expected_blocks,
     expected_centre,
     expected_features,
+    expected_prior,
     posterior_from_state,
     state_blocks,
 )
@@ -45,12 +47,13 @@ from posthoc_uq.storage.table import check_posterior
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a file's tensors must be, by its description: of every block, of the centre, of the part of it that no layer
-    has, of the features.
+    """What a file's tensors must be, by its description: of every block, of the centre, of the prior, of the part of
+    the centre that no layer has, of the features.
     """
 
     blocks: dict[str, Specs]
     centre: Specs
+    prior: dict[str, Specs]
     certain: Specs
     features: Specs
 
@@ -104,7 +107,9 @@ def load(
         _fill(state, expected, tensors, mean)
         if state["features"] is not None:
             check_features(state["features"]["tensors"])
-        check_blocks(state["attributes"], state_blocks(state, layers))
+        check_blocks(
+            state["attributes"], state_blocks(state, layers), state.get("prior", {}).get(PRIOR_PRECISION)
+        )
     _place(state, mean, place)
     with _translated(path):
         posterior = posterior_from_state(state, mean, likelihood)
@@ -198,7 +203,8 @@ def _described(
     layers = checked_layers(state)
     centre = expected_centre(state, layers)
     certain = {name: centre[name] for name in state["certain"]}
-    expected = _Expected(expected_blocks(state, layers), centre, certain, expected_features(state))
+    prior = expected_prior(state, layers)
+    expected = _Expected(expected_blocks(state, layers), centre, prior, certain, expected_features(state))
     _check_structure(state, expected, structure)
     check_attributes(state, structure)
     return state, layers, expected
@@ -227,6 +233,12 @@ def _fill(
         tensor = tensors.pop(schema.centre_path(name))
         restored = _restore("the centre", name, expected.centre[name], tensor, dtype, mean[name].dtype)
         state["centre"][name] = restored
+    for group, specs in expected.prior.items():
+        for name, spec in specs.items():
+            tensor = tensors.pop(schema.prior_path(group, name))
+            state["prior"][group][name] = _restore(
+                "the prior", name, spec, tensor, state["prior"][group][name]
+            )
     if state["features"] is not None:
         state["features"]["tensors"] = {
             name: _restore(
@@ -240,6 +252,8 @@ def _place(state: Mapping[str, Any], mean: Mapping[str, Tensor], place: torch.de
     """Move the tensors of a description to the posterior's device; the centre to the model's."""
     for name, tensor in state["centre"].items():
         state["centre"][name] = _placed(tensor, mean[name].device)
+    for group in set(schema.PRIOR_GROUPS) & state.get("prior", {}).keys():
+        state["prior"][group] = {n: _placed(tensor, place) for n, tensor in state["prior"][group].items()}
     features = [] if state["features"] is None else [state["features"]]
     for owner in (*state["blocks"].values(), *features):
         owner["tensors"] = {
@@ -300,6 +314,7 @@ def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: S
         *map(schema.block_path, state["blocks"]),
         *([schema.CENTRE] if expected.centre else []),
         *([schema.FEATURES] if expected.features else []),
+        *expected.prior,
     }
     if set(structure.groups) != groups:
         raise CorruptPosteriorError(
@@ -318,6 +333,10 @@ def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: S
     for name, spec in expected.centre.items():
         stored_dtype = schema.DTYPES[state["centre"][name]][1]
         wanted[schema.centre_path(name)] = (spec.sizes, stored_dtype, "the centre")
+    for group, specs in expected.prior.items():
+        for name, spec in specs.items():
+            stored_dtype = schema.DTYPES[state["prior"][group][name]][1]
+            wanted[schema.prior_path(group, name)] = (spec.sizes, stored_dtype, "the prior")
     if expected.features and set(expected.features) != set(state["features"]["dtypes"]):
         raise CorruptPosteriorError("the features describe other tensors than they must have")
     for name, spec in expected.features.items():

@@ -67,20 +67,28 @@ def _skew(basis: Tensor, padded: bool) -> float:
     return float(rows.square().sum(-1).max().sqrt())
 
 
-def check_blocks(attributes: Mapping[str, Any], blocks: Mapping[str, Block]) -> None:
+def check_blocks(
+    attributes: Mapping[str, Any], blocks: Mapping[str, Block], prior: Mapping[str, Tensor] | None = None
+) -> None:
     """Refuse blocks whose precisions or variances float32 does not hold, or whose tensors do not fit each other.
 
     Args:
         attributes: of a description that the table admits.
         blocks: by name.
+        prior: factors on the prior precisions of single weights, by the name of the parameter.
 
     Raises:
         CorruptPosteriorError: names the block.
     """
-    prior, noise_scale = attributes["prior_precision"], attributes["noise_scale"]
-    largest_prior = max(prior.values()) if isinstance(prior, dict) else prior
+    precision, noise_scale = attributes["prior_precision"], attributes["noise_scale"]
+    precisions: list[float] = list(precision.values()) if isinstance(precision, dict) else [precision]
+    factors = [1.0] + [float(end) for tensor in (prior or {}).values() for end in torch.aminmax(tensor)]
+    if not min(precisions) * min(factors) >= 1 / PRECISE:
+        raise CorruptPosteriorError(
+            "its prior precisions of single weights must be positive, and not so small"
+        )
     scale = attributes["scale"] / noise_scale ** attributes["evidence"]["noise_power"]
-    settings = Settings(scale, largest_prior, attributes["residual_weight"])
+    settings = Settings(scale, max(precisions) * max(factors), attributes["residual_weight"])
     for name, block in blocks.items():
         size = block.reach(settings)
         if not size <= PRECISE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BytesIO
 from typing import Any, Literal, cast
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from posthoc_uq.distributed import rank
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.specs import TensorSpec
-from posthoc_uq.posteriors.state import expected_blocks, expected_features, posterior_state
+from posthoc_uq.posteriors.state import expected_blocks, expected_features, expected_prior, posterior_state
 from posthoc_uq.storage import atomic, hdf5, plain, schema, userblock
 from posthoc_uq.storage.attributes import attributes_of
 from posthoc_uq.storage.consistency import checked_layers
@@ -90,6 +91,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         _check("centre", f"mean of '{name}'", TensorSpec(tuple(tensor.shape)), tensor, None)
         centre[name] = schema.dtype_name(tensor.dtype)
         arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
+    prior = _prior(state, posterior.layers, arrays)
     features: dict[str, Any] | None = None
     if state["features"] is not None:
         formats, feature_specs = dict[str, str](), expected_features(state)
@@ -108,6 +110,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         "blocks": blocks,
         "centre": centre,
         "certain": state["certain"],
+        **({"prior": prior} if prior else {}),
         "features": features,
     }
     try:
@@ -119,11 +122,28 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         checked_layers(reread)
         if state["features"] is not None:
             check_features(state["features"]["tensors"])
-        check_blocks(reread["attributes"], posterior.blocks)
+        check_blocks(reread["attributes"], posterior.blocks, posterior.weight_prior.precision)
         image = hdf5.build_image(text, attributes_of(described), arrays, userblock.SIZE, compression)
     except (PosthocUQError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}") from error
     return atomic.seal(image, posterior.method)
+
+
+def _prior(
+    state: Mapping[str, Any],
+    layers: Mapping[str, Layer],
+    arrays: dict[str, Callable[[], np.ndarray[Any, Any]]],
+) -> dict[str, Any]:
+    """The description of the prior of single weights; its tensors go to `arrays`, in their own precision."""
+    prior: dict[str, Any] = dict(state["prior"])
+    for group, specs in expected_prior(state, layers).items():
+        prior[group] = {}
+        for name, spec in specs.items():
+            tensor = state["prior"][group][name]
+            _check("prior", name, spec, tensor, None)
+            prior[group][name] = schema.dtype_name(tensor.dtype)
+            arrays[schema.prior_path(group, name)] = partial(as_array, tensor, tensor.dtype)
+    return prior
 
 
 def _check(block: str, name: str, spec: TensorSpec, tensor: Tensor, dtype: torch.dtype | None) -> None:

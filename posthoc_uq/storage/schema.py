@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosteriorMismatchError
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.state import PRIOR_MEAN, PRIOR_PRECISION
 from posthoc_uq.storage.hdf5 import link_name
 
 CHECKPOINT = "checkpoint"  # the kind of a file that is no posterior yet
@@ -46,6 +47,14 @@ def tensor_path(block: str, tensor: str) -> str:
 def centre_path(parameter: str) -> str:
     """The dataset of a parameter of the centre."""
     return f"{CENTRE}/{link_name(parameter)}"
+
+
+PRIOR_GROUPS = (PRIOR_MEAN, PRIOR_PRECISION)  # of the priors of single weights
+
+
+def prior_path(group: str, parameter: str) -> str:
+    """The dataset of a parameter in one of the prior's two groups."""
+    return f"{group}/{link_name(parameter)}"
 
 
 def features_path(tensor: str) -> str:

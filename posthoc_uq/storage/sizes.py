@@ -52,9 +52,13 @@ def size_limit(kind: str | None, model: nn.Module) -> int:
 
 
 def _numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) -> int:
-    """The most numbers that a posterior of such blocks holds, with its mean where that is trained."""
+    """The most numbers that a posterior of such blocks holds, with its mean where that is trained, or with a prior of
+    single weights.
+    """
     blocks = [(1, 1, parameter_count)] if kind.joint else weights
-    return sum(kind.most_numbers(shape) for shape in blocks) + (parameter_count if kind.trained else 0)
+    # the mean of a training, or the prior's, and its precisions of single weights
+    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.own_priors)
+    return sum(kind.most_numbers(shape) for shape in blocks) + own * parameter_count
 
 
 def _weights(model: nn.Module) -> Iterator[Shape]:

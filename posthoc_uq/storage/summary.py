@@ -12,6 +12,8 @@ from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.report import described_changes, described_output
 from posthoc_uq.tables import text_table
 
+_LISTED = 8  # names that a line lists
+
 
 class Inspection(dict[str, Any]):
     """What a posterior's file holds: a dictionary of plain values, whose ``print`` is a readable summary.
@@ -191,5 +193,8 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return " ".join(_text(item) for item in cast(list[Any], value)) or "no"
+        items = [_text(item) for item in cast(list[Any], value)]
+        if len(items) > _LISTED and all(isinstance(item, str) for item in cast(list[Any], value)):
+            return f"{', '.join(items[:_LISTED])}, ... ({len(items)} in all)"
+        return " ".join(items) or "no"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

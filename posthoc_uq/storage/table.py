@@ -131,7 +131,7 @@ _EVIDENCE = Record(
         "targets": Whole(0),
         "noise_power": Whole(0, 2),
     },
-    {"log_likelihood": _SUM},
+    {"log_likelihood": _SUM, "weight": Number(1e-300, _ANY)},
 )
 
 _FAITHFUL = Record(
@@ -238,6 +238,14 @@ _HISTORY = Record(
     },
 )
 
+_PRIOR = Record(
+    {},
+    {
+        "mean": Number(-LARGEST, LARGEST),
+        **{group: Named(_FORMAT) for group in schema.PRIOR_GROUPS},
+    },
+)
+
 _POSTERIOR = Record(
     {
         "library_version": Text(longest=100),
@@ -256,7 +264,8 @@ _POSTERIOR = Record(
         "centre": Named(_FORMAT),
         "certain": Named(Items(Whole(0, 2**40), most=8)),
         "features": maybe(_FEATURES),
-    }
+    },
+    {"prior": _PRIOR},
 )
 
 _SUMMARY = Record(
@@ -264,6 +273,7 @@ _SUMMARY = Record(
         "batches": Whole(0),
         "seen": Whole(0),
         "samples": Whole(0),
+        "weight": Number(0.0, _ANY),
         "log_likelihood": maybe(_SUM),
         "outputs": Whole(0),
         "keys": Items(Whole(-(2**63), 2**63)),

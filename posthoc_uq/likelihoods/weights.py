@@ -1,0 +1,124 @@
+"""Weights of samples and of positions: how often each counts.
+
+The log-likelihood of weighted data is ``sum_n w_n log p(y_n | f_n)``; with positions
+``sum_n sum_t w_nt log p(y_nt | f_nt)``. So the Fisher of the outputs counts w times: gradients by the outputs, of drawn
+labels, of the expectation or of targets, are multiplied with the root of w before they are pulled back. A whole weight
+is as good as so many copies of the sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.likelihoods.base import Likelihood
+from posthoc_uq.predictions.layout import Layout
+
+
+@dataclass(frozen=True)
+class SampleWeights:
+    """The weights of one batch.
+
+    Attributes:
+        samples: how often each sample counts where it counts as a whole, as its inputs do; ``(samples,)`` float64 on
+            the CPU. Where weights are of positions, the mean of a sample's positive ones; 1 where it has none, as for a
+            sample whose labels are all ignored.
+        by_position: the weight of every position of the outputs, ``(samples, positions)`` float64 on the CPU; None
+            where outputs have none, or where a sample's weight holds for all of its positions.
+        layout: of outputs with positions.
+        ignored: where labels do not count, in the shape of the targets; None for weights of samples.
+    """
+
+    samples: Tensor
+    by_position: Tensor | None = None
+    layout: Layout | None = None
+    ignored: Tensor | None = None
+
+    @property
+    def total(self) -> float:
+        """The sum of the samples' weights."""
+        return float(self.samples.sum())
+
+    def targets(self, targets: Tensor | None) -> Tensor | None:
+        """The targets, ignored where a position has the weight 0."""
+        if targets is None or self.ignored is None or self.layout is None:
+            return targets
+        return targets.masked_fill(self.ignored.to(targets.device), self.layout.ignore_index)
+
+    def gradients(self, gradient: Tensor) -> Tensor:
+        """Gradients by the outputs, shaped like them, times the roots of the weights."""
+        if self.by_position is None or self.layout is None:
+            roots = self.samples.sqrt().reshape(-1, *[1] * (gradient.ndim - 1))
+        else:
+            rows = self.by_position.sqrt().reshape(-1, 1)
+            roots = self.layout.whole(rows, self.layout.positions(gradient))
+        return gradient * roots.to(gradient)
+
+    def log_prob(self, likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``w_n log p(y_n | f_n)`` of every sample, ``(samples,)``, in nats; differentiable.
+
+        Raises:
+            PosthocUQError: weights of positions, and the likelihood does not know the single positions.
+        """
+        if self.by_position is not None:
+            return likelihood.weighted_log_prob(outputs, targets, self.by_position)
+        return self.of_samples(likelihood.log_prob(outputs, targets))
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """One number a sample, ``(samples,)``, times its weight; 0 for the weight 0, whatever the number.
+
+        Raises:
+            PosthocUQError: the weights are of positions.
+        """
+        if self.by_position is not None:
+            raise PosthocUQError(
+                "This method takes one weight a sample, not one a position; weigh whole samples, or set the labels of "
+                "positions that do not count to ignore_index."
+            )
+        weights = self.samples.to(values)
+        return torch.where(weights > 0, values, torch.zeros_like(values)) * weights
+
+
+def sample_weights(likelihood: Likelihood, outputs: Tensor, weights: Tensor | None) -> SampleWeights | None:
+    """The weights of a batch for its outputs; None without weights.
+
+    Args:
+        likelihood: says whether outputs have positions.
+        outputs: ``(samples, ...)``.
+        weights: ``(samples,)``, or ``(samples, *positions)`` in the order in which labels come; float64 on the CPU,
+            finite and not negative.
+
+    Raises:
+        PosthocUQError: they have another shape.
+    """
+    if weights is None:
+        return None
+    samples, layout = outputs.shape[0], likelihood.positions_of(outputs)
+    if tuple(weights.shape) == (samples,):
+        return SampleWeights(weights)
+    wanted = f"({samples},), one a sample"
+    if layout is not None:
+        positions = layout.positions(outputs)
+        if tuple(weights.shape) == (samples, *positions):
+            flat = layout.shifted(weights.reshape(samples, -1))
+            counted = (flat > 0).sum(1)
+            mean = flat.sum(1) / counted.clamp(min=1)
+            return SampleWeights(torch.where(counted > 0, mean, 1.0), flat, layout, weights == 0)
+        wanted += f", or {(samples, *positions)}, one a position"
+    raise PosthocUQError(
+        f"The weights of a batch of {samples} samples must have the shape {wanted}, not {tuple(weights.shape)}; look "
+        f"at what batch_to_weights gives."
+    )
+
+
+def weighed_targets(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: Tensor | None
+) -> tuple[Tensor, SampleWeights | None]:
+    """The targets that count, and the weights, of one step of a training; see `sample_weights`."""
+    found = sample_weights(likelihood, outputs, weights)
+    kept = targets if found is None else found.targets(targets)
+    assert kept is not None
+    return kept, found

@@ -1,0 +1,184 @@
+"""Segmentation with uncertainty: which pixels belong to something that the network never saw?
+
+python recipes/segmentation/run.py            a U-Net on 400 scenes of 64 x 64; minutes
+python recipes/segmentation/run.py --smoke    a few small scenes; seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from network import UNet, trained
+from scenes import CLASSES, FOREIGN, SIZE, Scenes, scenes
+from torch import Tensor
+
+import posthoc_uq as uq
+from posthoc_uq.metrics import ood_auroc
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+
+from smoke import marked, stamped
+
+OUTPUT = Path(__file__).resolve().parents[1] / "output" / "segmentation"
+HEADS: dict[str, dict[str, Any]] = {
+    "sampling": {"n_samples": 30, "novelty": True},
+    "linearized": {"n_probes": 32},
+    "moments": {},
+}
+LAYERS = {"last": "last layer", "all": "all layers"}
+SCORES = ("entropy", "mutual_information", "novelty")
+COSTS, FEW = ("n_samples", "n_probes"), 3  # what makes a head dear; in a smoke run
+PICTURED = "INF last layer, linearized"
+SHOWN = 2  # scenes of each kind of foreign figure in the figure
+Predict = Callable[[Tensor], uq.PositionPrediction]
+Numbers = dict[str, float]
+
+
+def loader(of: Scenes, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """Batches of images and classes."""
+    return list(zip(of.images.split(size), of.classes.split(size), strict=True))
+
+
+def alone(model: UNet) -> Predict:
+    """The network without a posterior."""
+
+    def predict(images: Tensor) -> uq.PositionPrediction:
+        with torch.no_grad():
+            outputs = model(images).unsqueeze(0)
+        found: Any = uq.Categorical().from_draws(outputs)
+        return found.of_one_network()
+
+    return predict
+
+
+def predictors(model: UNet, few: Scenes, options: argparse.Namespace) -> Iterator[tuple[str, Predict]]:
+    """Every posterior with every head, by its name in the table. One holds until the next is asked for: every head gets
+    the prior that is faithful through it.
+    """
+    yield "network alone", alone(model)
+    for layers, words in LAYERS.items():
+        start = time.process_time()
+        posterior = uq.fit(
+            model, loader(few), layers=layers, rank=options.rank, prior_precision=1.0, progress=False
+        )
+        said(f"INF, {words}: fitted", start)
+        for head, own in HEADS.items():
+            settings = own | ({name: FEW for name in own if name in COSTS} if options.smoke else {})
+            start = time.process_time()
+            searched = {name: value for name, value in settings.items() if name in COSTS}
+            uq.tune(posterior, loader(few)[:1], criterion="faithful", head=head, progress=False, **searched)
+            said(f"INF, {words}, {head}: prior precision {posterior.prior_precision:.3g} found", start)
+            yield f"INF {words}, {head}", uq.wrap(model, posterior, head=head, **settings)
+
+
+def said(what: str, start: float) -> None:
+    """A line on stderr with the seconds since `start`."""
+    print(f"{what} in {time.process_time() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def measured(predict: Predict, test: Scenes, foreign: Mapping[str, Scenes]) -> Numbers:
+    """How good the classes of familiar scenes are, and how well foreign pixels are told from others of their scenes."""
+    in_batches(predict, test.images[:1])  # the first call settles what is kept
+    start = time.process_time()
+    prediction = in_batches(predict, test.images)
+    numbers = {"seconds an image": (time.process_time() - start) / len(test.images)}
+    quality = prediction.quality(test.classes)
+    numbers |= {name: quality[name] for name in ("accuracy", "NLL", "ECE")}
+    for kind, of in foreign.items():
+        known = in_batches(predict, of.images).scores_by_position()
+        for score in SCORES:
+            if score in known:
+                values = known[score]
+                numbers[f"{kind}: {score}"] = ood_auroc(values[~of.foreign], values[of.foreign])
+    return numbers
+
+
+def in_batches(predict: Predict, images: Tensor, size: int = 8) -> uq.PositionPrediction:
+    """One prediction of all images."""
+    return uq.PositionPrediction.cat([predict(part) for part in images.split(size)])
+
+
+def figure(predict: Predict, foreign: Mapping[str, Scenes], smoke: bool) -> Figure:
+    """Scenes with foreign figures: the image, the predicted classes, and a map of each score."""
+    columns = ("image", "predicted class", *(score.replace("_", " ") for score in SCORES))
+    rows = [(kind, of, number) for kind, of in foreign.items() for number in range(SHOWN)]
+    page = Figure(figsize=(2 * len(columns), 2 * len(rows)), layout="constrained")
+    FigureCanvasAgg(page)
+    panels = page.subplots(len(rows), len(columns), squeeze=False)
+    for axes, (kind, of, number) in zip(panels, rows, strict=True):
+        prediction = predict(of.images[number : number + 1])
+        known = prediction.scores_by_position()
+        axes[0].imshow(of.images[number].permute(1, 2, 0).numpy())
+        axes[0].set_ylabel(kind)
+        axes[1].imshow(prediction.predicted()[0].numpy(), vmin=0, vmax=len(CLASSES) - 1, cmap="viridis")
+        for panel, score in zip(axes[2:], SCORES, strict=True):
+            panel.imshow(known[score][0].numpy(), cmap="magma", vmin=0)
+        for panel in axes:
+            panel.set(xticks=[], yticks=[])
+    for panel, title in zip(panels[0], columns, strict=True):
+        panel.set_title(title)
+    return stamped(page, smoke)
+
+
+def shown(found: Mapping[str, Numbers]) -> str:
+    """The table."""
+    columns = list(dict.fromkeys(name for numbers in found.values() for name in numbers))
+    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    for row, numbers in found.items():
+        cells = [f"{numbers[name]:.3f}" if name in numbers else "-" for name in columns]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train, fit, measure, print the table, write it with the figure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scenes", type=int, default=400, help="for training")
+    parser.add_argument("--fit", type=int, default=64, help="of these, for the posterior")
+    parser.add_argument("--test", type=int, default=24, help="familiar, and of each foreign kind")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--width", type=int, default=16, help="channels of the finest scale")
+    parser.add_argument("--rank", type=int, default=100, help="of INF")
+    parser.add_argument("--size", type=int, default=SIZE)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="a few small scenes")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args()
+    if options.smoke:
+        options.scenes, options.fit, options.test, options.epochs = 16, 4, 2, 1
+        options.width, options.rank, options.size = 4, 5, 16
+    warnings.filterwarnings("ignore", category=UserWarning)
+    torch.set_num_threads(1)
+    options.output.mkdir(parents=True, exist_ok=True)
+    train = scenes(options.scenes, options.seed, size=options.size)
+    test = scenes(options.test, options.seed + 1, size=options.size)
+    foreign = {kind: scenes(options.test, options.seed + 2, kind, options.size) for kind in FOREIGN}
+    model = trained(train, options.epochs, options.seed, options.width)
+    found: dict[str, Numbers] = {}
+    few = Scenes(*(part[: options.fit] for part in train))
+    for name, predict in predictors(model, few, options):
+        start = time.process_time()
+        found[name] = measured(predict, test, foreign)
+        said(f"{name}: measured", start)
+        if name == PICTURED:
+            figure(predict, foreign, options.smoke).savefig(options.output / "segmentation.png", dpi=110)
+    text = marked(shown(found), options.smoke)
+    print(text)
+    (options.output / "segmentation.md").write_text(text + "\n")
+    (options.output / "segmentation.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
