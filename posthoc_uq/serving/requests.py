@@ -68,9 +68,9 @@ async def files_of(request: Request, limits: Limits) -> list[bytes]:
     parser.spool_max_size = limits.bytes + 1
     try:
         form = await _in_time(parser.parse(), limits)
-    except (MultiPartException, KeyError) as error:
-        reason = error.message if isinstance(error, MultiPartException) else "it names no boundary"
-        status, kind = (413, "size") if reason.startswith("Too many files") else (400, "form")
+    except (MultiPartException, KeyError, ValueError) as error:  # the parser's own errors are ValueErrors
+        reason = "it names no boundary" if isinstance(error, KeyError) else getattr(error, "message", error)
+        status, kind = (413, "size") if str(reason).startswith("Too many files") else (400, "form")
         raise Refused(status, kind, f"The form cannot be read: {shortened(reason)}.") from None
     uploads = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
     if not uploads:
