@@ -5,6 +5,7 @@ model so that every prediction comes with its uncertainty, which ``evaluate`` pu
 """
 
 from posthoc_uq.activations import ConditionalInverseCDF, InverseCDF
+from posthoc_uq.answers import AnswerLogits
 from posthoc_uq.errors import (
     CorruptPosteriorError,
     NonFiniteError,
@@ -58,6 +59,7 @@ from posthoc_uq.predictions.multilabel import MultilabelPrediction
 from posthoc_uq.predictions.ordinal import OrdinalPrediction
 from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
+from posthoc_uq.predictions.sequences import sequence_scores
 from posthoc_uq.replica import untied
 from posthoc_uq.sparsity.density import Density, LayerDensity, density
 from posthoc_uq.sparsity.inclusion import Inclusion, LayerInclusion, inclusion
@@ -75,6 +77,7 @@ __all__ = [
     "INF",
     "KFAC",
     "UTVI",
+    "AnswerLogits",
     "Bernoulli",
     "Categorical",
     "ClassPrediction",
@@ -138,6 +141,7 @@ __all__ = [
     "referral_tail",
     "register_method",
     "save",
+    "sequence_scores",
     "set_referral",
     "sparse_model",
     "sparse_state_dict",

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite, log10
+from math import ceil, isfinite, log10, prod
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from posthoc_uq.curvature.dryrun import PROBE_SAMPLES, count_samples
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.prediction import divisor_of
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
@@ -41,6 +43,8 @@ _ABOVE = 3  # decades above the weights' own precision at which a search begins
 _BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
 _UP = 12  # decades above it at which a search gives up
 _ZERO = 1e-12  # mean square up to which weights count as zero
+_POSITIONS, _OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
+_LEAST = 16  # ... but so many inputs in any case
 _HALVINGS = 12  # of the interval of temperatures
 
 
@@ -87,6 +91,27 @@ class Reached:
         )
 
 
+def _enough(inputs: Sequence[Batch], model: nn.Module, likelihood: Likelihood) -> Sequence[Batch]:
+    """The first of the inputs, with some thousand positions in all: each position's prediction counts by itself, and
+    all outputs are kept in memory and predicted many times. Without positions all inputs.
+    """
+    if not inputs:
+        return inputs
+    samples = count_samples(inputs[0])
+    outputs = inputs[0].narrow(0, min(samples, PROBE_SAMPLES), samples).copied().call(model)
+    layout = likelihood.positions_of(outputs)
+    if layout is None:
+        return inputs
+    left = max(_LEAST, min(_POSITIONS // prod(layout.positions(outputs)), _OUTPUTS // outputs[0].numel()))
+    chosen: list[Batch] = []
+    for batch in inputs:
+        samples = count_samples(batch)
+        if left > 0:
+            chosen.append(batch if samples <= left else batch.narrow(0, left, samples))
+        left -= samples
+    return chosen
+
+
 class FaithfulSearch:
     """Finds the faithful prior of a posterior, and sets it.
 
@@ -108,7 +133,6 @@ class FaithfulSearch:
         matched: bool = False,
     ) -> None:
         self.posterior, self.predictor, self.trials = posterior, predictor, Trials()
-        self._cache, self._seed = FeatureCache(predictor, lambda: ((batch, None) for batch in inputs)), seed
         self._temperature = posterior.temperature
         self.name = widening(posterior)
         self.matched = matched and posterior.likelihood.logits
@@ -116,6 +140,8 @@ class FaithfulSearch:
         self._scale = posterior.scale
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
+            inputs = _enough(inputs, model, posterior.likelihood)
+            self._cache, self._seed = FeatureCache(predictor, lambda: ((b, None) for b in inputs)), seed
             divisor = divisor_of(posterior)
             pairs = self._cache.outputs(lambda batch: batch.copied().call(model))
             self._outputs = [at_least_float32(outputs.detach()) / divisor for outputs, _ in pairs]

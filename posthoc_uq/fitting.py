@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from posthoc_uq.curvature.content import batch_hash
-from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.distributed import together, world
 from posthoc_uq.drawn_models import warn_if_draws_differ
@@ -121,14 +119,14 @@ def fit(
     arguments = dict(locals())
     request = together(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
-    task, features = _prepared_task(model, loader, layers, request, progress)
+    task = _prepared_task(model, loader, layers, request, progress)
     weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
     kept_inputs = KeptInputs(task.memory_budget, inputs_to_keep(task.layers.values()))
     task.observers += [kept_inputs] if request.faithful is not None else []
     noise_origin = set_observation_noise(task) if request.finds_noise else "given"
-    posterior = _fitted(task, request.method, features)
+    posterior = _fitted(task, request.method)
     posterior.weight_prior = weight_prior
     posterior.history.fit |= request.own_prior.described()
     task.observe()
@@ -158,8 +156,8 @@ def _prepared_task(
     layers: Selection | None,
     request: Request,
     progress: bool,
-) -> tuple[Task, FeatureSource | None]:
-    """The task of a fit, after a dry run on the first batch, and the source of the last layer's features, if any."""
+) -> Task:
+    """The task of a fit, after a dry run on the first batch."""
     method, likelihood, seed = request.method, request.likelihood, request.seed
     task = prepared_task(
         model,
@@ -174,19 +172,17 @@ def _prepared_task(
         output=request.output,
     )
 
-    def look() -> tuple[FeatureSource | None, bool]:
+    def look() -> bool:
         with isolated_random_state(seed):
             check_log_prob(task.model, task.batch, likelihood)
-            autocast = torch.is_autocast_enabled(task.device.type)
-            features = find_features(task.model, task.batch, autocast, likelihood)
-            return features, gives_probabilities(task.model, task.batch, likelihood)
+            return gives_probabilities(task.model, task.batch, likelihood)
 
-    features, probabilities = together(look, "the dry run")
+    probabilities = together(look, "the dry run")
     if task.prepared.warning is not None:
         warn_user(task.prepared.warning)
     if probabilities:
         warn_user(PROBABILITIES)
-    return task, features
+    return task
 
 
 def _weight_prior(request: Request, task: Task) -> WeightPrior:
@@ -222,13 +218,13 @@ def _open_checkpoint(
         task.memory_budget = task.checkpoint.budget
 
 
-def _fitted(task: Task, method: Method, features: FeatureSource | None) -> Posterior:
+def _fitted(task: Task, method: Method) -> Posterior:
     """The method's posterior, with the statistics of the last layer's inputs."""
     if method.trains:
         posterior = method.fit(task)
-        trained_features(task, features, posterior, replicate(task.model, posterior.centre))
+        trained_features(task, task.features, posterior, replicate(task.model, posterior.centre))
         return posterior
-    grams = watch_features(task, features)
+    grams = watch_features(task, task.features)
     posterior = method.fit(task)
     keep_features(task, grams, posterior)
     return posterior

@@ -11,6 +11,7 @@ from torch import nn
 
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.dryrun import PROBE_SAMPLES, count_samples, prepare
+from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import together
@@ -56,6 +57,7 @@ def prepared_task(
         PosthocUQError: there is no sample, or the model cannot be run on the first ones.
     """
     device = reader.device
+    autocast = torch.is_autocast_enabled(device.type)
     budget = default_budget(device) if method.memory_budget is None else method.memory_budget
 
     def dry_run() -> Task:
@@ -69,11 +71,15 @@ def prepared_task(
                     batch,
                     method.selection(layers),
                     unsupported=method.unsupported,
-                    autocast=torch.is_autocast_enabled(device.type),
+                    autocast=autocast,
                     prove=method.proves_gradients,
                 )
-            settings = SweepSettings(reader, likelihood, seed=seed, dtype=dtype, progress=progress)
-            return Task(view, prepared, all_batches, batch, settings, device, budget)
+                features = find_features(prepared.model, batch, autocast, likelihood)
+            pointwise = None if features is None or not features.pointwise else features.layer.name
+            settings = SweepSettings(
+                reader, likelihood, seed=seed, dtype=dtype, progress=progress, by_position=pointwise
+            )
+            return Task(prepared.model, prepared, all_batches, batch, settings, device, budget, features)
 
     return together(dry_run, "the dry run")
 

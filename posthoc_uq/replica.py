@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from posthoc_uq.devices import has_double
 from posthoc_uq.errors import PosthocUQError
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
 _PARALLEL = "module"  # the same of `DataParallel` and `DistributedDataParallel`
 
@@ -118,8 +119,9 @@ def check_differentiable(model: nn.Module) -> None:
 def untied(model: nn.Module, layer: str) -> nn.Module:
     """A copy of `model`, on the same memory and in eval mode, in which one layer no longer shares its parameters.
 
-    A layer that shares its weight with an embedding, as the last one of GPT-2 does, can have a posterior in the copy:
-    the posterior is of the layer's weight alone, and the embedding keeps its values. Fit, load and wrap the copy.
+    For two layers with one weight that cannot be followed through both: in the copy each has a posterior of its own
+    use. Fit, load and wrap the copy. A layer that shares its weight with an embedding, as the last one of GPT-2 does,
+    needs none of this: `fit` takes its use by itself.
 
     Args:
         model: the model.
@@ -146,6 +148,56 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     for attribute, parameter in shared:
         setattr(modules[layer], attribute, nn.Parameter(parameter.detach(), requires_grad=False))
     return twin
+
+
+def apart(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """`model`, or a replica of it in which parameters of these names are not shared with an embedding.
+
+    Where an embedding and other modules share one of them, the others get a parameter of their own on the same memory,
+    in common: a posterior over it is then one of their use, and the embedding stays certain. What the replica
+    is follows from the model and the names, so that a file needs no record of it.
+
+    Args:
+        model: any module.
+        names: of parameters, by any of the names that tied ones have; unknown ones are passed over.
+    """
+    wanted = set(names)
+
+    def asked(given: nn.Module) -> list[list[tuple[str, str]]]:
+        return [
+            places
+            for places in tied_to_embedding(given).values()
+            if wanted & {f"{module}.{attribute}".lstrip(".") for module, attribute in places}
+        ]
+
+    if not asked(unwrap(model)):
+        return model
+    twin = replicate(model)
+    for places in asked(twin):
+        shared = twin.get_submodule(places[0][0]).get_parameter(places[0][1])
+        own = nn.Parameter(shared.detach(), requires_grad=False)
+        for module, attribute in places:
+            setattr(twin.get_submodule(module), attribute, own)
+    return twin
+
+
+def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
+    """Parameters that an embedding shares with other modules: the embedding's name, and where the others hold it, as
+    their names and attributes.
+    """
+    holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((name, attribute, module))
+    found: dict[str, list[tuple[str, str]]] = {}
+    for places in holders.values():
+        inside = [name for name, _, module in places if isinstance(module, EMBEDDINGS)]
+        others = [
+            (name, attribute) for name, attribute, module in places if not isinstance(module, EMBEDDINGS)
+        ]
+        if inside and others:
+            found[inside[0]] = others
+    return found
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

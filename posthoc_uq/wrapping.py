@@ -215,7 +215,7 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
             f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     check_unchanged(posterior)
-    parameters = dict(unwrap(model).named_parameters())
+    parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
     for name, mean in posterior.original.items():
         parameter = parameters.get(name)
         if parameter is None:

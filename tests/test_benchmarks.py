@@ -185,6 +185,23 @@ def test_positions_are_timed_through_every_head(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 for row in rows.values())
 
 
+def test_a_language_model_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cost.json"
+    _script("language_cost").main(["--smoke", "--json", str(path)])
+    assert "forward passes" in capsys.readouterr().out
+    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {"forward", "forward and backward", "fit, diag", "fit, inf"}
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
+def test_the_table_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "table.json"
+    _script("models_table").main(["--smoke", "--json", str(path)])
+    assert "| GPT-2 with LoRA | yes | yes | yes | each position |" in capsys.readouterr().out
+    result = json.loads(path.read_text())
+    assert len(result["rows"]) == 2 and result["errors"] == []
+
+
 def test_predictions_are_timed_and_handed_over_to_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,15 @@ def test_the_rule(
     assert resolve_fisher(*asked, outputs, samples) == expected
 
 
+@pytest.mark.parametrize(
+    ("positions", "samples", "expected"), [(128, 32, 1), (2, 50, 2), (128, None, 1), (1, 50, 3)]
+)
+def test_positions_that_count_as_samples_have_a_label_each(
+    positions: int, samples: int | None, expected: int
+) -> None:
+    assert resolve_fisher("auto", 1, 1000, samples, positions=positions) == ("mc", expected)
+
+
 def _data(samples: int = 23) -> TensorDataset:
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, torch.zeros(samples, dtype=torch.long))

@@ -164,6 +164,32 @@ def test_batches_do_not_matter(kind: str, fisher: str) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("method", ["diag", "efb"])
+def test_positions_of_a_last_layer_count_as_samples(kind: str, method: str) -> None:
+    """Squares of the scores of one drawn label a position, without products of two positions."""
+    own = case(kind)
+    found = fit(own, method, fisher="mc", n_samples=2, layers="last")
+    keys = sample_keys([own.x], SAMPLES, 0)
+    with torch.no_grad():
+        hidden = own.model[:2](own.x)
+        passes = [own.rows(p) for p in own.likelihood.gradients(own.model(own.x), own.y, keys, "mc", 2)]
+    rows = hidden if kind != "image" else hidden.permute(0, 2, 3, 1)
+    phi = torch.cat([rows.reshape(SAMPLES, 4, -1), torch.ones(SAMPLES, 4, 1, dtype=torch.float64)], -1)
+    tensors = found.blocks["2"].tensors()
+    left, right = (tensors.get(f"{side}_basis") for side in ("output", "input"))
+    if method == "diag":
+        left, right, values = torch.eye(CLASSES)[None], torch.eye(phi.shape[-1])[None], tensors["diagonal"]
+    else:
+        values = tensors["eigenvalues"]
+    truth = sum(
+        (torch.einsum("ntc,cg->ntg", p, left[0].double()).square().flatten(0, 1)).T
+        @ torch.einsum("nti,ia->nta", phi, right[0].double()).square().flatten(0, 1)
+        for p in passes
+    )
+    torch.testing.assert_close(values[0], truth / SAMPLES, rtol=1e-9, atol=1e-12)
+
+
+@EVERY
 def test_evidence(kind: str) -> None:
     own = case(kind)
     found = fit(own, fisher="exact")
@@ -408,6 +434,16 @@ def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
     torch.testing.assert_close(whole.probs, prediction.probs)
     text = str(uq.evaluate(predictor, loader, progress=False))
     assert "NLL" in text and "ECE" in text
+
+
+def test_the_faithful_prior_looks_at_some_thousand_positions() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 3, 1).eval()
+    x = torch.randn(40, 1, 16, 16)  # 256 positions each
+    posterior = uq.fit(model, list(x.split(10)), progress=False)
+    assert "on 16 training inputs" in posterior.history.tuning["prior precision"]
+    large = uq.fit(model, list(torch.randn(6, 1, 128, 128).split(2)), progress=False)
+    assert "on 4 training inputs" in large.history.tuning["prior precision"]
 
 
 def test_held_out_data_tune_it() -> None:

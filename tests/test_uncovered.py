@@ -121,36 +121,67 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.body(self.embedding(tokens).mean(1))))
 
 
-@pytest.mark.parametrize("layers", ["last", "all", "head", "embedding"])
-def test_a_tied_weight_is_refused_with_what_it_is_tied_to(layers: str) -> None:
-    with pytest.raises(UnsupportedLayerError) as error:
-        _fit(Tied(), TOKENS, layers=layers)
-    message = str(error.value)
-    assert "'embedding.weight' is tied: 'head' (Linear) and 'embedding' (Embedding) share it" in message
-    assert "posthoc_uq.untied(model, 'head')" in message
+class TiedFirst(Tied):
+    """The same, with the last layer registered before the embedding, so that the weight is named after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {name: self._modules[name] for name in ("head", "embedding", "body")}
 
 
+def test_an_embedding_asked_for_by_name_is_refused_with_the_layer_that_shares_its_weight() -> None:
+    with pytest.raises(UnsupportedLayerError, match=r"'embedding' is an embedding.*layers=\['head'\]"):
+        _fit(Tied(), TOKENS, layers="embedding")
+
+
+@pytest.mark.parametrize("kind", [Tied, TiedFirst])
+@pytest.mark.parametrize("layers", ["last", "all", "head"])
 @pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
-def test_the_uses_of_a_tied_weight_that_can_be_followed_are_fitted_when_asked_for(
-    head: str, tmp_path: Any
+def test_a_weight_tied_to_an_embedding_is_fitted_where_it_is_a_layer(
+    kind: type[Tied], layers: str, head: str, tmp_path: Any
 ) -> None:
-    model = Tied()
+    model = kind()
     before = copy.deepcopy(model.state_dict())
+    apart = kind()
+    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers="all", about the embedding
+        posterior, expected = (_fit(net, TOKENS, layers=layers, method="diag") for net in (model, apart))
+    assert set(posterior.variance()) == set(expected.variance())
+    torch.testing.assert_close(posterior.variance(), expected.variance())
+    assert "'head' shares its weight" in posterior.history.deterministic["embedding.weight"]
+    uq.save(posterior, tmp_path / "p.h5")
+    truth = uq.wrap(apart, expected, head)(TOKENS).probs
+    loaded = uq.load(tmp_path / "p.h5", model)
+    for other in (posterior, loaded):
+        found = uq.wrap(model, other, head)(TOKENS).probs
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+    more = uq.update(loaded, [(TOKENS, torch.zeros(len(TOKENS), dtype=torch.int64))], progress=False)
+    assert set(more.variance()) == set(expected.variance())
+    assert model.head.weight is model.embedding.weight
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["utvi", "message_passing"])
+def test_trainings_leave_a_tied_embedding_certain(method: str) -> None:
+    data = [(TOKENS, TOKENS[:, 0])]
+    model, apart = Tied(), Tied()
+    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
+    options: dict[str, Any] = {"layers": "last", "progress": False, "prior_precision": 1.0, "epochs": 3}
+    found, expected = (uq.fit(net, data, method, **options).mean["head.weight"] for net in (model, apart))
+    torch.testing.assert_close(found, expected)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_an_untied_copy_is_still_served(tmp_path: Any) -> None:
+    model = Tied()
     own = uq.untied(model, "head")
     assert own.get_submodule("head").weight.data_ptr() == model.head.weight.data_ptr()
     posterior = _fit(own, TOKENS, layers="last", method="full")
-    apart = Tied()
-    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
-    expected = _fit(apart, TOKENS, layers="last", method="full")
-    torch.testing.assert_close(posterior.variance()["head.weight"], expected.variance()["head.weight"])
     uq.save(posterior, tmp_path / "p.h5")
-    loaded = uq.load(tmp_path / "p.h5", uq.untied(model, "head"))
-    found = uq.wrap(own, loaded, head)(TOKENS)
-    torch.testing.assert_close(
-        found.probs, uq.wrap(apart, expected, head)(TOKENS).probs, rtol=1e-4, atol=1e-6
-    )
-    assert model.head.weight is model.embedding.weight
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    truth = uq.wrap(own, posterior)(TOKENS).probs
+    for net in (own, model):
+        torch.testing.assert_close(uq.wrap(net, uq.load(tmp_path / "p.h5", net))(TOKENS).probs, truth)
 
 
 def test_untying_what_is_not_tied_is_one_clear_error() -> None:

@@ -22,7 +22,7 @@ from posthoc_uq.errors import UnsupportedLayerError
 from posthoc_uq.layers import WEIGHTED_MODULES, Call, Geometry, Layer, describe
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import chosen_in
-from posthoc_uq.replica import parameter_names, replicate
+from posthoc_uq.replica import EMBEDDINGS, parameter_names, replicate
 
 Engine = Literal["backpack", "hooks"]
 
@@ -36,6 +36,8 @@ class TrackedLayer:
 
     Attributes:
         holders: names and types of the modules that hold the weight; several where it is tied.
+        embeddings: the names of those of them that are embeddings, where others are not.
+        own_weight: the weight's name in the module that the layer is named after.
         product: whether the weight was seen as a factor of a product of matrices.
         both_ways: whether it was used both as it is and transposed.
     """
@@ -48,13 +50,18 @@ class TrackedLayer:
     batch_axis: int = 0
     keep_input: bool = False  # copy the input, since the model changes it in place after the call
     holders: tuple[tuple[str, str], ...] = ()
+    embeddings: tuple[str, ...] = ()
+    own_weight: str = ""
     product: bool = False
     both_ways: bool = False
 
     @property
     def names(self) -> list[str]:
-        """The names by which the layer may be asked for."""
-        return [self.layer.name, *(name for name, _ in self.holders)]
+        """The names by which the layer may be asked for; those of embeddings that share its weight are not among
+        them.
+        """
+        own = [self.layer.name, *(name for name, _ in self.holders)]
+        return [name for name in own if name not in self.embeddings]
 
 
 Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
@@ -177,7 +184,7 @@ def _nodes_before(outputs: Tensor) -> set[Any]:
 
 def _describe(use: Use, names: Mapping[int, str], all_holders: Mapping[int, list[Owner]]) -> TrackedLayer:
     # where an embedding shares its weight with a layer, the layer comes first
-    holders = sorted(all_holders[id(use.weight)], key=lambda owner: isinstance(owner[2], nn.Embedding))
+    holders = sorted(all_holders[id(use.weight)], key=lambda owner: isinstance(owner[2], EMBEDDINGS))
     module_name, attribute, module = holders[0]
     weight_name = names[id(use.weight)]
     bias_name = names.get(id(use.bias)) if use.bias is not None else None
@@ -185,7 +192,17 @@ def _describe(use: Use, names: Mapping[int, str], all_holders: Mapping[int, list
     name = module_name if attribute == "weight" and module_name else weight_name
     layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
     shown = tuple((name, type(module).__name__) for name, _, module in holders)
-    return TrackedLayer(layer, module, holders=shown, product=use.product)
+    embeddings = (
+        [] if isinstance(module, EMBEDDINGS) else [n for n, _, m in holders if isinstance(m, EMBEDDINGS)]
+    )
+    return TrackedLayer(
+        layer,
+        module,
+        holders=shown,
+        embeddings=tuple(embeddings),
+        own_weight=f"{module_name}.{attribute}".lstrip("."),
+        product=use.product,
+    )
 
 
 def _is_plain(tracked: TrackedLayer, holders: int) -> bool:

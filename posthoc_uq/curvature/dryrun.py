@@ -21,9 +21,11 @@ from posthoc_uq.curvature.uncovered import why_not_rebuilt, without_posterior
 from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.layers import BATCH_AXES, WEIGHTED_MODULES, Layer
 from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import parameter_names
+from posthoc_uq.replica import apart, parameter_names
 
 PROBE_SAMPLES = 2
+_NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
+_TIED = "Embedding is kept deterministic; '{}' shares its weight and has a posterior of its own use"
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Prepared:
     """The layers that were asked for, a capture that was proved to catch their gradients, and what is left out.
 
     Attributes:
+        model: the user's, or a replica in which the layers that share their weight with an embedding have one of
+            their own.
         capture: ready to run; without a proof it catches nothing.
         layers: the layers that get a posterior, by name.
         deterministic: parameters without a posterior, each with the reason.
@@ -38,6 +42,7 @@ class Prepared:
         warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
     """
 
+    model: nn.Module
     capture: Capture
     layers: dict[str, Layer]
     deterministic: dict[str, str]
@@ -75,10 +80,13 @@ def prepare(
     probe, reference = _probe(model, batch, samples)
     discovered = Capture(model).discover(probe, autocast)
     if not discovered and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
-        raise PosthocUQError(
-            "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
-        )
+        raise PosthocUQError(_NO_LAYER)
     chosen = select(discovered, selection, reference)
+    if tied := [t for t in chosen if t.embeddings]:
+        own = apart(model, [t.own_weight for t in tied])
+        prepared = prepare(own, batch, selection, unsupported=unsupported, autocast=autocast, prove=prove)
+        prepared.deterministic |= {f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name) for t in tied}
+        return prepared
     failures: dict[str, str] = {}
     discovered_weights = {t.layer.weight for t in discovered}
     for name, parameter_name in reference.missed_weights(discovered_weights, selection):
@@ -95,16 +103,20 @@ def prepare(
     undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
     errors = {name: reason for name, reason in failures.items() if name not in undecided}
     if errors and unsupported == "raise":
-        listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
-        raise UnsupportedLayerError(
-            f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
-        )
+        raise _unsupported(errors)
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
     covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
     deterministic = reference.deterministic(covered, failures)
-    return Prepared(capture, layers, deterministic, reference.pull[0].numel(), warning)
+    return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning)
+
+
+def _unsupported(errors: dict[str, str]) -> UnsupportedLayerError:
+    listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
+    return UnsupportedLayerError(
+        f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
+    )
 
 
 def _may_be_no_layer(tracked: TrackedLayer) -> bool:
@@ -145,6 +157,12 @@ def select(discovered: list[TrackedLayer], selection: Selection, reference: Refe
         names = wanted_names(selection) or []
         for name in names:
             known = any(asked_by_name([name], t.names) for t in discovered)
+            sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
+            if not known and sharing is not None:
+                raise UnsupportedLayerError(
+                    f"'{name}' is an embedding, and stays certain; '{sharing.layer.name}', which shares its weight, "
+                    f"can have a posterior: layers=['{sharing.layer.name}']."
+                )
             if not known and not reference.holds_missed(name):
                 raise no_such_layer(name, [t.layer.name for t in discovered])
         chosen = [t for t in discovered if asked_by_name(names, t.names)]

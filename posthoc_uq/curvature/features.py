@@ -33,12 +33,14 @@ class FeatureSource:
             its classes, ``"pooled"`` elsewhere.
         outputs: numbers that the model gives for one sample, or for one position.
         by_class: False where samples have no one class; None elsewhere.
+        pointwise: whether the layer's outputs at a position are the model's at this position.
     """
 
     layer: Layer
     source: str
     outputs: int
     by_class: bool | None = None
+    pointwise: bool = False
 
     @property
     def size(self) -> int:
@@ -164,7 +166,9 @@ def _of_positions(
         fits = _agree(_applied(twin, layer, rows), layout.rows(outputs).to(rows))
     else:  # a coarser grid, as before an interpolation
         fits = len(grid) == len(positions) and all(a <= b for a, b in zip(grid, positions, strict=True))
-    return FeatureSource(layer, "positions", layout.classes(outputs)) if fits else None
+    if not fits:
+        return None
+    return FeatureSource(layer, "positions", layout.classes(outputs), pointwise=grid == positions)
 
 
 def _features(layer: Layer) -> int:

@@ -108,6 +108,13 @@ def _copying_pays(rows: Tensor, p: int, q: int) -> bool:
     return samples * copied * rows.element_size() <= COPIED or 8 * copied < p * q
 
 
+def positions_apart(rows: Tensor) -> Tensor:
+    """Rows ``(samples, groups, positions, size)`` with every position as a sample,
+    ``(samples * positions, groups, 1, size)``.
+    """
+    return rows.transpose(1, 2).flatten(0, 1).contiguous().unsqueeze(2)
+
+
 class Rows:
     """Activations that have the form of rows already (linear layer, pointwise convolution), or output gradients."""
 

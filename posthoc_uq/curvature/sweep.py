@@ -14,7 +14,7 @@ from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.content import WORD, sample_hashes, shared_hash
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.layer_gradients import LayerGradients
-from posthoc_uq.curvature.operands import CPU_TEMPORARY
+from posthoc_uq.curvature.operands import CPU_TEMPORARY, Rows, positions_apart
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.devices import Checks
 from posthoc_uq.distributed import check_items, own_samples
@@ -29,7 +29,13 @@ KEYS_KEPT = 65536  # inputs whose hashes are remembered, to recognise data that 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The settings that all sweeps of a fit share."""
+    """The settings that all sweeps of a fit share.
+
+    Attributes:
+        by_position: a layer whose outputs at a position are the model's there. With drawn labels, which are independent
+            between positions, each position of it counts as a sample of its own, but in a dense Fisher: products of the
+            scores of two positions have mean 0; without them there is less noise, and no gradient of a whole sample.
+    """
 
     reader: BatchReader
     likelihood: Likelihood
@@ -38,6 +44,7 @@ class SweepSettings:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     progress: bool = False
+    by_position: str | None = None
 
 
 @dataclass
@@ -241,7 +248,9 @@ def _sweep_batch(
     likelihood, samples = settings.likelihood, keys.shape[0]
     recording = _run(capture, batch, samples, index)
     outputs = recording.outputs.detach()
-    checks.later(torch.isfinite(outputs).all(), lambda finite: _require_outputs(finite, index))
+    # a sum is read once, and has no temporary; one that overflows is looked at again
+    total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
+    checks.later(total, lambda host_total: _require_outputs(host_total, outputs, index))
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError(
             f"Batch {index}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
@@ -260,7 +269,7 @@ def _sweep_batch(
         # one ahead, to know the last; no more, since there may be one for every class
         following = next(gradients, None)
         rows: dict[str, Tensor] = {}
-        sink = _feed(accumulators, settings.dtype, sums, first, rows if joint is not None else None, weights)
+        sink = _feed(accumulators, settings, sums, first, rows if joint is not None else None, weights)
         recording.pull_back(gradient, sink, last=following is None)
         if joint is not None:
             with torch.autocast(outputs.device.type, enabled=False):
@@ -313,29 +322,36 @@ def _check_targets(
 
 def _feed(
     accumulators: Mapping[str, Sequence[Accumulator]],
-    dtype: torch.dtype,
+    settings: SweepSettings,
     sums: dict[str, Tensor],
     first_pass: bool,
     rows: dict[str, Tensor] | None,
     weights: SampleWeights | None,
 ) -> Callable[[LayerGradients], None]:
+    dtype = settings.dtype
+    apart = settings.by_position if settings.fisher == "mc" and rows is None else None
+
     def sink(layer_gradients: LayerGradients) -> None:
         name = layer_gradients.layer.name
         activations, gradients = layer_gradients.operands(dtype)
         check = gradients.sum()
         if first_pass:
             check = check + sum(call.input.detach().sum(dtype=dtype) for call in layer_gradients.calls)
+        counts = weights
+        if name == apart:
+            counts = None if weights is None else weights.repeated(activations.positions)
+            activations, gradients = Rows(positions_apart(activations.rows())), positions_apart(gradients)
         sums[name] = check if name not in sums else sums[name] + check
         for accumulator in accumulators.get(name, ()):
-            accumulator.add(activations, gradients, first_pass, weights)
+            accumulator.add(activations, gradients, first_pass, counts)
         if rows is not None:
             rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
 
     return sink
 
 
-def _require_outputs(finite: Tensor, index: int) -> None:
-    if not bool(finite):
+def _require_outputs(total: Tensor, outputs: Tensor, index: int) -> None:
+    if not bool(torch.isfinite(total)) and not bool(torch.isfinite(outputs).all()):
         raise _not_finite(f"Batch {index}: the model's outputs are not finite.")
 
 

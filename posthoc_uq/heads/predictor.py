@@ -32,7 +32,7 @@ from posthoc_uq.posteriors.capabilities import DRAWS, QUADRATIC
 from posthoc_uq.predictions.base import Prediction, cat
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate, unwrap
+from posthoc_uq.replica import apart, model_device, replicate, unwrap
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -53,7 +53,8 @@ class GaussianOutputs(NamedTuple):
 
 
 def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
-    """The model as the posterior's fit took its outputs."""
+    """The model as the posterior's fit took its outputs and its layers."""
+    model = apart(model, posterior.original)
     known = None if posterior.model is None else chosen_in(posterior.model)
     choice = known or choice_of(posterior.history.output)
     return model if choice is None else with_choice(unwrap(model), choice)

@@ -36,6 +36,7 @@ def resolve_fisher(
     samples: int | None,
     likelihood: Likelihood | None = None,
     has_targets: bool = False,
+    positions: int = 1,
 ) -> tuple[Fisher, int]:
     """The kind of labels that the expectation is over, and how many are drawn for each sample.
 
@@ -51,6 +52,7 @@ def resolve_fisher(
         samples: in all processes, or None where the loader does not say; they then count as few.
         likelihood: of the targets; None for one that defines both kinds.
         has_targets: whether the loader yields targets.
+        positions: of a sample that have a label each and count as samples of their own.
 
     Raises:
         PosthocUQError: the likelihood does not define the labels that are asked for.
@@ -73,9 +75,8 @@ def resolve_fisher(
     few = samples is None or samples < LABELS_IN_ALL
     if defined["exact"] and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
         return "exact", 1
-    return "mc", MOST_LABELS if samples is None else min(
-        MOST_LABELS, max(1, ceil(LABELS_IN_ALL / max(1, samples)))
-    )
+    known = 1 if samples is None else max(1, samples)
+    return "mc", min(ceil(MOST_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions)))
 
 
 def _undefined_labels(fisher: str, likelihood: Likelihood) -> PosthocUQError:

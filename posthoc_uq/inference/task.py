@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.curvature.content import WORD, Content
 from posthoc_uq.curvature.dryrun import Prepared
+from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import Observer, Summary, SweepSettings, no_weight, show, sweep
 from posthoc_uq.devices import placed
@@ -40,6 +41,7 @@ class Task:
         settings: of every sweep: how batches are read, the likelihood, the labels of the Fisher, the seed.
         device: of the model and of all statistics.
         memory_budget: bytes that one temporary may take.
+        features: where the last layer's features come from, if it has any.
         val_loader: held-out batches, if there are any.
         checkpoint: the file that keeps the result of every stage, if there is one.
         summary: what the last sweep saw.
@@ -57,6 +59,7 @@ class Task:
     settings: SweepSettings
     device: torch.device
     memory_budget: int
+    features: FeatureSource | None = None
     val_loader: Iterable[Any] | None = None
     checkpoint: Checkpoint | None = None
     summary: Summary = field(default_factory=Summary)
@@ -70,14 +73,15 @@ class Task:
         """The layers to fit."""
         return self.prepared.layers
 
-    def take_labels(self, fisher: FisherChoice, n_samples: int) -> None:
+    def take_labels(self, fisher: FisherChoice, n_samples: int, joint: bool = False) -> None:
         """Settle which labels the Fisher of the sweeps is an expectation over.
 
         Args:
             fisher: as the user asked; ``"auto"`` depends on the numbers of outputs and samples.
             n_samples: labels drawn per sample, where they are drawn.
+            joint: whether the Fisher is that of all layers together.
         """
-        samples = None
+        samples, positions = None, 1 if joint else self._positions_apart()
         if fisher == "auto":
             reader, batch = self.settings.reader, self.batch
             samples = samples_in_all(
@@ -85,7 +89,7 @@ class Task:
             )
         likelihood, has_targets = self.settings.likelihood, all(gather(self.batch.targets is not None))
         kind, labels = resolve_fisher(
-            fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets
+            fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets, positions
         )
         if fisher == "auto" and kind == "empirical":
             warn_user(
@@ -94,6 +98,12 @@ class Task:
                 f"method draw(outputs, keys, draw)."
             )
         self.settings = replace(self.settings, fisher=kind, n_samples=labels)
+
+    def _positions_apart(self) -> int:
+        """Positions of a sample, where all layers to fit take each as a sample of its own; else 1."""
+        if self.features is None or list(self.layers) != [self.settings.by_position]:
+            return 1
+        return max(1, self.prepared.outputs // self.features.outputs)
 
     def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:
         """Do a part of the fit, or take its result from the checkpoint of this rank or of one that came further."""

@@ -20,7 +20,7 @@ from posthoc_uq.likelihoods.outputs import wide
 from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.randomness import uniforms
 
-_AT_ONCE = 2**22  # probabilities whose sums are formed at once, in float64
+_AT_ONCE = 2**19  # numbers that are worked on at once; more are not faster
 
 
 def log_probs(
@@ -34,8 +34,14 @@ def log_probs(
     its weight ``(samples, positions)`` where there are weights.
     """
     labels, counted = layout.labels(outputs, targets)
-    rows = wide(layout.rows(outputs))
-    losses = F.cross_entropy(rows, labels.flatten(), reduction="none", label_smoothing=label_smoothing)
+    rows, labels = layout.rows(outputs), labels.flatten()
+    step = max(1, _AT_ONCE // rows.shape[1])
+    losses = torch.cat(
+        [
+            F.cross_entropy(wide(part), own, reduction="none", label_smoothing=label_smoothing)
+            for part, own in zip(rows.split(step), labels.split(step), strict=True)
+        ]
+    )
     losses = losses.reshape(counted.shape).masked_fill(~counted, 0.0)
     return -(losses if weights is None else losses * weights.to(losses)).sum(1)
 
@@ -71,8 +77,11 @@ def drawn_scores(
     weight = counted.reshape(-1, 1).to(probs) * n_samples**-0.5
     probs *= weight
     for draw in range(n_samples):
-        rows = probs.scatter_add(1, labels[:, draw : draw + 1], -weight)
-        yield layout.whole(rows, layout.positions(outputs))
+        last = draw == n_samples - 1  # which writes into the probabilities
+        rows = probs if last else probs.clone()
+        yield layout.whole(
+            rows.scatter_add_(1, labels[:, draw : draw + 1], -weight), layout.positions(outputs)
+        )
 
 
 def _drawn_rows(outputs: Tensor, keys: Tensor, draws: range, layout: Layout) -> tuple[Tensor, Tensor]:

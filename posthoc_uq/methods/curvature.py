@@ -42,6 +42,8 @@ class Curvature(Method):
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision", "noise_scale", "temperature"})
 
     weighs_samples: ClassVar[bool] = True
+    joint: ClassVar[bool] = False
+    """Whether the Fisher is that of all layers together."""
 
     fisher: FisherChoice = "auto"
     n_samples: int = 1
@@ -101,7 +103,7 @@ class Curvature(Method):
         return combined_posterior(posterior, self.added(posterior, task), task.summary, sign)
 
     def fit(self, task: Task) -> Posterior:
-        task.take_labels(self.fisher, self.n_samples)
+        task.take_labels(self.fisher, self.n_samples, self.joint)
         blocks, settings = self.blocks(task), task.settings
         tracked = task.prepared.capture.tracked.values()
         served = sum(t.engine == "backpack" for t in tracked)

@@ -29,6 +29,7 @@ class Dense(Curvature):
     """
 
     name: ClassVar[str] = "full"
+    joint: ClassVar[bool] = True
     block_kinds: ClassVar[tuple[str, ...]] = ("dense",)
     stages: ClassVar[Stages] = {
         "Fisher": StageSpec({"fisher": StageTensor("NN", symmetric=True)}, owner=_JOINT),

@@ -45,6 +45,7 @@ class Subnetwork(Curvature):
     """
 
     name: ClassVar[str] = "subnetwork"
+    joint: ClassVar[bool] = True
     block_kinds: ClassVar[tuple[str, ...]] = ("subnetwork",)
     stages: ClassVar[Stages] = {
         "diagonal": StageSpec({"diagonal": StageTensor("Gmn", non_negative=True)}),

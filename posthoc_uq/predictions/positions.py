@@ -214,6 +214,17 @@ class PositionPrediction(Prediction):
         """
         return self.log_prob_by_position(targets).flatten(1).sum(1)
 
+    def labelled(self, targets: Tensor) -> Tensor:
+        """(batch, *positions): whether a position has a label that counts. With `next_token` position t has the label
+        at t + 1.
+        """
+        return self._map(self._labels(targets)[1])
+
+    def perplexity(self, targets: Tensor) -> Tensor:
+        """(batch,): ``exp(-log_prob / n)`` with the n positions of an input that count; NaN where none does."""
+        counted = self.labelled(targets).flatten(1).sum(1)
+        return (-self.log_prob(targets) / counted).exp()
+
     def fitting(self, targets: Tensor) -> Tensor:
         """The labels themselves, once they are checked."""
         self._labels(targets)

@@ -31,7 +31,7 @@ from posthoc_uq.posteriors.state import (
     posterior_from_state,
     state_blocks,
 )
-from posthoc_uq.replica import model_device, unwrap
+from posthoc_uq.replica import apart, model_device, unwrap
 from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.attributes import check_attributes
 from posthoc_uq.storage.consistency import checked_layers
@@ -113,7 +113,8 @@ def load(
     _place(state, mean, place)
     with _translated(path):
         posterior = posterior_from_state(state, mean, likelihood)
-        posterior.model = with_choice(model, choice_of(posterior.history.output, checked_output(output)))
+        own = apart(model, posterior.original)
+        posterior.model = with_choice(own, choice_of(posterior.history.output, checked_output(output)))
         posterior.fingerprint = state["fingerprint"]
         return posterior
 

@@ -17,9 +17,9 @@ _REMEDY = "Load it with the model that it was fitted on."
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters by name, all of them initialised."""
+    """A model's parameters by name, tied ones by all of their names, and all initialised."""
     parameters: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PosthocUQError(
                 f"Parameter '{name}' is not initialised yet; run the model on a batch first."

@@ -1,0 +1,246 @@
+"""What applies to which architecture: every fit and every head on unmodified models with random weights.
+
+    OMP_NUM_THREADS=1 python benchmarks/models_table.py              language and vision models; five minutes
+    OMP_NUM_THREADS=1 python benchmarks/models_table.py --smoke      two of them; seconds
+    OMP_NUM_THREADS=1 python benchmarks/models_table.py --only lraspp_mobilenet_v3_large
+
+A cell says what a fit over all layers, and over the last, gives through each head: `yes`, `-` where novelty is that of
+whole inputs, or a number of a footnote with the error. The table of docs/language_models.md is written by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import machine, single_threaded, write_json
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+WORDS, TOKENS, CLASSES = 50, 6, 3
+HEADS = ("linearized", "sampling", "moments")
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_TEXT = {"vocab_size": WORDS, "max_position_embeddings": 16}
+_IDS = torch.randint(1, WORDS, (4, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and what it is given.
+
+    Attributes:
+        make: builds it.
+        inputs: of a batch of four, by name, or one tensor.
+        targets: of the batch.
+        likelihood: of these.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Any
+    targets: Tensor
+    likelihood: Any
+
+
+def _words(make: Callable[[Any], nn.Module], next_token: bool, **more: Tensor) -> Kind:
+    import transformers
+
+    likelihood = uq.Categorical(class_dim=-1, next_token=next_token)
+    return Kind(lambda: make(transformers), {"input_ids": _IDS, **more}, _IDS, likelihood)
+
+
+def _classes(make: Callable[[Any], nn.Module], tokens: bool = False) -> Kind:
+    import transformers
+
+    labels = _IDS % CLASSES if tokens else _IDS[:, 0] % CLASSES
+    likelihood = uq.Categorical(class_dim=-1) if tokens else "classification"
+    return Kind(lambda: make(transformers), {"input_ids": _IDS}, labels, likelihood)
+
+
+def _images(make: Callable[[], nn.Module], size: int, maps: bool = False, name: str | None = None) -> Kind:
+    images = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(4) % CLASSES
+    if maps:
+        labels = torch.randint(0, CLASSES, (4, size, size), generator=torch.Generator().manual_seed(0))
+    return Kind(make, images if name is None else {name: images}, labels, "classification")
+
+
+class UserHead(nn.Module):
+    """A timm backbone without a classifier, under a head of the user's."""
+
+    def __init__(self, name: str) -> None:
+        import timm
+
+        super().__init__()
+        self.body = timm.create_model(name, num_classes=0)
+        width = int(getattr(self.body, "head_hidden_size", None) or self.body.num_features)
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.body(x))
+
+
+def _lora(hf: Any) -> nn.Module:
+    import peft
+
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    model = peft.get_peft_model(_gpt2(hf), peft.LoraConfig(r=2, **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _gpt2(hf: Any) -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def _segmentation(name: str) -> Kind:
+    import torchvision
+
+    make = getattr(torchvision.models.segmentation, name)
+    return _images(lambda: make(weights=None, weights_backbone=None, num_classes=CLASSES), 64, maps=True)
+
+
+def _t5(hf: Any) -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes))
+
+
+def _distil(hf: Any, kind: str) -> nn.Module:
+    sizes = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}
+    return getattr(hf, f"DistilBertFor{kind}")(hf.DistilBertConfig(**_TEXT, **sizes, num_labels=CLASSES))
+
+
+def _bert(hf: Any, kind: str) -> nn.Module:
+    return getattr(hf, f"BertFor{kind}")(hf.BertConfig(**_TEXT, **_SIZES, num_labels=CLASSES))
+
+
+def _llama(hf: Any) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, **_SIZES, num_key_value_heads=1))
+
+
+def _vit(hf: Any) -> nn.Module:
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(**_SIZES, image_size=16, patch_size=8, num_labels=CLASSES)
+    )
+
+
+def kinds() -> dict[str, Callable[[], Kind]]:
+    """Every model by its name in the table."""
+    import transformers
+
+    found: dict[str, Callable[[], Kind]] = {}
+    for name, of in (("BERT", _bert), ("DistilBERT", _distil)):
+        found[f"{name}, sequence classification"] = lambda of=of: _classes(
+            lambda hf: of(hf, "SequenceClassification")
+        )
+        found[f"{name}, token classification"] = lambda of=of: _classes(
+            lambda hf: of(hf, "TokenClassification"), True
+        )
+        found[f"{name}, masked words"] = lambda of=of: _words(lambda hf: of(hf, "MaskedLM"), False)
+    found["GPT-2"] = lambda: _words(_gpt2, True)
+    found["GPT-2 with LoRA"] = lambda: _words(_lora, True)
+    found["LLaMA"] = lambda: _words(_llama, True)
+    found["T5"] = lambda: _words(_t5, False, decoder_input_ids=nn.functional.pad(_IDS[:, :-1], (1, 0)))
+    found["ViT (transformers)"] = lambda: _images(lambda: _vit(transformers), 16, name="pixel_values")
+    for name in ("deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large", "fcn_resnet50"):
+        found[name] = lambda name=name: _segmentation(name)
+    for name in ("resnet18", "convnext_atto", "mobilenetv3_small_050", "vit_tiny_patch16_224"):
+        size = 224 if name.startswith("vit") else 64
+        found[f"timm {name}, own head"] = lambda name=name, size=size: _images(lambda: UserHead(name), size)
+    return found
+
+
+def cells(kind: Kind, errors: list[str]) -> dict[str, str]:
+    """What works of one model; errors are noted once."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind.make().eval()
+    found: dict[str, str] = {}
+    loader = [(kind.inputs, kind.targets)]
+    lora = ["*lora_*"] if any("lora_" in name for name, _ in model.named_parameters()) else []
+
+    def attempt(work: Callable[[], str]) -> tuple[str, bool]:
+        try:
+            return work(), True
+        except uq.PosthocUQError as error:
+            text = str(error)
+            if text not in errors:
+                errors.append(text)
+            return f"({errors.index(text) + 1})", False
+
+    for layers in ("last", "all", *lora):
+        kept: list[uq.Posterior] = []
+
+        def fit(layers: str = layers, kept: list[uq.Posterior] = kept) -> str:
+            options: dict[str, Any] = {
+                "likelihood": kind.likelihood,
+                "prior_precision": 100.0,
+                "progress": False,
+            }
+            kept.append(uq.fit(model, loader, rank=10, layers=layers, **options))
+            return "yes"
+
+        cell, fitted = attempt(fit)
+        heads = []
+        for head in HEADS if fitted else ():
+            heads.append(attempt(lambda head=head, kept=kept: _through(model, kept[0], head, kind))[0])
+        where = {"last": "last layer", "all": "all layers"}.get(layers, layers)
+        found[where] = cell if not fitted else "yes" if set(heads) == {"yes"} else " / ".join(heads)
+        if layers == "last" and fitted and kept[0].features is not None:
+            found["novelty"] = {"positions": "each position"}.get(kept[0].features.source, "each input")
+    return found
+
+
+def _through(model: nn.Module, posterior: uq.Posterior, head: str, kind: Kind) -> str:
+    options = {"n_samples": 2} if head == "sampling" else {"link": "probit"}
+    predictor = uq.wrap(model, posterior, head, **options)
+    prediction: Any = predictor(**kind.inputs) if isinstance(kind.inputs, dict) else predictor(kind.inputs)
+    assert bool(torch.isfinite(prediction.probs).all()) and bool((prediction.epistemic() > 0).any())
+    return "yes"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="two small models")
+    parser.add_argument("--only", help="models whose name begins so")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    names = {
+        name: kind
+        for name, kind in kinds().items()
+        if (not options.smoke or name in ("GPT-2 with LoRA", "ViT (transformers)"))
+        and name.startswith(options.only or "")
+    }
+    errors: list[str] = []
+    rows: dict[str, dict[str, str]] = {}
+    with single_threaded(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, kind in names.items():
+            rows[name] = cells(kind(), errors)
+            print(name, rows[name], flush=True)
+    columns = ("last layer", "all layers", "*lora_*", "novelty")
+    print(f"\n| model | {' | '.join(columns)} |\n{'| --- ' * (len(columns) + 1)}|")
+    for name, row in rows.items():
+        print(f"| {name} | {' | '.join(row.get(column, '') for column in columns)} |")
+    for number, error in enumerate(errors, 1):
+        print(f"\n({number}) {error}")
+    if options.json is not None:
+        write_json(options.json, {"machine": machine(), "rows": rows, "errors": errors})
+
+
+if __name__ == "__main__":
+    main()
