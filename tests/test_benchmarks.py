@@ -371,3 +371,14 @@ def test_novelty_costs_some_forward_passes(tmp_path: Path, capsys: pytest.Captur
     assert [row["what"] for row in found["rows"]] == ["forward and backward", "class", "top"]
     assert all(row["multiple"] >= row["least"] > 0 for row in found["rows"])
     assert [row["classes"] for row in found["growth"]] == [10, 20] and found["growth"][0]["ms"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("uvicorn") is None, reason="the extra 'serve' is not installed")
+def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    _script("serve_load").main(["--smoke", "--json", str(path)])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["wrong"] == 0 and row["requests"] == 60
+    assert 0 < row["p50, ms"] <= row["p99, ms"]
+    assert row["memory after, MiB"] < 1.2 * row["memory before, MiB"]

@@ -6,7 +6,18 @@ from typing import Any
 
 import click
 
-from posthoc_uq.cli import demo, evaluate, fit, forget, inspect, predict, tune, update
+from posthoc_uq.cli import (
+    demo,
+    evaluate,
+    fit,
+    forget,
+    inspect,
+    monitor,
+    predict,
+    serve,
+    tune,
+    update,
+)
 from posthoc_uq.cli.console import usage_in_one_line
 
 
@@ -50,14 +61,14 @@ def commands() -> None:
 
     `fit` a posterior over the weights and write it to a file, `tune` it on held-out data, `predict` a folder of images
     into a CSV with their uncertainty, `evaluate` how good that is, `update` it with new data or let it `forget` some,
-    `inspect` a file without its model.
+    `serve` predictions over HTTP, `monitor` what comes in, `inspect` a file without its model.
 
     \b
     Exit codes: 0 done, 1 error, 2 wrong usage, 3 predicted but for some unreadable images, 130 interrupted.
     """
 
 
-for _command in (fit, tune, predict, evaluate, update, forget, inspect, demo):
+for _command in (fit, tune, predict, evaluate, update, forget, serve, monitor, inspect, demo):
     commands.add_command(_command.command)
 
 

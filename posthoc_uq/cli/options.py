@@ -100,6 +100,21 @@ model_options = several_options(
     ]
 )
 
+transform_options = several_options(
+    [
+        click.option(
+            "--transform",
+            metavar="MODULE:NAME",
+            help="Image to tensor: a callable, or a function without arguments that returns one.",
+        ),
+        click.option(
+            "--image-size", type=click.IntRange(1), metavar="PIXELS", help="Instead of the model's own."
+        ),
+        click.option("--mean", type=Numbers(), help="Of the channels, instead of the model's own."),
+        click.option("--std", type=Numbers(), help="Of the channels, instead of the model's own."),
+    ]
+)
+
 data_options = several_options(
     [
         click.option("--split", metavar="NAME", help="Part of the data, such as train, or train[:50000]."),
@@ -111,16 +126,7 @@ data_options = several_options(
             help="Where torchvision's data sets lie.",
         ),
         click.option("--download", is_flag=True, help="Let torchvision fetch a data set that is not there."),
-        click.option(
-            "--transform",
-            metavar="MODULE:NAME",
-            help="Image to tensor: a callable, or a function without arguments that returns one.",
-        ),
-        click.option(
-            "--image-size", type=click.IntRange(1), metavar="PIXELS", help="Instead of the model's own."
-        ),
-        click.option("--mean", type=Numbers(), help="Of the channels, instead of the model's own."),
-        click.option("--std", type=Numbers(), help="Of the channels, instead of the model's own."),
+        transform_options,
         click.option(
             "--class-map",
             metavar="FILE",

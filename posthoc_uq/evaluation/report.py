@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
@@ -16,30 +15,11 @@ from posthoc_uq.evaluation.gallery import Example
 from posthoc_uq.evaluation.listings import Table
 from posthoc_uq.evaluation.measurements import Measurements
 from posthoc_uq.evaluation.measures import better
+from posthoc_uq.page import document, png_source
 from posthoc_uq.tables import cell_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 68rem; margin: 2rem auto;
-       padding: 0 1rem; }
-h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; }
-p { max-width: 46rem; } .note { color: #555; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid #e3e3e3; text-align: left; white-space: nowrap; }
-th { border-bottom: 2px solid #999; font-weight: 600; } td.n, th.n { text-align: right; }
-td.best { font-weight: 700; }
-figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; }
-.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .9rem; }
-.card { border: 1px solid #e3e3e3; border-radius: 6px; padding: .5rem; font-size: .82rem; line-height: 1.35;
-        overflow-wrap: anywhere; }
-.card img { width: 100%; aspect-ratio: 1; object-fit: contain; background: #f2f2f2; display: block;
-            margin-bottom: .35rem; }
-.card .small { image-rendering: pixelated; } .wrong { color: #b03a00; } .dim { color: #555; }
-"""
 
 _RIGHT = ' class="n"'
 
@@ -71,10 +51,6 @@ def html(
     )
     compared = ", ".join(map(escape, evaluation.names))
     parts = [
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
         f'<p class="note">Compared: {compared}. Inputs: {sizes}.</p>',
     ]
     for heading, (header, rows) in tables.items():
@@ -83,7 +59,7 @@ def html(
         parts += [f"<h2>{escape(name)}</h2>", _picture(figure, name)]
     for name, examples in evaluation.galleries.items():
         parts += [f"<h2>{escape(name[:1].upper() + name[1:])}</h2>", _gallery(evaluation, examples)]
-    return "\n".join([*parts, "</body></html>\n"])
+    return document(title, parts)
 
 
 def _note(heading: str) -> str:
@@ -127,7 +103,7 @@ def _best(measure: str, column: Sequence[Any]) -> set[int]:
 def _picture(figure: Figure, name: str) -> str:
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
-    return f'<figure><img alt="{escape(name)}" src="{_data(buffer)}"></figure>'
+    return f'<figure><img alt="{escape(name)}" src="{png_source(buffer.getvalue())}"></figure>'
 
 
 class _Shown(NamedTuple):
@@ -170,8 +146,4 @@ def _image(evaluation: Measurements, image: Tensor) -> _Shown:
     array = pixels[0].numpy() if pixels.shape[0] == 1 else pixels[:3].permute(1, 2, 0).numpy()
     buffer = BytesIO()
     Image.fromarray(array).save(buffer, format="png", optimize=True)
-    return _Shown(_data(buffer), max(array.shape[:2]) < 100)
-
-
-def _data(buffer: BytesIO) -> str:
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+    return _Shown(png_source(buffer.getvalue()), max(array.shape[:2]) < 100)

@@ -1,0 +1,208 @@
+"""The endpoints: ``/predict``, ``/predict/image``, ``/predict/batch``, ``/health``, ``/metrics``, and the live page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from posthoc_uq.serving.metrics import CONTENT_TYPE
+from posthoc_uq.serving.refusals import Refused
+from posthoc_uq.serving.requests import IMAGE_TYPES, body_of, files_of
+from posthoc_uq.serving.service import Service, log
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Starlette:
+    """An ASGI application, for any server of such; `posthoc-uq serve` runs it by uvicorn.
+
+    Args:
+        service: what answers.
+        hosts: names by which clients may call it (the header Host); None for any. Other names are refused, so that a
+            web page that points a name of its own at this machine cannot read answers.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        yield
+        service.close()
+
+    def counted(name: str, endpoint: Endpoint) -> Endpoint:
+        return _counted(service, name, endpoint)
+
+    async def failed(_: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        sentences = {
+            404: "There is nothing here; see /, /health, /metrics, /predict, /predict/image and /predict/batch.",
+            405: "This address takes another method: POST for predictions, GET for all else.",
+        }
+        service.metrics.requests.labels("other", str(status)).inc()
+        headers = error.headers if isinstance(error, HTTPException) else None
+        return _error(status, sentences.get(status, "The request cannot be answered."), headers)
+
+    endpoints = _endpoints(service)
+    routes = [
+        Route(path, counted(path, endpoint), methods=["POST" if path.startswith("/predict") else "GET"])
+        for path, endpoint in endpoints.items()
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_Guard, hosts=hosts)],
+        exception_handlers={HTTPException: failed},
+        lifespan=lifespan,
+    )
+
+
+def _endpoints(service: Service) -> dict[str, Endpoint]:
+    limits = service.settings.limits
+
+    async def one(request: Request) -> Response:
+        _check_json(request, "/predict")
+        body = await body_of(request, limits)
+        return JSONResponse((await _run(service, service.predict_numbers, body, False))[0])
+
+    async def image(request: Request) -> Response:
+        files, kind = await _image_files(request, service)
+        if len(files) != 1:
+            raise Refused(400, "form", f"The form has {len(files)} files; send several to /predict/batch.")
+        return JSONResponse((await _run(service, service.predict_images, files, kind))[0])
+
+    async def batch(request: Request) -> Response:
+        if _content_type(request) == "multipart/form-data":
+            found = await _run(service, service.predict_images, await files_of(request, limits), None)
+        else:
+            _check_json(request, "/predict/batch", ", or images as files of a form")
+            found = await _run(service, service.predict_numbers, await body_of(request, limits), True)
+        return JSONResponse({"predictions": found})
+
+    async def health(_: Request) -> Response:
+        return JSONResponse(service.health())
+
+    async def metrics(_: Request) -> Response:
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def page(_: Request) -> Response:
+        # in other threads than predictions, which need not wait for it
+        return HTMLResponse(await run_in_threadpool(service.page), headers=_PAGE_HEADERS)
+
+    return {
+        "/predict": one,
+        "/predict/image": image,
+        "/predict/batch": batch,
+        "/health": health,
+        "/metrics": metrics,
+        "/": page,
+    }
+
+
+async def _run(service: Service, function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(service.pool, function, *args)
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _check_json(request: Request, path: str, more: str = "") -> None:
+    if _content_type(request) != "application/json":
+        raise Refused(415, "type", f"{path} takes the content type application/json{more}.")
+
+
+async def _image_files(request: Request, service: Service) -> tuple[list[bytes], str | None]:
+    """The files of a request, and the format that it names."""
+    kind = _content_type(request)
+    if kind == "multipart/form-data":
+        return await files_of(request, service.settings.limits), None
+    if kind not in IMAGE_TYPES:
+        raise Refused(
+            415,
+            "type",
+            "/predict/image takes the content type image/png or image/jpeg, or one file of a form.",
+        )
+    return [await body_of(request, service.settings.limits)], IMAGE_TYPES[kind]
+
+
+def _counted(service: Service, name: str, endpoint: Endpoint) -> Endpoint:
+    """The endpoint within the queue, counted and timed, with every refusal as one sentence."""
+    metrics, predicts = service.metrics, name.startswith("/predict")
+
+    async def answer(request: Request) -> Response:
+        if not predicts:
+            return await endpoint(request)
+        if service.under_way >= service.settings.queue:
+            raise Refused(503, "busy", "The server is busy; try again in a second.")
+        service.under_way += 1
+        metrics.waiting.set(service.under_way)
+        try:
+            return await endpoint(request)
+        finally:
+            service.under_way -= 1
+            metrics.waiting.set(service.under_way)
+
+    async def wrapped(request: Request) -> Response:
+        start = time.perf_counter()
+        try:
+            response = await answer(request)
+            metrics.latency.labels(name).observe(time.perf_counter() - start)
+        except Refused as refused:
+            metrics.errors.labels(refused.kind).inc()
+            response = _error(
+                refused.status, refused.sentence, {"Retry-After": "1"} if refused.status == 503 else None
+            )
+        except Exception:
+            metrics.errors.labels("server").inc()
+            log.exception("A request to %s failed.", name)
+            response = _error(500, "The prediction failed on the server, whose log says why.")
+        metrics.requests.labels(name, str(response.status_code)).inc()
+        return response
+
+    return wrapped
+
+
+def _error(status: int, sentence: str, headers: Any = None) -> Response:
+    return JSONResponse({"error": sentence}, status, headers)
+
+
+class _Guard:
+    """Refuses what a web page of another site makes a browser on this machine send."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
+        self._app = app
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            if self._hosts is not None and _host(request) not in self._hosts:
+                sentence = "This server does not go by that name; start it with --allow-host NAME."
+                return await _error(421, sentence)(scope, receive, send)
+            if request.method == "POST" and request.headers.get("sec-fetch-site") == "cross-site":
+                sentence = "Requests from web pages of other sites are refused."
+                return await _error(403, sentence)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def _host(request: Request) -> str:
+    try:
+        return (urlsplit(f"//{request.headers.get('host', '')}").hostname or "").lower()
+    except ValueError:
+        return ""

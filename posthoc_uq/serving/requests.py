@@ -1,0 +1,208 @@
+"""Bodies of requests to model inputs, within limits. Nothing is written to a disk on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from torch import Tensor
+
+from posthoc_uq.serving.refusals import Refused, shortened
+
+IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may hold.
+
+    Attributes:
+        bytes: of its body.
+        batch: inputs.
+        pixels: of one image, width times height, before it is decoded.
+        seconds: that its body may take to arrive.
+    """
+
+    bytes: int = 16 * 2**20
+    batch: int = 64
+    pixels: int = 40_000_000
+    seconds: float = 30.0
+
+
+async def body_of(request: Request, limits: Limits) -> bytes:
+    """The whole body.
+
+    Raises:
+        Refused: it is too large or too slow.
+    """
+
+    async def joined() -> bytes:
+        return b"".join([part async for part in _limited(request, limits)])
+
+    return await _in_time(joined(), limits)
+
+
+async def files_of(request: Request, limits: Limits) -> list[bytes]:
+    """The files of a form, in memory.
+
+    Raises:
+        Refused: the form cannot be read, is too large or too slow, or has no file.
+    """
+    parser = _InMemory(
+        request.headers,
+        _limited(request, limits),
+        max_files=limits.batch,
+        max_fields=0,
+        max_part_size=limits.bytes,
+    )
+    parser.spool_max_size = limits.bytes + 1
+    try:
+        form = await _in_time(parser.parse(), limits)
+    except (MultiPartException, KeyError, ValueError) as error:  # the parser's own errors are ValueErrors
+        reason = "it names no boundary" if isinstance(error, KeyError) else getattr(error, "message", error)
+        status, kind = (413, "size") if str(reason).startswith("Too many files") else (400, "form")
+        raise Refused(status, kind, f"The form cannot be read: {shortened(reason)}.") from None
+    uploads = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+    if not uploads:
+        raise Refused(400, "form", "The form has no file; send images as files (curl -F image=@photo.jpg).")
+    return [await upload.read() for upload in uploads]
+
+
+class _InMemory(MultiPartParser):
+    """Keeps files in memory, however large they are; the body's limit bounds them."""
+
+
+async def _limited(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
+    sentence = f"The request is larger than {limits.bytes:,} bytes, the limit (--max-bytes)."
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limits.bytes:
+        raise Refused(413, "size", sentence)
+    total = 0
+    try:
+        async for part in request.stream():
+            total += len(part)
+            if total > limits.bytes:
+                raise Refused(413, "size", sentence)
+            yield part
+    except ClientDisconnect:
+        raise Refused(400, "disconnect", "The request ended before its body was complete.") from None
+
+
+async def _in_time(work: Any, limits: Limits) -> Any:
+    try:
+        return await asyncio.wait_for(work, limits.seconds)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise Refused(
+            408, "slow", f"The request's body took longer than {limits.seconds:g} seconds to arrive."
+        ) from None
+
+
+def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> Tensor:
+    """Inputs from JSON: ``{"input": nested lists}``, or ``{"inputs": [one, another, ...]}`` for `many`.
+
+    Returns:
+        (batch, ...), on the CPU.
+
+    Raises:
+        Refused: it is anything else.
+    """
+    key = "inputs" if many else "input"
+    form = f'send {{"{key}": ...}} with nested lists of numbers'
+    try:
+        content = json.loads(body, parse_constant=_not_finite)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "json", f"The body is not JSON ({shortened(error, 120)}); {form}.") from None
+    if not isinstance(content, dict) or set(cast(dict[str, Any], content)) != {key}:
+        raise Refused(400, "json", f"The body must be a JSON object with the one key {key!r}; {form}.")
+    value: Any = cast(dict[str, Any], content)[key]
+    if many and (not isinstance(value, list) or not value):
+        raise Refused(400, "numbers", f"'inputs' must be a list of one input or more; {form}.")
+    if many and len(cast(list[Any], value)) > limits.batch:
+        raise Refused(
+            413,
+            "size",
+            f"The batch has {len(cast(list[Any], value))} inputs, and the limit is {limits.batch} (--max-batch).",
+        )
+    try:
+        array: Any = np.asarray(value)
+    except (ValueError, RecursionError, OverflowError):
+        raise Refused(
+            400,
+            "numbers",
+            f"The lists of '{key}' differ in length at one depth, or are nested too deep; {form}.",
+        ) from None
+    if array.dtype.kind not in "iuf" or array.size == 0:
+        raise Refused(400, "numbers", f"'{key}' must hold numbers alone, and one at least; {form}.")
+    if dtype == torch.int64 and array.dtype.kind == "f":
+        raise Refused(400, "numbers", f"'{key}' must hold whole numbers for this model (--integers).")
+    tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(dtype)
+    if not bool(torch.isfinite(tensor).all()):
+        raise Refused(
+            400, "numbers", f"'{key}' has a number that is too large for {dtype}; scale the inputs."
+        )
+    return tensor if many else tensor.unsqueeze(0)
+
+
+def _not_finite(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def opened_image(content: bytes, limits: Limits, kind: str | None = None) -> Image.Image:
+    """A decoded PNG or JPEG file.
+
+    Args:
+        content: of the file.
+        limits: its size is checked before it is decoded.
+        kind: the format that the request named, or None for either.
+
+    Raises:
+        Refused: it is none, is damaged, or has too many pixels.
+    """
+    bomb = f"(width times height); the limit is {limits.pixels:,} (--max-pixels)."
+    try:
+        with Image.open(BytesIO(content), formats=(kind,) if kind else tuple(IMAGE_TYPES.values())) as image:
+            if image.width * image.height > limits.pixels:
+                raise Refused(413, "pixels", f"The image has {image.width * image.height:,} pixels {bomb}")
+            image.load()
+            return image.copy()
+    except Image.DecompressionBombError:
+        raise Refused(413, "pixels", f"The image has far too many pixels {bomb}") from None
+    except UnidentifiedImageError:
+        raise Refused(415, "image", f"The file is no {kind or 'PNG or JPEG'} image.") from None
+    except Refused:
+        raise
+    except Exception as error:  # decoders raise many types for damaged files
+        raise Refused(400, "image", f"The image cannot be decoded: {shortened(error, 120)}.") from None
+
+
+def prepared(images: Sequence[Image.Image], transform: Callable[[Image.Image], Any]) -> Tensor:
+    """Images as a batch of inputs.
+
+    Raises:
+        Refused: the transform fails on one, or they differ in size afterwards.
+    """
+    tensors: list[Tensor] = []
+    for image in images:
+        try:
+            tensors.append(transform(image))
+        except Exception as error:  # a user's transform may raise anything
+            raise Refused(422, "image", f"The transform fails on the image: {shortened(error)}.") from None
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    if len(shapes) > 1:
+        raise Refused(
+            422,
+            "image",
+            f"Images of one batch differ in size, {shapes[0]} and {shapes[1]}; send them one by one, or start the "
+            f"server with --image-size.",
+        )
+    return torch.stack(tensors)

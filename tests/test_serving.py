@@ -1,0 +1,562 @@
+"""The server and the page of what comes in: answers equal the library's, bad requests get one sentence, pages tell."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_helpers import CODE, failure, make_images, net, run, run_json
+from PIL import Image
+from scipy.stats import ks_2samp
+from torch import nn
+
+import posthoc_uq as uq
+from posthoc_uq.cli.images import FolderImages, image_files
+from posthoc_uq.cli.transforms import resolve_transform
+from posthoc_uq.monitoring import Pictures, Records, ScoreLog, drifts, monitor_page
+from posthoc_uq.monitoring.drift import windows
+from posthoc_uq.monitoring.records import COLUMNS
+
+pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient
+
+from posthoc_uq.serving import Limits, Service, Settings, application
+
+NAMES = ("cat", "dog", "emu")
+LIMITS = Limits(bytes=200_000, batch=8, pixels=10_000)
+
+
+def _png(width: int = 14, height: int = 12, seed: int = 0, kind: str = "png") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def predictor() -> uq.Predictor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = net()
+        x, y = torch.rand(60, 3, 12, 12), torch.randint(3, (60,))
+        posterior = uq.fit(model, [(x, y)], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the prior precision was found for another head
+        made = uq.wrap(model, posterior, head="sampling", n_samples=5, novelty=True)
+    uq.set_referral(made, made.predict([x], progress=False), 0.3, ("entropy", "novelty"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def transform(predictor: uq.Predictor) -> Any:
+    return resolve_transform(predictor.model, "nets.py:net", None, None, None, None)
+
+
+@pytest.fixture
+def service(predictor: uq.Predictor, transform: Any) -> Service:
+    return Service(predictor, transform, Settings(names=NAMES, limits=LIMITS, window=20, keep_images=3))
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[TestClient]:
+    with TestClient(application(service), base_url="http://localhost") as client:
+        yield client
+
+
+def _expected(predictor: uq.Predictor, prediction: Any, index: int) -> dict[str, Any]:
+    """An answer as the library has it."""
+    top = prediction.top_k(3)
+    reasons = uq.referral_reasons(predictor, prediction)
+    labels = top.labels[index].tolist()
+    return {
+        "prediction": NAMES[labels[0]],
+        "index": labels[0],
+        "top": [
+            {"label": NAMES[label], "index": label, "probability": probability}
+            for label, probability in zip(labels, top.probabilities[index].tolist(), strict=True)
+        ],
+        "entropy": float(prediction.entropy()[index]),
+        "mutual_information": float(prediction.mutual_information()[index]),
+        "novelty": float(prediction.novelty()[index]),
+        "referred": bool(uq.refer(predictor, prediction)[index]),
+        "reasons": [name for name, flags in reasons.items() if flags[index]],
+        "tail": float(uq.referral_tail(predictor, prediction)[index]),
+    }
+
+
+class TestAnswers:
+    def test_numbers_are_predicted_as_by_the_library(
+        self, client: TestClient, predictor: uq.Predictor
+    ) -> None:
+        x = torch.rand(4, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+        for row in x:
+            answer = client.post("/predict", json={"input": row.tolist()})
+            assert answer.status_code == 200
+            assert answer.json() == _expected(predictor, predictor(row[None]), 0)
+        batch = client.post("/predict/batch", json={"inputs": x.tolist()}).json()["predictions"]
+        assert batch == [_expected(predictor, predictor(x), index) for index in range(4)]
+
+    @pytest.mark.parametrize("kind", ["png", "jpeg"])
+    def test_an_image_is_prepared_as_predict_does(
+        self, client: TestClient, predictor: uq.Predictor, transform: Any, tmp_path: Path, kind: str
+    ) -> None:
+        contents = [_png(seed=seed, kind=kind) for seed in range(2)]
+        for number, content in enumerate(contents):
+            (tmp_path / f"{number}.{kind}").write_bytes(content)
+        items = FolderImages(str(tmp_path), image_files(str(tmp_path)), None, transform)
+        inputs = torch.stack([items[i][0] for i in range(2)])
+        expected = _expected(predictor, predictor(inputs[:1]), 0)
+        raw = client.post("/predict/image", content=contents[0], headers={"Content-Type": f"image/{kind}"})
+        assert raw.json() == expected
+        form = client.post("/predict/image", files={"image": ("a", contents[0], f"image/{kind}")})
+        assert form.json() == expected
+        batch = client.post("/predict/batch", files=[("image", (f"{i}", c)) for i, c in enumerate(contents)])
+        both = predictor(inputs)
+        assert batch.json()["predictions"] == [_expected(predictor, both, i) for i in range(2)]
+
+    def test_other_modes_of_images_are_converted(self, client: TestClient) -> None:
+        for mode in ("L", "P", "RGBA", "I;16", "1"):
+            buffer = BytesIO()
+            Image.new(mode, (12, 12)).save(buffer, "png")
+            answer = client.post(
+                "/predict/image", content=buffer.getvalue(), headers={"Content-Type": "image/png"}
+            )
+            assert answer.status_code == 200, (mode, answer.text)
+
+    def test_many_clients_at_once_get_the_same(self, client: TestClient, predictor: uq.Predictor) -> None:
+        x = torch.rand(12, 3, 12, 12, generator=torch.Generator().manual_seed(2))
+        expected = [_expected(predictor, predictor(row[None]), 0) for row in x]
+        with ThreadPoolExecutor(6) as pool:
+            found = list(
+                pool.map(lambda row: client.post("/predict", json={"input": row.tolist()}).json(), x)
+            )
+        assert found == expected
+
+    def test_of_a_regression(self) -> None:
+        x = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
+        model = nn.Linear(2, 2)
+        posterior = uq.fit(
+            model, [(x, x.flip(1))], likelihood="regression", noise_variance=0.2, progress=False
+        )
+        predictor = uq.wrap(model, posterior)
+        client = TestClient(application(Service(predictor), None))
+        answers = client.post("/predict/batch", json={"inputs": x[:3].tolist()}).json()["predictions"]
+        prediction = predictor(x[:3])
+        lower, upper = prediction.interval(0.95)
+        for index, answer in enumerate(answers):
+            assert answer["mean"] == prediction.mean[index].tolist()
+            assert answer["standard_deviation"] == prediction.standard_deviation[index].tolist()
+            assert [answer["lower"], answer["upper"]] == [lower[index].tolist(), upper[index].tolist()]
+            assert answer["level"] == 0.95 and answer["referred"] is None
+        image = client.post("/predict/image", content=_png(), headers={"Content-Type": "image/png"})
+        assert image.status_code == 415
+
+    def test_of_several_labels_and_of_positions(self) -> None:
+        x = torch.rand(20, 3, 6, 6, generator=torch.Generator().manual_seed(4))
+        labels = torch.randint(2, (20, 3), generator=torch.Generator().manual_seed(5)).float()
+        tagger = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 3))
+        posterior = uq.fit(tagger, [(x, labels)], likelihood="multilabel", layers="last", progress=False)
+        predictor = uq.wrap(tagger, posterior)
+        client = TestClient(application(Service(predictor, None, Settings(names=NAMES)), None))
+        answer = client.post("/predict", json={"input": x[0].tolist()}).json()
+        probs = predictor(x[:1]).probs[0].tolist()
+        assert answer["prediction"] == [n for n, p in zip(NAMES, probs, strict=True) if p >= 0.5]
+        assert [entry["probability"] for entry in answer["top"]] == sorted(probs, reverse=True)
+        pixels = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+        classes = torch.randint(3, (20, 6, 6), generator=torch.Generator().manual_seed(6))
+        posterior = uq.fit(pixels, [(x, classes)], layers="last", progress=False)
+        predictor = uq.wrap(pixels, posterior)
+        client = TestClient(application(Service(predictor, None, Settings(names=NAMES)), None))
+        answer = client.post("/predict", json={"input": x[0].tolist()}).json()
+        prediction = predictor(x[:1])
+        shares = {entry["label"]: entry["share"] for entry in answer["shares"]}
+        for index, name in enumerate(NAMES):
+            share = (prediction.predicted()[0] == index).double().mean()
+            assert shares[name] == pytest.approx(float(share), abs=1e-6)
+        assert answer["entropy"] == float(prediction.scores()["entropy"][0])
+
+
+JSON = {"Content-Type": "application/json"}
+PNG = {"Content-Type": "image/png"}
+BAD = {
+    "not json": ("/predict", b"{", JSON, 400, "not JSON"),
+    "no utf-8": ("/predict", b"\xff\xfe{", JSON, 400, "not JSON"),
+    "too deep": ("/predict", b'{"input":' + b"[" * 90_000, JSON, 400, "not JSON"),
+    "nan": ("/predict", b'{"input": [NaN]}', JSON, 400, "NaN is no number"),
+    "a list": ("/predict", b"[1]", JSON, 400, "one key 'input'"),
+    "another key": ("/predict", b'{"inputs": [1]}', JSON, 400, "one key 'input'"),
+    "ragged": ("/predict", b'{"input": [[1, 2], [3]]}', JSON, 400, "differ in length"),
+    "text": ("/predict", b'{"input": ["a"]}', JSON, 400, "numbers alone"),
+    "null": ("/predict", b'{"input": [null]}', JSON, 400, "numbers alone"),
+    "booleans": ("/predict", b'{"input": [true]}', JSON, 400, "numbers alone"),
+    "nothing": ("/predict", b'{"input": []}', JSON, 400, "numbers alone"),
+    "too large a number": ("/predict", b'{"input": [1e300]}', JSON, 400, "too large"),
+    "a huge integer": ("/predict", b'{"input": [' + b"9" * 5000 + b"]}", JSON, 400, ""),
+    "another shape": ("/predict", b'{"input": [1, 2, 3]}', JSON, 422, "cannot be run"),
+    "another type": ("/predict", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
+    "empty batch": ("/predict/batch", b'{"inputs": []}', JSON, 400, "a list of one"),
+    "large batch": ("/predict/batch", b'{"inputs": [1,1,1,1,1,1,1,1,1]}', JSON, 413, "9 inputs"),
+    "large body": ("/predict", b" " * 200_001, JSON, 413, "200,000 bytes"),
+    "no image": ("/predict/image", b"hello", PNG, 415, "no PNG image"),
+    "another format": ("/predict/image", _png(kind="gif"), PNG, 415, "no PNG image"),
+    "a jpeg as png": ("/predict/image", _png(kind="jpeg"), PNG, 415, "no PNG image"),
+    "cut image": ("/predict/image", _png()[:200], PNG, 400, "cannot be decoded"),
+    "large image": ("/predict/image", _png(101, 100), PNG, 413, "10,100 pixels"),
+    "type of image": ("/predict/image", b"GIF", {"Content-Type": "image/gif"}, 415, "image/png"),
+    "no boundary": ("/predict/image", b"", {"Content-Type": "multipart/form-data"}, 400, "form"),
+    "no form": ("/predict/image", b"x", {"Content-Type": "multipart/form-data; boundary=a"}, 400, "form"),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("case", BAD)
+    def test_a_bad_request_gets_one_sentence(self, client: TestClient, case: str) -> None:
+        path, content, headers, status, words = BAD[case]
+        answer = client.post(path, content=content, headers=headers)
+        assert answer.status_code == status, answer.text
+        sentence = answer.json()["error"]
+        assert words in sentence and sentence.endswith(".") and "\n" not in sentence
+        assert "Traceback" not in sentence and " at 0x" not in sentence and len(sentence) < 700
+        assert "posthoc_uq_inputs_total 0.0" in client.get("/metrics").text
+
+    def test_a_bomb_is_refused_before_it_is_decoded(self, client: TestClient) -> None:
+        small = BytesIO()
+        Image.new("1", (20_000, 20_000)).save(small, "png")  # 50 kB, 400 million pixels
+        assert len(small.getvalue()) < LIMITS.bytes
+        answer = client.post("/predict/image", content=small.getvalue(), headers=PNG)
+        assert answer.status_code == 413 and "too many pixels" in answer.json()["error"]
+
+    def test_forms(self, client: TestClient) -> None:
+        two = client.post("/predict/image", files=[("a", ("a", _png())), ("b", ("b", _png()))])
+        assert two.status_code == 400 and "2 files" in two.json()["error"]
+        many = client.post("/predict/batch", files=[("a", ("a", b"x"))] * 9)
+        assert many.status_code == 413 and "Too many files" in many.json()["error"]
+        sizes = client.post("/predict/batch", files=[("a", ("a", _png(9))), ("b", ("b", _png(8)))])
+        assert sizes.status_code == 422 and "differ in size" in sizes.json()["error"]
+        field = client.post("/predict/image", data={"a": "b"}, files={"c": ("c", _png())})
+        assert field.status_code == 400
+
+    def test_a_body_without_a_declared_length_is_cut_off(self, client: TestClient) -> None:
+        sent = [0]
+
+        def endless() -> Iterator[bytes]:
+            while sent[0] < 10_000:
+                sent[0] += 1
+                yield b" " * 10_000
+
+        assert client.post("/predict", content=endless(), headers=JSON).status_code == 413
+
+    def test_addresses_and_methods(self, client: TestClient) -> None:
+        assert client.get("/nothing").status_code == 404
+        assert client.get("/predict").status_code == 405 and "POST" in client.get("/predict").json()["error"]
+        assert client.post("/health").status_code == 405
+
+    def test_other_sites_are_refused(self, client: TestClient) -> None:
+        evil = client.get("/", headers={"Host": "evil.example:8000"})
+        assert evil.status_code == 421 and "--allow-host" in evil.json()["error"]
+        post = client.post("/predict", json={"input": [1]}, headers={"Sec-Fetch-Site": "cross-site"})
+        assert post.status_code == 403
+        for host in ("127.0.0.1:9", "[::1]:9", "LOCALHOST"):
+            assert client.get("/health", headers={"Host": host}).status_code == 200
+
+    def test_a_full_queue_says_so(self, client: TestClient, service: Service) -> None:
+        x = {"input": torch.zeros(3, 12, 12).tolist()}
+        service.under_way = service.settings.queue
+        busy = client.post("/predict", json=x)
+        assert busy.status_code == 503 and busy.headers["Retry-After"] == "1"
+        service.under_way = 0
+        assert client.post("/predict", json=x).status_code == 200
+        assert service.under_way == 0
+
+    def test_a_fault_of_the_server_stays_in_its_log(
+        self, client: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("secret")
+
+        monkeypatch.setattr(service, "predictor", broken)
+        answer = client.post("/predict", json={"input": [1]})
+        assert answer.status_code == 500 and "secret" not in answer.text
+        assert 'errors_total{kind="server"} 1.0' in client.get("/metrics").text
+
+    def test_not_finite_predictions(self, predictor: uq.Predictor) -> None:
+        client = TestClient(application(Service(predictor), None))
+        answer = client.post("/predict", json={"input": torch.full((3, 12, 12), 3e38).tolist()})
+        assert answer.status_code == 422 and "finite" in answer.json()["error"]
+
+    def test_whole_numbers(self) -> None:
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))
+        tokens = torch.randint(9, (30, 3), generator=torch.Generator().manual_seed(0))
+        posterior = uq.fit(model, [(tokens, tokens[:, 0] % 2)], layers="last", progress=False)
+        predictor = uq.wrap(model, posterior)
+        client = TestClient(application(Service(predictor, None, Settings(integers=True)), None))
+        answer = client.post("/predict", json={"input": [1, 2, 3]}).json()
+        assert answer["entropy"] == float(predictor(torch.tensor([[1, 2, 3]])).entropy()[0])
+        assert "whole numbers" in client.post("/predict", json={"input": [1.5, 2, 3]}).json()["error"]
+        outside = client.post("/predict", json={"input": [1, 2, 30]})
+        assert outside.status_code == 422
+
+
+class TestWhatIsKept:
+    def test_metrics_and_health(self, client: TestClient, predictor: uq.Predictor) -> None:
+        x = torch.rand(6, 3, 12, 12, generator=torch.Generator().manual_seed(7))
+        answers = client.post("/predict/batch", json={"inputs": x.tolist()}).json()["predictions"]
+        client.post("/predict", content=b"{", headers=JSON)
+        response = client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=")
+        values = dict(re.findall(r"^(posthoc_uq_\S+) (\S+)$", response.text, re.M))
+        assert values["posthoc_uq_inputs_total"] == "6.0"
+        assert float(values["posthoc_uq_referred_total"]) == sum(a["referred"] for a in answers)
+        assert values['posthoc_uq_requests_total{endpoint="/predict",status="400"}'] == "1.0"
+        assert values['posthoc_uq_errors_total{kind="json"}'] == "1.0"
+        assert values["posthoc_uq_entropy_nats_count"] == values["posthoc_uq_novelty_count"] == "6.0"
+        total = float(values["posthoc_uq_entropy_nats_sum"])
+        assert total == pytest.approx(sum(a["entropy"] for a in answers))
+        assert values['posthoc_uq_request_seconds_count{endpoint="/predict/batch"}'] == "1.0"
+        health = client.get("/health").json()
+        assert (
+            health["status"] == "ok"
+            and health["head"] == "sampling"
+            and "entropy above" in health["referral"]
+        )
+
+    def test_nothing_is_written_without_a_log(
+        self, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("tempfile.SpooledTemporaryFile.rollover", lambda self: pytest.fail("a file"))
+        big = BytesIO()
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 100, 3)).astype(np.uint8)).save(
+            big, "png"
+        )
+        for _ in range(5):
+            client.post("/predict/batch", files=[("a", ("a", big.getvalue()))] * 6)
+        client.get("/")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_log_and_the_thumbnails(
+        self, predictor: uq.Predictor, transform: Any, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "log.csv"
+        settings = Settings(names=NAMES, log=str(path), keep_images=3)
+        answers: list[dict[str, Any]] = []
+        for start in (0, 5):  # the second server goes on with the first one's log
+            with TestClient(application(Service(predictor, transform, settings), None)) as client:
+                for seed in range(start, start + 5):
+                    answers.append(
+                        client.post("/predict/image", files={"a": ("secret.png", _png(seed=seed))}).json()
+                    )
+        assert path.stat().st_mode & 0o77 == 0 and "secret" not in path.read_text()
+        records = Records.read(str(path), "predictions")
+        assert len(records) == 10 and path.read_text().splitlines()[0] == ",".join(COLUMNS)
+        assert records.scores["novelty"] == pytest.approx([a["novelty"] for a in answers], rel=1e-5)
+        assert records.referred.tolist() == [a["referred"] for a in answers]
+        kept = sorted(file.name for file in (tmp_path / "log.csv.images").iterdir())
+        largest = sorted((a["novelty"] for a in answers), reverse=True)[:3]
+        assert sorted((float(name[:12]) for name in kept), reverse=True) == pytest.approx(largest, rel=1e-5)
+        assert set(kept) <= {Path(file).name for file in records.files}
+        (tmp_path / "other.csv").write_text("a,b\n")
+        with pytest.raises(uq.PosthocUQError, match="other columns"):
+            ScoreLog(str(tmp_path / "other.csv"))
+
+    def test_thumbnails_are_bounded_and_bare(self) -> None:
+        pictures = Pictures(2)
+        for score in (0.1, 0.5, 0.3, 0.2, float("nan")):
+            pictures.add(Image.new("RGB", (500, 300)), score, "x")
+        assert [picture.score for picture in pictures.largest()] == [0.5, 0.3]
+        image = Image.open(BytesIO(pictures.largest()[0].png))
+        assert max(image.size) == 128 and not image.info
+
+    def test_the_live_page(self, client: TestClient, service: Service) -> None:
+        assert "Nothing has come in yet" in client.get("/").text
+        service._page = None
+        for seed in range(4):
+            client.post("/predict/image", files={"a": ("a.png", _png(seed=seed))})
+        page = client.get("/")
+        assert (
+            page.text.count('<div class="card">') == 3
+            and "default-src 'none'" in page.headers["content-security-policy"]
+        )
+        _check_self_contained(page.text)
+
+
+def _check_self_contained(page: str) -> None:
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?!data:)""", page) and "<script" not in page
+    assert not re.search(r"url\(|@import|https?://", page)
+    assert "prefers-color-scheme: dark" in page and "width=device-width" in page
+    assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
+
+
+def _records(count: int, shift: float, seed: int, **more: Any) -> Records:
+    random = np.random.default_rng(seed)
+    entropy, novelty = random.beta(2, 5, count) + shift, 10 ** (random.normal(-2, 0.5, count) + 2 * shift)
+    rows = [
+        {
+            "file": "",
+            "label_1": "<b>",
+            "probability_1": "0.5",
+            "entropy": e,
+            "novelty": n,
+            "flag": int(e > 0.6),
+        }
+        for e, n in zip(entropy, novelty, strict=True)
+    ]
+    return Records.of([{**row, **more} for row in rows])
+
+
+class TestMonitoring:
+    def test_windows_end_with_the_newest(self) -> None:
+        assert windows(450, 200) == [(50, 250), (250, 450)]
+        assert windows(30, 200) == [(0, 30)] and windows(0, 200) == [] and windows(200, 200) == [(0, 200)]
+
+    def test_drift_is_that_of_the_definition(self) -> None:
+        incoming, reference = _records(230, 0.1, 0), _records(300, 0.0, 1)
+        found = drifts(incoming, reference, 100)
+        assert len(found) == 4  # two windows of two scores
+        for test in found:
+            values = np.sort(incoming.scores[test.score][test.first : test.last])
+            known = np.sort(reference.scores[test.score])
+            # the largest distance of the two empirical distribution functions, over all places where one steps
+            places = np.concatenate([values, known])
+            distance = max(abs((values <= p).mean() - (known <= p).mean()) for p in places)
+            assert test.statistic == pytest.approx(distance)
+            assert test.p_value == pytest.approx(ks_2samp(values, known).pvalue, rel=1e-9)
+            assert test.alarm == (test.p_value < 0.01 / 4)
+        assert drifts(_records(19, 0.5, 0), reference, 100) == []
+        with pytest.raises(uq.PosthocUQError, match="20 or more"):
+            drifts(incoming, reference, 19)
+
+    def test_false_alarms_are_rare_and_shifts_are_found(self) -> None:
+        reference = _records(1000, 0.0, 99)
+        alarms = [
+            any(t.alarm for t in drifts(_records(500, 0.0, seed), reference, 100)) for seed in range(40)
+        ]
+        assert sum(alarms) <= 4  # 0.01 of 40, and the reference is common to all
+        assert all(t.alarm for t in drifts(_records(500, 0.2, 5), reference, 250))
+
+    def test_the_page_tells(self) -> None:
+        reference = _records(300, 0.0, 1)
+        drifted = monitor_page(
+            _records(450, 0.2, 0, time="2030-01-02T03:04:05"), reference, title="A & B", window=200
+        )
+        _check_self_contained(drifted)
+        assert "<b>Drift.</b> The newest 200 inputs" in drifted and "A &amp; B" in drifted
+        assert drifted.count("<svg") == 3 and "2030-01-02 03:04" in drifted and "251 to 450" in drifted
+        calm = monitor_page(_records(450, 0.0, 4), reference)
+        assert "no sign of drift" in calm
+        alone = monitor_page(_records(10, 0.0, 4), None)
+        assert "nothing is compared" in alone
+        assert "nan" not in (drifted + calm + alone).lower().replace("tnan", "")
+
+    def test_constant_and_unknown_scores(self) -> None:
+        rows = [{"file": "", "entropy": "0.5", "novelty": "", "flag": ""}] * 30
+        page = monitor_page(Records.of(rows), Records.of(rows), window=20)
+        assert "no sign of drift" in page and "novelty" not in page.lower() and "referred" not in page.lower()
+
+    def test_several_outputs_have_their_mean(self) -> None:
+        rows = [{"standard_deviation_1": "1", "standard_deviation_2": "3", "mean_1": "7"}]
+        assert Records.of(rows).scores["standard_deviation"].tolist() == [2.0]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, predictor: uq.Predictor) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "nets.py").write_text(CODE)
+    torch.save(predictor.model.state_dict(), folder / "w.pt")
+    uq.save(predictor.posterior, folder / "m.h5")
+    make_images(folder / "held", ("",), 24, 1)
+    make_images(folder / "new", ("",), 24, 2)
+    return folder
+
+
+def _model(place: Path) -> list[Any]:
+    return ["--model", f"{place}/nets.py:net", "--weights", place / "w.pt"]
+
+
+def test_from_predict_to_the_page(place: Path) -> None:
+    for name in ("held", "new"):
+        run("predict", place / "m.h5", place / name, *_model(place), "-o", place / f"{name}.csv", "-q")
+    page = place / "page.html"
+    options = ["--reference", place / "held.csv", "-o", page, "--images", place / "new", "--window", 24]
+    summary = run_json("monitor", place / "new.csv", *options)
+    assert summary["inputs"] == summary["held_out"] == 24 and summary["pictures"] == 12
+    assert {test["score"] for test in summary["newest"]} == {"entropy", "mutual_information", "novelty"}
+    text = page.read_text()
+    _check_self_contained(text)
+    assert text.count("data:image/png;base64,") == 12
+    assert "no sign of drift" in run("monitor", place / "new.csv", *options).stdout
+    assert run_json("monitor", place / "new.csv", *options, "--last", 21)["inputs"] == 21
+    (place / "bad.csv").write_text("file,entropy\na,x\n")
+    assert "Row 1 of" in failure("monitor", place / "bad.csv", *options)
+    (place / "none.csv").write_text("file,colour\na,x\n")
+    assert "none of the columns" in failure("monitor", place / "none.csv", *options)
+    (place / "empty.csv").write_text("")
+    assert "no rows" in failure("monitor", place / "empty.csv", *options)
+    assert "cannot be read" in failure("monitor", place / "absent.csv", *options)
+
+
+def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    import uvicorn
+
+    servers: list[uvicorn.Server] = []
+    answers: list[Any] = []
+
+    def ask(self: uvicorn.Server, sockets: Any = None) -> None:
+        servers.append(self)
+        self.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+        thread = threading.Thread(target=original, args=(self, sockets))
+        thread.start()
+        port = sockets[0].getsockname()[1]
+        content = (place / "new" / "0.png").read_bytes()
+        answers.append(
+            httpx.post(
+                f"http://127.0.0.1:{port}/predict/image", content=content, headers=PNG, trust_env=False
+            ).json()
+        )
+        self.should_exit = True
+        thread.join()
+
+    original = uvicorn.Server.run
+    monkeypatch.setattr(uvicorn.Server, "run", ask)
+    names = place / "names.txt"
+    names.write_text("\n".join(NAMES))
+    common = [place / "m.h5", *_model(place), "--port", 0]
+    printed = run_json("serve", *common, "--class-names", names)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", printed["url"])
+    image = torch.from_numpy(np.asarray(Image.open(place / "new" / "0.png")).copy()).permute(2, 0, 1)
+    assert answers == [_expected(predictor, predictor(image[None].float() / 255), 0)]
+    names.write_text("a\nb")
+    assert "2 class names" in failure("serve", *common, "--class-names", names)
+    assert "cannot be listened on" in failure("serve", *common, "--host", "256.0.0.1")
+    assert "does not exist" in failure("serve", place / "no.h5", *_model(place))
+    monkeypatch.setattr("posthoc_uq.cli.serving.find_spec", lambda name: None)
+    assert "posthoc-uq[serve]" in failure("serve", *common)
+    assert json.dumps(printed)
+
+
+def test_the_document_runs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "deployment.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            exec(compile(block, "deployment.md", "exec"), names)
+    assert names["answer"]["prediction"] == "above" and names["wrong"].status_code == 422
+    assert "(1, 2)" in names["wrong"].json()["error"] and "posthoc_uq_inputs_total 1.0" in names["metrics"]
+    alarms = {(test.score, test.last) for test in names["tests"] if test.alarm}
+    assert ("novelty", 400) in alarms and not any(last <= 200 for _, last in alarms)
+    assert "<b>Drift.</b>" in names["page"]
+    options = {"--max-bytes", "--max-batch", "--max-pixels", "--queue", "--keep-images", "--allow-host"}
+    shown = run("serve", "--help").stdout
+    assert all(option in shown and option in text for option in options)
