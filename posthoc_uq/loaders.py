@@ -174,8 +174,8 @@ class BatchReader:
             parts = cast(Sequence[Any], batch)
             if len(parts) == 1:
                 return parts[0], None
-            if len(parts) == 2:
-                return parts[0], parts[1]
+            if len(parts) == 2 or (len(parts) == 3 and self.batch_to_weights is not None):
+                return parts[0], parts[1]  # of three the last is what batch_to_weights takes
             raise PosthocUQError(
                 f"The loader yields batches of {len(parts)} parts; say which are inputs with "
                 f"batch_to_inputs=lambda batch: ... "

@@ -163,6 +163,11 @@ def _changed(
     new.fingerprint = posterior.fingerprint
     _record(new.history, seen, sign)
     warnings = _cleared(new.history)
+    if posterior.evidence.weight is not None and functions[2] is None:
+        warnings.append(
+            "The samples of this posterior have weights, and those of this call count once each; pass "
+            "batch_to_weights= where they came in, or are to come in, with others."
+        )
     if sign > 0 and posterior.history.changes.get("last") == seen.content:
         warnings.append(
             "These are the data of the last update, which now count twice; uq.forget takes them out again."

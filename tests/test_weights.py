@@ -465,3 +465,23 @@ def test_weights_beyond_numbers_are_caught() -> None:
     huge = torch.full((len(x),), 1e300, dtype=torch.float64)
     with pytest.raises(NonFiniteError, match="non-finite activations or gradients"):
         fit(model, weighted(x.float(), y, huge), "diag", **READ)
+
+
+def test_batches_of_three_parts_and_what_is_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 1).eval()
+    x, labels = torch.randn(4, 2, 3, 3), torch.zeros(4, 3, 3, dtype=torch.long)
+    weights = torch.tensor([1.0, 2.0, 0.0, 3.0])
+    options: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False, "fisher": "exact"}
+    three = uq.fit(model, [(x, labels, weights)], batch_to_weights=lambda batch: batch[2], **options)
+    chosen = torch.tensor([0, 1, 1, 3, 3, 3])
+    copies = uq.fit(model, [(x[chosen], labels[chosen])], **options)
+    torch.testing.assert_close(three.variance()["weight"], copies.variance()["weight"])
+    for loader, function in (
+        ([(x, torch.full_like(labels, -100))], None),
+        ([(x, labels)], lambda _: torch.zeros(4, 3, 3)),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=r"No sample or position counts|all samples are 0"):
+            uq.fit(model, loader, batch_to_weights=function, **options)
+    with pytest.warns(UserWarning, match="have weights, and those of this call count once each"):
+        uq.update(three, [(x, labels)], progress=False)

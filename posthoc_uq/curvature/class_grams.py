@@ -21,7 +21,7 @@ from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
 from posthoc_uq.curvature.operands import weighted
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.distributed import add_up
-from posthoc_uq.errors import NonFiniteError
+from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, sample_weights
@@ -164,6 +164,11 @@ class ClassGrams:
         """
         add_up(self.sums)
         counts: list[float] = self.sums["counts"].tolist()
+        if not any(counts):
+            raise PosthocUQError(
+                "No sample or position counts: all labels are ignore_index, or all weights are 0; look at the labels, "
+                "and at the mask or the weights."
+            )
         if len(counts) == 1:
             places, labels = {0: 0}, [ALL]
         else:

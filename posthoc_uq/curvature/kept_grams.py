@@ -18,6 +18,8 @@ from posthoc_uq.posteriors.features import ALL, FeatureGrams
 
 _STRAY = 1e-3
 """The share of samples that rounding may put into another class, between two passes over them."""
+_MOST_TRACE = 1.4
+"""Of a Gram that is scaled to a mean eigenvalue of 1, for every direction: more says that others are negative."""
 
 
 def by_class(features: FeatureGrams) -> bool:
@@ -46,10 +48,11 @@ def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGram
     places.append([new.index(label) if label in new else -1 for label in labels])
     parts = [(kept, places[0], 1), (fresh.grams, places[1], sign)]
     counts = _spread(kept.counts, places[0]) + sign * _spread(fresh.totals[:, 1], places[1])
-    if bool((counts < -max(1.0, _STRAY * float(fresh.totals[:, 1].sum()))).any()):
+    one = min(1.0, float(kept.counts.sum()) / max(1, features.samples))  # what a sample weighs, on average
+    if bool((counts < -max(one, _STRAY * float(fresh.totals[:, 1].sum()))).any()):
         raise NotContainedError("number of samples of a class")
     joined = _Joined(parts)
-    left = ((counts > 0.5) & (joined.traces >= 0)).nonzero().flatten()
+    left = ((counts > 0.5 * one) & (joined.traces >= 0)).nonzero().flatten()
     if not len(left):
         raise NotContainedError("number of samples")
     chosen = left.tolist()
@@ -59,6 +62,9 @@ def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGram
     summed = Summed(remaining, kept.total() + sign * fresh.total, totals, kept.complete_basis())
     result = summed.compressed(features.layer, features.source, features.basis.dtype)
     result.smoothing = features.smoothing
+    inside = as_double(result.diagonal).sum(1) + as_double(result.factors).square().sum((1, 2))
+    if sign < 0 and float(inside.max()) > _MOST_TRACE * result.basis.shape[0]:
+        raise NotContainedError("square of an input of the last layer")
     return result.to(features.basis.device)
 
 

@@ -180,7 +180,7 @@ class MomentObjective(Objective):
         targets, weights = weighed_targets(self._likelihood, mean.detach(), targets, batch.weights)
         self._check(mean.detach(), targets, checks)
         if self._options.noise == "none":
-            self._bound_gradients(mean, variance)
+            self._bound_gradients(mean, variance, None if weights is None else weights.samples)
         scores = self._score(mean, variance, targets)
         fit = (scores if weights is None else weights.of_samples(scores)).mean()
         divergence = gaussian_divergence(
@@ -191,7 +191,7 @@ class MomentObjective(Objective):
         loss.backward()
         return {"loss": loss.detach(), "log likelihood": fit.detach(), "KL": divergence.detach()}
 
-    def _bound_gradients(self, mean: Tensor, variance: Tensor) -> None:
+    def _bound_gradients(self, mean: Tensor, variance: Tensor, weights: Tensor | None) -> None:
         """Have gradients see no residual above `MOST_RESIDUAL` deviations.
 
         Without a noise nothing else bounds them: by a log density of variance V and residual r they are ``r / V`` and
@@ -199,7 +199,9 @@ class MomentObjective(Objective):
         moves no more. With ``|r| <= k sqrt(V)`` they are at most ``k / sqrt(V)`` and ``(k^2 + 1) / (2 V)``.
         """
         total = variance.detach() + self._likelihood.variance(mean.detach()).to(variance)
-        share = 1 / mean.shape[0]  # of a sample in the mean over the batch
+        share = torch.full_like(total, 1 / mean.shape[0])  # of a sample in the mean over the batch
+        if weights is not None:
+            share = share * weights.to(share).reshape(-1, *[1] * (share.ndim - 1))
         for tensor, most in (
             (mean, MOST_RESIDUAL * share * total.rsqrt()),
             (variance, (MOST_RESIDUAL**2 + 1) / 2 * share / total),
