@@ -594,3 +594,23 @@ def test_streaming_takes_the_memory_that_it_states() -> None:
         peaks.append(memory.peak / one)
 
     assert peaks[1] < 1.05 * peaks[0] and peaks[1] < 24
+
+
+def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
+    own = case("tokens")
+    predictor = uq.wrap(own.model, fit(own, "diag", fisher="exact", layers="last"))
+    prediction = predictor(own.x)
+    mask = torch.ones(len(prediction), *prediction.positions)
+    mask[1, 1:] = 0
+    masked = prediction.masked(mask)
+    for name, values in prediction.scores_by_position().items():
+        found = masked.scores()[name]
+        torch.testing.assert_close(found[1], values[1, 0])
+        torch.testing.assert_close(found[0], values[0].mean())
+    parts = uq.PositionPrediction.cat([masked, prediction])
+    torch.testing.assert_close(parts.scores()["entropy"][: len(masked)], masked.scores()["entropy"])
+    torch.testing.assert_close(parts.scores()["entropy"][len(masked) :], prediction.scores()["entropy"])
+    uq.set_referral(predictor, masked, 0.2, "entropy")
+    assert uq.refer(predictor, masked).shape == (len(masked),)
+    with pytest.raises(uq.PosthocUQError, match=r"mask has shape .* is needed"):
+        prediction.masked(mask[:2])

@@ -380,7 +380,7 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         warnings.simplefilter("ignore")
         for block in blocks:
             exec(block, names)
-    assert names["prediction"].probs.shape == (16, 4) and names["next_word"].shape == (16, 1, 40)
+    assert names["prediction"].probs.shape == (16, 4) and names["next_word"].shape == (15, 1, 40)
     assert names["scores"]["perplexity"].shape == names["joint"].shape == (16,)
     assert bool((names["scores"]["tokens"] == names["mask"].sum(1) - 1).all())
     assert set(map(str, tmp_path.iterdir())) == {

@@ -37,6 +37,7 @@ class PositionPrediction(Prediction):
         layout: of the model's outputs and the labels.
         novelty_ratio: (batch, *positions), in (0, 1], the share of the prior's uncertainty that the data left; (batch,)
             where it is known of whole inputs alone; None where it was not asked for.
+        mask: (batch, *positions), bool: which positions count in the numbers of an input; None for all, see `masked`.
     """
 
     of: ClassVar[str] = "likelihood='classification' and outputs with positions"
@@ -46,6 +47,7 @@ class PositionPrediction(Prediction):
     positions: tuple[int, ...]
     layout: Layout
     novelty_ratio: Tensor | None = None
+    mask: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of inputs."""
@@ -143,11 +145,13 @@ class PositionPrediction(Prediction):
             score: a name in `scores_by_position`, or numbers (batch, *positions).
             how: ``"mean"``, or ``"largest"``.
             above: in place of these, the share of the positions whose score is above this value.
-            mask: (batch, *positions), true where a position counts; an input without any is NaN.
+            mask: (batch, *positions), true where a position counts; that of `masked` by default. An input without any
+                is NaN.
 
         Raises:
             PosthocUQError: an unknown score, another `how`, or a shape that does not fit.
         """
+        mask = self.mask if mask is None else mask
         if isinstance(score, str):
             known = self.scores_by_position()
             if score not in known:
@@ -172,9 +176,26 @@ class PositionPrediction(Prediction):
             return largest.masked_fill(~counted.any(1), float("nan"))
         return values.masked_fill(~counted, 0.0).sum(1) / counted.sum(1)
 
+    def masked(self, mask: Tensor) -> PositionPrediction:
+        """The same prediction, in whose numbers of an input the other positions, such as padding, do not count: in
+        `per_input` and `scores`, and so in `posthoc_uq.refer` and `posthoc_uq.set_referral`.
+
+        Args:
+            mask: (batch, *positions), such as the attention mask: true or not 0 where a position counts.
+
+        Raises:
+            PosthocUQError: another shape.
+        """
+        shape = (len(self), *self.positions)
+        if tuple(mask.shape) != shape:
+            raise PosthocUQError(
+                f"mask has shape {tuple(mask.shape)} where (batch, *positions), {shape}, is needed."
+            )
+        return replace(self, mask=mask.to(self.rows.probs.device).bool())
+
     def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: the mean over an input's positions of each score."""
-        scores = {name: score.flatten(1).mean(1) for name, score in self.scores_by_position().items()}
+        """See `Prediction`: the mean over an input's positions of each score, over those of `masked` if there are."""
+        scores = {name: self.per_input(score) for name, score in self.scores_by_position().items()}
         if self.novelty_ratio is not None and "novelty" not in scores:
             scores["novelty"] = self.novelty_ratio
         return scores
@@ -292,7 +313,8 @@ class PositionPrediction(Prediction):
     def to(self, device: torch.device | str) -> PositionPrediction:
         """The same prediction with its tensors on `device`."""
         ratio = None if self.novelty_ratio is None else self.novelty_ratio.to(device)
-        return replace(self, rows=self.rows.to(device), novelty_ratio=ratio)
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, rows=self.rows.to(device), novelty_ratio=ratio, mask=mask)
 
     @staticmethod
     def cat(predictions: Sequence[PositionPrediction]) -> PositionPrediction:
@@ -311,8 +333,15 @@ class PositionPrediction(Prediction):
             )
         first, ratios = predictions[0], [p.novelty_ratio for p in predictions]
         known = [ratio for ratio in ratios if ratio is not None]
+        masks = [
+            torch.ones(len(p), *p.positions, dtype=torch.bool, device=p.rows.probs.device)
+            if p.mask is None
+            else p.mask
+            for p in predictions
+        ]
         return replace(
             first,
+            mask=torch.cat(masks) if any(p.mask is not None for p in predictions) else None,
             rows=ClassPrediction.cat([p.rows for p in predictions]),
             novelty_ratio=torch.cat(known) if len(known) == len(ratios) else None,
         )

@@ -85,7 +85,7 @@ def load(
         PosthocUQError: the file is missing or cannot be read, or the likelihood or the output's function is missing or
             another one.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
-        PosteriorMismatchError: it belongs to another model, or to other weights of this one.
+        PosteriorMismatchError: it belongs to another model, or to other values of the weights that have a posterior.
     """
     model = unwrap(model)
     place = torch.device(device) if device is not None else model_device(model)
