@@ -98,7 +98,10 @@ def _enough(inputs: Sequence[Batch], model: nn.Module, likelihood: Likelihood) -
     if not inputs:
         return inputs
     samples = count_samples(inputs[0])
-    outputs = inputs[0].narrow(0, min(samples, PROBE_SAMPLES), samples).copied().call(model)
+    try:
+        outputs = inputs[0].narrow(0, min(samples, PROBE_SAMPLES), samples).copied().call(model)
+    except Exception:
+        return inputs  # the search runs the model, too, and says which batch it is and what is wrong with it
     layout = likelihood.positions_of(outputs)
     if layout is None:
         return inputs

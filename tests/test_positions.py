@@ -442,7 +442,7 @@ def test_the_faithful_prior_looks_at_some_thousand_positions() -> None:
     x = torch.randn(40, 1, 16, 16)  # 256 positions each
     posterior = uq.fit(model, list(x.split(10)), progress=False)
     assert "on 16 training inputs" in posterior.history.tuning["prior precision"]
-    large = uq.fit(model, list(torch.randn(20, 1, 64, 64).split(5)), progress=False)  # 4,096 positions each
+    large = uq.fit(model, list(torch.randn(20, 1, 32, 32).split(5)), progress=False)  # 1,024 positions each
     assert "on 16 training inputs" in large.history.tuning["prior precision"]
 
 

@@ -428,7 +428,7 @@ def test_gradients_without_a_noise_are_bounded() -> None:
     for variance, bounded in ((0.0, True), (0.25, False)):
         mean = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
         spread = torch.full((2, 1), variance, dtype=torch.float64, requires_grad=True)
-        objective._bound_gradients(mean, spread)  # pyright: ignore[reportPrivateUsage]
+        objective._bound_gradients(mean, spread, None)  # pyright: ignore[reportPrivateUsage]
         y = torch.ones(2, 1, dtype=torch.float64)
         likelihood.predictive_log_prob(mean, spread, y).mean().backward()
         total = variance + 1e-10

@@ -18,8 +18,6 @@ from posthoc_uq.posteriors.features import ALL, FeatureGrams
 
 _STRAY = 1e-3
 """The share of samples that rounding may put into another class, between two passes over them."""
-_MOST_TRACE = 1.4
-"""Of a Gram that is scaled to a mean eigenvalue of 1, for every direction: more says that others are negative."""
 
 
 def by_class(features: FeatureGrams) -> bool:
@@ -62,10 +60,19 @@ def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGram
     summed = Summed(remaining, kept.total() + sign * fresh.total, totals, kept.complete_basis())
     result = summed.compressed(features.layer, features.source, features.basis.dtype)
     result.smoothing = features.smoothing
-    inside = as_double(result.diagonal).sum(1) + as_double(result.factors).square().sum((1, 2))
-    if sign < 0 and float(inside.max()) > _MOST_TRACE * result.basis.shape[0]:
-        raise NotContainedError("square of an input of the last layer")
+    _rescale(result)
     return result.to(features.basis.device)
+
+
+def _rescale(features: FeatureGrams) -> None:
+    """Give Grams the mean eigenvalue 1 where it is larger: where compression had made parts of them negative, which
+    count as 0.
+    """
+    squares = as_double(features.factors).square().sum((1, 2))
+    over = (as_double(features.diagonal).sum(1) + squares) / features.basis.shape[0]
+    share = (1 / over.clamp(min=1)).to(features.diagonal)
+    features.diagonal = features.diagonal * share.unsqueeze(1)
+    features.factors = features.factors * share.sqrt().reshape(-1, 1, 1)
 
 
 def _labels(features: FeatureGrams) -> list[int]:

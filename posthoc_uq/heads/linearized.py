@@ -29,8 +29,9 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import QUADRATIC
 from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.predictions.layout import novelty_at
 from posthoc_uq.predictions.links import DRAWS, checked_link
-from posthoc_uq.predictions.positions import PositionPrediction, novelty_at
+from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.samples import at_least_float32
 from posthoc_uq.replica import model_device, replicate
 from posthoc_uq.values import COUNT, Number, flag, one_of

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
@@ -131,3 +132,18 @@ class Layout:
         if self.next_token:
             labels = labels.roll(1, 1)
         return labels.reshape(labels.shape[0], *positions)
+
+
+def novelty_at(ratio: Tensor | None, sizes: tuple[int, ...], picked: Tensor | None) -> Tensor | None:
+    """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
+
+    Args:
+        ratio: ``(batch, *grid)``, or ``(batch,)``, which stays as it is; or None.
+        sizes: of the dimensions that count positions.
+        picked: indices into a sample's rows; None for all.
+    """
+    if ratio is None or ratio.ndim == 1 or picked is None:
+        return ratio
+    if tuple(ratio.shape[1:]) != sizes:
+        ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)
+    return ratio.flatten(1)[:, picked.to(ratio.device)]

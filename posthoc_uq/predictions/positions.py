@@ -347,21 +347,6 @@ class PositionPrediction(Prediction):
         )
 
 
-def novelty_at(ratio: Tensor | None, sizes: tuple[int, ...], picked: Tensor | None) -> Tensor | None:
-    """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
-
-    Args:
-        ratio: ``(batch, *grid)``, or ``(batch,)``, which stays as it is; or None.
-        sizes: of the dimensions that count positions.
-        picked: indices into a sample's rows; None for all.
-    """
-    if ratio is None or ratio.ndim == 1 or picked is None:
-        return ratio
-    if tuple(ratio.shape[1:]) != sizes:
-        ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)
-    return ratio.flatten(1)[:, picked.to(ratio.device)]
-
-
 def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPrediction:
     """The prediction from blocks ``(draws, batch, ...)`` of logits with positions, each used once.
 
