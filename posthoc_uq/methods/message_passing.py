@@ -87,8 +87,9 @@ class MessagePassing(MessagePassingOptions, Method):
     def update(self, posterior: Posterior, task: Task) -> Posterior:
         """The last layer's posterior with new data: it is the prior of their messages.
 
-        For a regression with ``posterior="full"`` that is the fit on all data. Else messages of the data that were in
-        before stay as they were, so that the result is near that fit.
+        For a regression with ``posterior="full"`` that is the fit on all data. Else the result is near that fit: what
+        the old data said stays as it was, and independent weights know by the Gram of the layer's inputs how they
+        correlate.
 
         Raises:
             PosthocUQError: the posterior is of a whole network.
