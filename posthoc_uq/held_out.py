@@ -9,7 +9,6 @@ from math import isfinite, log, log10
 from typing import Any
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -277,6 +276,8 @@ class HeldOutSearch:
 
         edge = False
         if name == "residual_weight":  # [0, 1] is its full domain, so its ends are no edges of a search
+            from scipy.optimize import minimize_scalar
+
             options = {"xatol": 0.03, "maxiter": max_evaluations}
             minimize_scalar(objective, bounds=(0.0, 1.0), method="bounded", options=options)
             objective(0.0)

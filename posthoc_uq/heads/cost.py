@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-_formulas = cast("dict[Any, Callable[..., int]]", flop_registry)
+
+@cache
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Torch's, loaded with the first count: they bring a compiler with them."""
+    from torch.utils.flop_counter import flop_registry
+
+    return cast("dict[Any, Callable[..., int]]", flop_registry)
 
 
 class Cost(TorchDispatchMode):
@@ -38,7 +44,7 @@ class Cost(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.operations += 1
-        formula = _formulas.get(getattr(func, "_overloadpacket", None))
+        formula = _formulas().get(getattr(func, "_overloadpacket", None))
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
         outputs = out if isinstance(out, (tuple, list)) else (out,)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import minimize, minimize_scalar
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
@@ -99,6 +98,8 @@ def search_decades(
     Returns:
         The minimiser, and whether it is at the edge of `limits`.
     """
+    from scipy.optimize import minimize_scalar
+
     low, high = interval
     while True:
         result: Any = minimize_scalar(
@@ -221,6 +222,8 @@ def _search_jointly(posterior: Posterior, trials: Trials, edges: list[str]) -> N
             }
         )
         return float(value), gradient.numpy()
+
+    from scipy.optimize import minimize
 
     start = np.full(len(names), np.log10(common))
     result: Any = minimize(

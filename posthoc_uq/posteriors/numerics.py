@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -52,7 +51,9 @@ def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return torch.linalg.eigh(wide)
     # Torch's algorithm (divide and conquer) has failed; scipy's "evr" (relatively robust representations) differs.
-    pairs = [scipy.linalg.eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
+    from scipy.linalg import eigh
+
+    pairs = [eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
     values = torch.stack([torch.from_numpy(value) for value, _ in pairs])
     return values.to(wide), torch.stack([torch.from_numpy(vector) for _, vector in pairs]).to(wide)
 
