@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib
+import io
 import os
 import struct
 import subprocess
@@ -11,6 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -49,6 +52,17 @@ def recipe_modules(folder: str, names: Sequence[str], others: Sequence[str] = ()
         for name in own:
             sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+def help_of(module: ModuleType) -> str:
+    """What a script prints for ``--help``, in this process: a new one would load torch again."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [f"{module.__name__}.py", "--help"])
+        with pytest.raises(SystemExit) as left:
+            module.main()
+    assert not left.value.code
+    return printed.getvalue()
 
 
 def write_fashion_mnist(target: Path) -> Path:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from recipe_helpers import NO_RESULTS, RECIPES, run_recipe, write_fashion_mnist
+from recipe_helpers import NO_RESULTS, RECIPES, help_of, recipe_modules, run_recipe, write_fashion_mnist
 from sklearn.datasets import load_digits
 
 RECIPE = RECIPES / "fashion_mnist"
@@ -76,5 +76,5 @@ def test_smoke(folder, tmp_path):
 
 
 def test_help_names_the_options():
-    shown = run_recipe("fashion_mnist/run.py", "--help").stdout
+    shown = help_of(recipe_modules("fashion_mnist", ["run"]).run)
     assert all(option in shown for option in ("--seeds", "--data", "--smoke", "--posteriors"))
