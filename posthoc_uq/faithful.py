@@ -26,7 +26,6 @@ from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.prediction import divisor_of
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials
-from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
@@ -91,18 +90,16 @@ class Reached:
         )
 
 
-def _enough(inputs: Sequence[Batch], model: nn.Module, likelihood: Likelihood) -> Sequence[Batch]:
+def _enough(inputs: Sequence[Batch], model: nn.Module, predictor: Predictor) -> Sequence[Batch]:
     """The first of the inputs, with some thousand positions in all: each position's prediction counts by itself, and
     all outputs are kept in memory and predicted many times. Without positions all inputs.
     """
     if not inputs:
         return inputs
     samples = count_samples(inputs[0])
-    try:
+    with predictor.explaining(inputs[0]):
         outputs = inputs[0].narrow(0, min(samples, PROBE_SAMPLES), samples).copied().call(model)
-    except Exception:
-        return inputs  # the search runs the model, too, and says which batch it is and what is wrong with it
-    layout = likelihood.positions_of(outputs)
+    layout = predictor.posterior.likelihood.positions_of(outputs)
     if layout is None:
         return inputs
     left = max(_LEAST, min(_POSITIONS // prod(layout.positions(outputs)), _OUTPUTS // outputs[0].numel()))
@@ -143,7 +140,7 @@ class FaithfulSearch:
         self._scale = posterior.scale
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
-            inputs = _enough(inputs, model, posterior.likelihood)
+            inputs = _enough(inputs, model, predictor)
             self._cache, self._seed = FeatureCache(predictor, lambda: ((b, None) for b in inputs)), seed
             divisor = divisor_of(posterior)
             pairs = self._cache.outputs(lambda batch: batch.copied().call(model))

@@ -17,6 +17,30 @@ from posthoc_uq.cli.entry import commands
 
 CLASSES = ("cat", "dog", "emu")
 SIZE = 12
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def net(outputs):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
+
+
+def one():
+    return net(1)
+
+
+def two():
+    return net(2)
+
+
+def three():
+    return net(3)
+"""
+"""A module of small networks of three inputs, for ``--model``."""
 CODE = '''
 import torch
 from torch import nn

@@ -374,7 +374,6 @@ def test_novelty_costs_some_forward_passes(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("uvicorn") is None, reason="the extra 'serve' is not installed")
 def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
     _script("serve_load").main(["--smoke", "--json", str(path)])
@@ -382,3 +381,14 @@ def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
     assert row["wrong"] == 0 and row["requests"] == 60
     assert 0 < row["p50, ms"] <= row["p99, ms"]
     assert row["memory after, MiB"] < 1.2 * row["memory before, MiB"]
+
+
+def test_message_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "changes.json"
+    _script("message_changes").main(["--smoke", "--json", str(path)])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["network"] == "cancer, 32 units" and row["fitted"] == 150
+    assert 0 <= row["in and out"] < 1e-4 < row["not updated"]
+    assert 0 < row["updated"] < row["not updated"]
+    assert row["forgotten"] > 0 and row["not forgotten"] > 0
+    assert "in and out" in capsys.readouterr().out

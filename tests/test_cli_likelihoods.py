@@ -7,36 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_helpers import failure, make_images, run, run_json
+from cli_helpers import NETS, failure, make_images, run, run_json
 from torch import nn
 
 import posthoc_uq as uq
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-CODE = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-
-def net(outputs):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
-
-
-def one():
-    return net(1)
-
-
-def two():
-    return net(2)
-
-
-def three():
-    return net(3)
-
+CODE = (
+    NETS
+    + """
 
 def inputs():
     return torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
@@ -61,6 +41,7 @@ def values():
     x = inputs()
     return TensorDataset(x, x[:, :1])
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,35 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_helpers import failure, run, run_json
+from cli_helpers import NETS, failure, run, run_json
 from torch import nn
 
 import posthoc_uq as uq
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-CODE = """
-import torch
-from torch import nn
-
-
-def net(outputs):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
-
-
-def one():
-    return net(1)
-
-
-def two():
-    return net(2)
-
-
-def three():
-    return net(3)
-"""
 NAMES = ("age", "height", "income")
 ROWS = 40
 
@@ -84,7 +62,7 @@ def table(path: Path, *names: str, **options: Any) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    (tmp_path / "nets.py").write_text(CODE)
+    (tmp_path / "nets.py").write_text(NETS)
     return tmp_path
 
 

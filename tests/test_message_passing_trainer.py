@@ -173,7 +173,7 @@ def test_joint_sites_of_classes_can_be_found_again(signal: Signal) -> None:
     part = joint.evidence_of(x[:20], found)
     own = joint.evidence_of(x[:20], Message(sites.tau[:20], sites.rho[:20]))
     near(part.precision, own.precision, 5e-3), near(part.field, own.field, 5e-3)
-    cavity = joint.minus(posterior, part)
+    cavity = joint.Joint(posterior.field - part.field, posterior.precision - part.precision)
     _, again = joint.fit_sites(x[:20], labels[:20], signal, cavity)
     near(joint.plus(cavity, again).precision, posterior.precision, 5e-3)
 

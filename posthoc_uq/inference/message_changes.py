@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.message_data import Examples, Units, examples_of
-from posthoc_uq.inference.message_grams import Remembered, gram_of, kept_gram, units_of
+from posthoc_uq.inference.message_grams import Remembered, gram_of, in_units, kept_gram, units_of
 from posthoc_uq.inference.message_last import (
     diagonal_evidence,
     joint_evidence,
@@ -74,12 +73,8 @@ def changed(posterior: Posterior, task: Task, sign: int) -> Posterior:
     )
     task.settings = replace(task.settings, likelihood=posterior.likelihood)
     work = _joint if isinstance(block, JointMessagesBlock) else _diagonal
-    field, precision = work(block, layer, examples, partial(signal_of, task, options), sign)
+    field, precision, gram = work(block, layer, examples, partial(signal_of, task, options), sign)
     kept = [as_double(block.field) + sign * field, as_double(block.precision) + sign * precision]
-    gram = block.gram
-    if gram is not None:
-        own = gram_of(examples.inputs, _shift(block, layer.bias is not None), layer.bias is not None)
-        gram = gram if own is None else gram + sign * own.to(gram)
     new = type(block)(
         block.prior_mean,
         block.prior_precision,
@@ -149,8 +144,8 @@ def _joint(
     examples: Examples,
     likelihood: Signals,
     sign: int,
-) -> tuple[Tensor, Tensor]:
-    """Field ``(1, J, n)`` and precision ``(1, J, n, n)`` of the data."""
+) -> tuple[Tensor, Tensor, None]:
+    """Field ``(1, J, n)`` and precision ``(1, J, n, n)`` of the data, which are all that is kept of them."""
     units = Units.of(examples, layer.bias is not None, _shift(block, layer.bias is not None))
     signal = likelihood(units)
     known = cast(joint.Joint, _natural(block, units, layer.bias is not None))
@@ -159,7 +154,7 @@ def _joint(
         told = joint.fit_sites(rows, targets, signal, known)[1]
     else:
         told = joint.evidence_of(rows, joint.sites_within(rows, targets, signal, known))
-    return _placed(joint_evidence(units, told, layer.bias is not None), block)
+    return *_placed(joint_evidence(units, told, layer.bias is not None), block), None
 
 
 def _diagonal(
@@ -168,22 +163,22 @@ def _diagonal(
     examples: Examples,
     likelihood: Signals,
     sign: int,
-) -> tuple[Tensor, Tensor]:
-    """Field and precision ``(1, J, n)`` of the data."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Field and precision ``(1, J, n)`` of the data, and the Gram of all inputs after the change."""
     bias = layer.bias is not None
     shift = _shift(block, bias)
-    gram = kept_gram(block, layer)
+    gram, own = kept_gram(block, layer), gram_of(examples.inputs, shift, bias)
+    assert own is not None  # of the size of the other
     units = units_of(gram, block.samples, shift, examples, bias)
     signal = likelihood(units)
     known = cast(Message, _natural(block, units, bias))
-    spread = torch.ones_like(gram[0])
-    spread[: len(units.spread)] = units.spread
     prior = as_double(block.prior_precision)[0] * units.factors(bias).square()
-    old = Remembered(prior, known, gram / torch.outer(spread, spread), signal)
+    old = Remembered(prior, known, in_units(gram, units), signal)
     rows, targets = joint_rows(layer, units, examples), units.targets(examples.targets)
-    mean, precision = (old.with_data if sign > 0 else old.without)(rows, targets, signal)
-    change = Message(sign * (mean * precision - known.tau), sign * (precision - known.rho))
-    return _placed(diagonal_evidence(units, change, bias), block)
+    change = old.with_data if sign > 0 else old.without
+    mean, precision = change(rows, in_units(own, units), targets, signal)
+    said = Message(sign * (mean * precision - known.tau), sign * (precision - known.rho))
+    return *_placed(diagonal_evidence(units, said, bias), block), gram + sign * own
 
 
 def _placed(parts: Any, block: MessagesBlock) -> tuple[Tensor, Tensor]:

@@ -31,13 +31,13 @@ SHARPER = 3.0
 after updates and forgetting, on four networks of digits with two sizes of data each."""
 
 _ROWS = 4096  # at once
-_LARGEST_GRAM = 2**30  # bytes
+_LARGEST_GRAM = LARGEST_BYTES // 2  # with a larger one, `kept_gram` refuses any number of outputs
 _TOLERANCE = 1e-4  # of the sites of new targets, which the approximation does not need better
 
 
 def gram_of(inputs: Tensor, shift: Tensor, bias: bool) -> Tensor | None:
     """The Gram ``(n, n)`` in float64 of a last layer's inputs ``(N, I)``, with `shift` ``(I,)`` taken from them where
-    the layer has a bias, whose 1 is the last; None where it would be larger than 1 GiB.
+    the layer has a bias, whose 1 is the last; None where it would be larger than 2 GiB.
     """
     size = inputs.shape[1] + bias
     if 8 * size**2 > _LARGEST_GRAM:
@@ -50,15 +50,28 @@ def gram_of(inputs: Tensor, shift: Tensor, bias: bool) -> Tensor | None:
     return (gram + gram.T) / 2
 
 
+def in_units(gram: Tensor, units: Units) -> Tensor:
+    """A Gram by `gram_of` as that of inputs in these units, which have the same shift."""
+    spread = torch.ones_like(gram[0])
+    spread[: len(units.spread)] = units.spread
+    return gram / torch.outer(spread, spread)
+
+
 def settled_means(
-    prior: tuple[Tensor, Tensor], rows: Tensor, targets: Tensor, told: Message, signal: Regression
+    prior: tuple[Tensor, Tensor],
+    gram: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    told: Message,
+    signal: Regression,
 ) -> Message:
     """The messages of a regression to independent weights, with the means to which they converge: those of the exact
     posterior, ``(diag P + X^T X / s^2)^-1 (P mu + X^T y / s^2)``, which takes many epochs where inputs correlate.
 
     Args:
         prior: means and precisions ``(J, n)``.
-        rows: ``(N, n)``, with the bias's 1.
+        gram: ``X^T X``, ``(n, n)``.
+        rows: ``X``, ``(N, n)``, with the bias's 1.
         targets: ``(N, J)``.
         told: the messages, ``(J, n)``.
         signal: of the targets.
@@ -66,7 +79,7 @@ def settled_means(
     noise = torch.as_tensor(signal.noise_variance, dtype=rows.dtype, device=rows.device).expand(
         targets.shape[1]
     )
-    gram, pulls, means = rows.T @ rows, targets.T @ rows, list[Tensor]()
+    pulls, means = targets.T @ rows, list[Tensor]()
     for mean, precision, variance, pull in zip(*prior, noise, pulls, strict=True):
         system = torch.diag(precision) + gram / variance
         field = (precision * mean + pull / variance).unsqueeze(1)
@@ -127,35 +140,36 @@ class Remembered:
         precision = torch.diag_embed(self.prior) + self.rate.reshape(-1, 1, 1) * gram
         return joint.Joint((precision @ self.known.mean.unsqueeze(2)).squeeze(2), precision)
 
-    def with_data(self, rows: Tensor, targets: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
+    def with_data(self, rows: Tensor, own: Tensor, targets: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
         """Means and precisions ``(J, n)`` when these come in.
 
         Args:
             rows: ``(N, n)``, with the bias's 1.
+            own: their Gram, ``(n, n)``.
             targets: as `signal` takes them.
             signal: of the targets.
         """
         before = self.posterior(self.gram)
         _, told = joint.fit_sites(rows, targets, signal, before, tolerance=_TOLERANCE)
         mean, _ = joint.plus(before, told).moments()
-        squares = rows.square().sum(0)
-        return mean, self.known.rho + self.said * squares
+        return mean, self.known.rho + self.said * own.diagonal()
 
-    def without(self, rows: Tensor, targets: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
+    def without(self, rows: Tensor, own: Tensor, targets: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
         """Means and precisions ``(J, n)`` when these go out: the sites under which the posterior is settled no longer
         pull at the means.
+
+        Args: as `with_data`.
 
         Raises:
             NotContainedError: what would be left has a precision that is not positive.
         """
         sites = joint.sites_within(rows, targets, signal, self.posterior(self.gram))
         pull = (sites.tau - sites.rho * (rows @ self.known.mean.T)).T @ rows
-        gone = rows.T @ rows
         squares = self.gram.diagonal()
-        share = gone.diagonal() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+        share = own.diagonal() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
         if bool((share[self.active] > 1 + 1e-3).any()):
             raise NotContainedError("sum of squares of an input of the layer")
-        left = self.posterior(self.gram - gone)
+        left = self.posterior(self.gram - own)
         try:
             step, _ = joint.Joint(pull, left.precision).moments()
         except NonFiniteError:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.message_data import Batches, Examples, Units
-from posthoc_uq.inference.message_grams import gram_of, settled_means
+from posthoc_uq.inference.message_grams import gram_of, in_units, settled_means
 from posthoc_uq.inference.message_network import (
     folded_parameters,
 )
@@ -49,7 +49,7 @@ def last_blocks(
     gram = gram_of(examples.inputs, units.shift, bias)
     if isinstance(signal, Regression) and gram is not None:
         rows, targets = joint_rows(layer, units, examples), units.targets(examples.targets)
-        said = settled_means(prior, rows, targets, said, signal)
+        said = settled_means(prior, in_units(gram, units), rows, targets, said, signal)
     block = diagonal_block(task, layer, units, prior, said, len(examples.inputs))
     block.gram = gram
     return {layer.name: block}, visits(trainer)

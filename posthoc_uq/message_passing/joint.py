@@ -52,11 +52,6 @@ def plus(a: Joint, b: Joint) -> Joint:
     return Joint(a.field + b.field, a.precision + b.precision)
 
 
-def minus(a: Joint, b: Joint) -> Joint:
-    """The quotient of densities."""
-    return Joint(a.field - b.field, a.precision - b.precision)
-
-
 def independent(mean: Tensor, precision: Tensor) -> Joint:
     """Of independent weights, ``(J, I)``."""
     return Joint(mean * precision, torch.diag_embed(precision))
