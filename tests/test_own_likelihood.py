@@ -220,8 +220,10 @@ class TestFit:
             str(uq.evaluate(uq.wrap(network, fitted), [(x, y.flatten())], progress=False))
 
     def test_flat_targets_of_the_document(self, network):
-        """The likelihood that docs/methods.md shows takes targets of either shape."""
-        text = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
+        """The likelihood that the guide shows takes targets of either shape."""
+        text = (Path(__file__).parents[1] / "docs" / "guides" / "new_likelihood.md").read_text(
+            encoding="utf-8"
+        )
         shown = next(part for part in text.split("```python\n") if part.startswith("class Poisson")).split(
             "```"
         )[0]

@@ -2,7 +2,7 @@
 
 A side of a layer (its inputs, its outputs) of size ``n`` is described by its Gram, ``n x n``, or by a sketch,
 ``n x l``, with ``l`` = directions wanted + oversampling. Accumulating costs ``n^2`` and ``2 n l`` multiply-adds a
-position, and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods.md has the measured crossover.
+position, and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods/fit_cost.md has the measured crossover.
 """
 
 from __future__ import annotations
