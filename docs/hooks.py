@@ -64,7 +64,9 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
     def turned(match: re.Match[str]) -> str:
         formula = html.unescape(match[3]).strip().replace(r"\log ", r"\log\,")
-        return convert(formula, display="inline" if match[1] == "span" else "block")
+        if match[1] == "span":
+            return convert(formula)
+        return f'<div class="formula">{convert(formula, display="block")}</div>'
 
     return re.sub(
         r'<(span|div) class="arithmatex">\s*\\(\(|\[)(.*?)\\[)\]]\s*</\1>', turned, content, flags=re.S

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy
 import torch
 from hostile_files import Image
 from scipy.stats import poisson
@@ -224,11 +223,9 @@ class TestFit:
         text = (Path(__file__).parents[1] / "docs" / "guides" / "new_likelihood.md").read_text(
             encoding="utf-8"
         )
-        shown = next(part for part in text.split("```python\n") if part.startswith("class Poisson")).split(
-            "```"
-        )[0]
-        names = {"uq": uq, "torch": torch, "scipy": scipy, "__name__": __name__}
-        exec(shown.partition("posterior = ")[0], names)
+        shown = text.split("```python\n")[1].split("```")[0]
+        names = {"__name__": __name__}
+        exec(shown, names)
         x, y = data()
         options = {
             "method": "diag",
