@@ -252,3 +252,5 @@ def test_every_document_is_in_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     for page in (ROOT / "docs").rglob("*.md"):
         assert f": {page.relative_to(ROOT / 'docs').as_posix()}\n" in navigation + "\n", page
+    for page in ROOT.glob("recipes/*/README.md"):
+        assert f": recipes/{page.parent.name}.md\n" in navigation, page
