@@ -53,8 +53,9 @@ def test_picked_samples_come_in_batches_no_larger_than_the_loaders(inputs: Tenso
         for index, part in enumerate(inputs.split(size)):
             batch = Batch((part,), part[:, 0], {"mask": mask}, part[:, 1].abs())
             parts += picked.add(batch, sample_keys([part], len(part), 0), index)
-        assert picked.waiting == bool(rest := list(picked.rest()))
-        assert not picked.waiting
+        waiting = picked.waiting
+        rest = list(picked.rest())
+        assert waiting == bool(rest) and not picked.waiting
         return parts + rest
 
     wanted = inputs[share_of(sample_keys([inputs], 90, 0), 0.3)]
