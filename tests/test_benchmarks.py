@@ -277,6 +277,12 @@ def test_a_sketch_loses_next_to_nothing() -> None:
             assert 0 < exact[name] < 1
 
 
+def test_bases_of_few_samples_predict_nearly_as_those_of_all() -> None:
+    rows = {row["bases from"]: row for row in _script("basis_samples").smoke()}
+    assert 0 < rows["500"]["divergence from all"] < rows["other labels"]["divergence from all"]
+    assert abs(rows["500"]["NLL"] - rows["all"]["NLL"]) < 0.01
+
+
 @pytest.mark.parametrize("method", ["function_space", "utvi", "latent_binary"])
 def test_training_cost(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
