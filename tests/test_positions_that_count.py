@@ -1,0 +1,97 @@
+"""Positions that do not count (ignored labels, weights of 0, padding) count nowhere: in fits, searches, evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+
+CLASSES, VOID = 3, 255
+
+
+def pixels() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A network for images (2, 3, 3) with classes of 2 x 2 pixels, and data with outlines of `VOID`, as bytes."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(2, 2, 2), nn.Tanh(), nn.Conv2d(2, CLASSES, 1)).double().eval()
+    x, y = torch.randn(8, 2, 3, 3, dtype=torch.float64), torch.randint(0, CLASSES, (8, 2, 2))
+    y[0, 0], y[3, 1, 1] = VOID, VOID
+    return model, x, y.to(torch.uint8)
+
+
+def both(labels: Tensor) -> list[tuple[uq.Categorical, Tensor]]:
+    """The same labels with 255 and with -100 where they do not count."""
+    plain = labels.long()
+    return [
+        (uq.Categorical(ignore_index=VOID), labels),
+        (uq.Categorical(), plain.masked_fill(plain == VOID, -100)),
+    ]
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
+def test_any_label_can_be_ignored(fisher: str, tmp_path: Path) -> None:
+    model, x, y = pixels()
+    found = []
+    for likelihood, labels in both(y):
+        loader = list(zip(x.split(4), labels.split(4), strict=True))
+        options = {"fisher": fisher, "likelihood": likelihood, "progress": False}
+        posterior = uq.fit(model, loader, "diag", prior_precision=2.0, dtype=torch.float64, **options)
+        uq.save(posterior, tmp_path / "p.h5")
+        posterior = uq.load(tmp_path / "p.h5", model)
+        assert posterior.likelihood.layout == likelihood.layout
+        predictor = uq.wrap(model, posterior)
+        trials = uq.tune(posterior, loader, progress=False, max_evaluations=3)
+        evaluation = uq.evaluate(predictor, loader, progress=False)
+        found.append(
+            [b.diagonal for b in posterior.blocks.values()]
+            + [torch.tensor(list(next(iter(evaluation.metrics.values())).values()))]
+            + [torch.tensor([posterior.prior_precision, posterior.temperature, trials.model_alone])]
+        )
+    for given, expected in zip(*found, strict=True):
+        torch.testing.assert_close(given, expected)
+
+
+def test_a_class_can_be_ignored() -> None:
+    """As `torch.nn.CrossEntropyLoss(ignore_index=0)` does it."""
+    model, x, y = pixels()
+    labels = y.long().masked_fill(y == VOID, 0)
+    loss = nn.CrossEntropyLoss(ignore_index=0, reduction="sum")(model(x), labels)
+    found = uq.Categorical(ignore_index=0).log_prob(model(x), labels).sum()
+    torch.testing.assert_close(found, -loss)
+
+
+def test_a_weight_of_zero_ignores_a_byte() -> None:
+    model, x, y = pixels()
+    data = [(x, y.masked_fill(y == VOID, 1), (y != VOID))]
+    options = {"fisher": "empirical", "prior_precision": 2.0, "progress": False, "dtype": torch.float64}
+    masked = uq.fit(model, data, "diag", batch_to_weights=lambda batch: batch[2], **options)
+    ignored = uq.fit(model, [(x, y)], "diag", likelihood=uq.Categorical(ignore_index=VOID), **options)
+    for name, block in masked.blocks.items():
+        torch.testing.assert_close(block.diagonal, ignored.blocks[name].diagonal)
+
+
+def test_wrong_labels_say_how_they_are_ignored() -> None:
+    model, x, y = pixels()
+    with pytest.raises(
+        uq.PosthocUQError, match=r"0\.\.2, or be ignore_index=-100\. If 255 marks .*ignore_index=255\)"
+    ):
+        uq.fit(model, [(x, y)], "diag", progress=False)
+    negative = y.long().masked_fill(y == VOID, -1)
+    with pytest.raises(uq.PosthocUQError, match=r"If -1 marks positions .*ignore_index=-1\)"):
+        uq.fit(model, [(x, negative)], "diag", progress=False)
+    ignoring = uq.Categorical(ignore_index=VOID)
+    predictor = uq.wrap(
+        model, uq.fit(model, [(x, y)], "diag", likelihood=ignoring, prior_precision=1.0, progress=False)
+    )
+    with pytest.raises(uq.PosthocUQError, match=r"If -1 marks positions .*ignore_index=-1\)"):
+        predictor(x).log_prob(negative)
+    with pytest.raises(
+        uq.PosthocUQError, match=r"without a label out of the loader: ignore_index= is for outputs with"
+    ):
+        uq.Categorical().check(torch.zeros(2, 3), torch.tensor([0, -100]))
+    for value in (1.5, True, "255"):
+        with pytest.raises(uq.PosthocUQError, match="ignore_index must be a whole number"):
+            uq.Categorical(ignore_index=value)
