@@ -95,3 +95,31 @@ def test_wrong_labels_say_how_they_are_ignored() -> None:
     for value in (1.5, True, "255"):
         with pytest.raises(uq.PosthocUQError, match="ignore_index must be a whole number"):
             uq.Categorical(ignore_index=value)
+
+
+def tokens(samples: int = 8, length: int = 4) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A network of tokens (length, 3) that looks at each by itself, and data with labels of which some are ignored."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, CLASSES)).double().eval()
+    x, y = torch.randn(samples, length, 3, dtype=torch.float64), torch.randint(0, CLASSES, (samples, length))
+    y[0, 1:], y[3] = -100, -100
+    return model, x, y
+
+
+def test_the_nll_is_a_mean_over_labels_everywhere() -> None:
+    model, x, y = tokens()
+    likelihood, loader = uq.Categorical(class_dim=-1), list(zip(x.split(3), y.split(3), strict=True))
+    counted = y != -100
+    truth = -torch.distributions.Categorical(logits=model(x)[counted]).log_prob(y[counted]).mean()
+    posterior = uq.fit(model, loader, "diag", likelihood=likelihood, prior_precision=2.0, progress=False)
+    trials = uq.tune(posterior, loader, prior_precisions=[2.0], progress=False)
+    predictors = {"alone": model, "posterior": uq.wrap(model, posterior)}
+    measured = uq.evaluate(predictors, loader, progress=False).metrics
+    assert trials.model_alone == pytest.approx(float(truth)) == pytest.approx(measured["alone"]["NLL"])
+    assert trials.chosen["validation NLL"] == pytest.approx(measured["posterior"]["NLL"])
+    options = {"likelihood": likelihood, "val_loader": loader, "progress": False}
+    with pytest.warns(UserWarning, match="inclusion_lr"):
+        trained = uq.fit(model, loader, "latent_binary", epochs=1, **options)
+    assert abs(trained.history.fit["validation NLL"][0] - float(truth)) < 0.2
+    with pytest.raises(uq.PosthocUQError, match="No held-out label counts"):
+        uq.tune(posterior, [(x, torch.full_like(y, -100))], progress=False)

@@ -106,9 +106,9 @@ class Layout:
         outside = targets[self._outside(targets, classes)].long()
         wrong = int(outside.max())
         return (
-            f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; labels "
-            f"must lie in 0..{classes - 1}, or be ignore_index={self.ignore_index}. If {wrong} marks positions that do "
-            f"not count, say so: likelihood=uq.Categorical(..., ignore_index={wrong})."
+            f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; "
+            f"labels must lie in 0..{classes - 1}, or be ignore_index={self.ignore_index}. If {wrong} marks positions "
+            f"that do not count, say so: likelihood=uq.Categorical(..., ignore_index={wrong})."
         )
 
     def labels(self, outputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
