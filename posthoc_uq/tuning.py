@@ -251,7 +251,8 @@ def sampled_inputs(
     posterior: Posterior, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool
 ) -> list[Batch]:
     """A few hundred inputs of a loader, those with the smallest hashes."""
-    sample = KeptInputs(default_budget(reader.device), inputs_to_keep(posterior.layers.values()))
+    wanted = inputs_to_keep(posterior.layers.values())
+    sample = KeptInputs(default_budget(reader.device), posterior.likelihood, wanted)
     with isolated_random_state(seed):
         sample.read(loader, reader, seed, progress)
     return sample.batches(reader.device)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.inference.kept_inputs import KeptInputs
+from posthoc_uq.loaders import Batch
+from posthoc_uq.randomness import sample_keys
 
 CLASSES, VOID = 3, 255
 
@@ -109,8 +112,8 @@ def tokens(samples: int = 8, length: int = 4) -> tuple[nn.Sequential, Tensor, Te
 def test_the_nll_is_a_mean_over_labels_everywhere() -> None:
     model, x, y = tokens()
     likelihood, loader = uq.Categorical(class_dim=-1), list(zip(x.split(3), y.split(3), strict=True))
-    counted = y != -100
-    truth = -torch.distributions.Categorical(logits=model(x)[counted]).log_prob(y[counted]).mean()
+    counted, outputs = y != -100, model(x).detach()
+    truth = -torch.distributions.Categorical(logits=outputs[counted]).log_prob(y[counted]).mean()
     posterior = uq.fit(model, loader, "diag", likelihood=likelihood, prior_precision=2.0, progress=False)
     trials = uq.tune(posterior, loader, prior_precisions=[2.0], progress=False)
     predictors = {"alone": model, "posterior": uq.wrap(model, posterior)}
@@ -121,5 +124,78 @@ def test_the_nll_is_a_mean_over_labels_everywhere() -> None:
     with pytest.warns(UserWarning, match="inclusion_lr"):
         trained = uq.fit(model, loader, "latent_binary", epochs=1, **options)
     assert abs(trained.history.fit["validation NLL"][0] - float(truth)) < 0.2
-    with pytest.raises(uq.PosthocUQError, match="No held-out label counts"):
+    with pytest.raises(uq.PosthocUQError, match="No sample or position counts"):
         uq.tune(posterior, [(x, torch.full_like(y, -100))], progress=False)
+
+
+class Attending(nn.Sequential):
+    """A network of tokens that takes an attention mask, as those of transformers do."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def padded(values: Tensor, value: float, length: int) -> Tensor:
+    more = values.new_full((len(values), length - values.shape[1], *values.shape[2:]), value)
+    return torch.cat([values, more], 1)
+
+
+@pytest.mark.parametrize("next_token", [False, True])
+@pytest.mark.parametrize("said_by", ["labels", "weights", "attention mask"])
+def test_padding_does_not_move_the_prior(said_by: str, next_token: bool) -> None:
+    """The outputs at a token depend on it alone, so predictions of tokens that count are the same however long."""
+    plain, x, _ = tokens(samples=20, length=5)
+    model, real = Attending(*plain), torch.arange(5) < torch.randint(2, 6, (20, 1))
+    labels = torch.randint(0, CLASSES, (20, 5))
+    likelihood, masked = uq.Categorical(class_dim=-1, next_token=next_token), said_by == "attention mask"
+    found = []
+    for length in (5, 250 if said_by == "weights" else 8):  # 250 * 20 positions are more than are looked at
+        inputs, counted, y = padded(x, 0.7, length), padded(real, 0, length), padded(labels, 0, length)
+        options = {"likelihood": likelihood, "fisher": "exact" if masked else "empirical", "divergence": 1e-5}
+        if said_by == "weights":
+            data, options["batch_to_weights"] = [(inputs, y, counted)], lambda batch: batch[2]
+        elif masked:
+            data = [{"x": inputs, "attention_mask": counted.long()}]
+        else:
+            data = [(inputs, y.masked_fill(~counted, -100))]
+        posterior = uq.fit(model, data, "diag", layers="last", dtype=torch.float64, progress=False, **options)
+        values = [posterior.prior_precision]
+        if said_by != "weights":
+            uq.tune(posterior, data, criterion="faithful", divergence=1e-4, temperature=True, progress=False)
+            values += [posterior.prior_precision, posterior.temperature]
+        found.append(torch.tensor(values, dtype=torch.float64))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=0)
+
+
+def test_the_divergence_is_that_of_positions_that_count() -> None:
+    """By the definition: the mean over counted positions of KL(network || prediction)."""
+    model, x, y = tokens()
+    likelihood = uq.Categorical(class_dim=-1)
+    posterior = uq.fit(
+        model, list(zip(x.split(3), y.split(3), strict=True)), "diag", likelihood=likelihood, progress=False
+    )
+    network, predicted = model(x).log_softmax(-1), uq.wrap(model, posterior)(x).probs.log()
+    divergences = (network.exp() * (network - predicted)).sum(-1)[y != -100].detach()
+    assert posterior.history.faithful["divergence"] == pytest.approx(float(divergences.mean()), rel=1e-6)
+
+
+def test_kept_inputs_know_what_counts() -> None:
+    x = torch.arange(6.0).reshape(6, 1, 1).expand(6, 3, 2).contiguous()
+    y = torch.tensor([[-100, 1, -100]] * 5 + [[-100] * 3])
+    x[4], y[4] = x[0], torch.tensor([2, -100, -100])  # the input 0 again, with another label
+    likelihood = uq.Categorical(class_dim=-1)
+    for order in (range(6), reversed(range(6))):
+        kept = KeptInputs(2**20, likelihood)
+        for n in order:
+            kept.see(Batch((x[n : n + 1],), y[n : n + 1]), sample_keys([x[n : n + 1]], 1, 0))
+        (batch,) = kept.batches(torch.device("cpu"))
+        places = {
+            int(own[0, 0]): weights.tolist()
+            for own, weights in zip(batch.args[0], batch.weights, strict=True)
+        }
+        assert places == {0: [1, 1, 0], 1: [0, 1, 0], 2: [0, 1, 0], 3: [0, 1, 0]}  # the last has no label
+    with pytest.raises(uq.PosthocUQError, match="No sample or position counts"):
+        posterior = uq.fit(
+            tokens()[0], [(tokens()[1], tokens()[2])], "diag", likelihood=likelihood, progress=False
+        )
+        uq.tune(posterior, [(tokens()[1], torch.full((8, 4), -100))], criterion="faithful", progress=False)

@@ -33,7 +33,7 @@ class Trials:
             little, not always the best one. None where the trials belong to several searches.
         at_edge: the values at the edge of their search intervals.
         model_alone: validation NLL of the model without a posterior, where held-out data were given. A validation NLL
-            is a mean over all labels that count, as in `posthoc_uq.evaluate`: of outputs with positions, over positions.
+            is a mean over all labels that count, as in `posthoc_uq.evaluate`; with positions, one at each.
         given_up: validation NLL above the best that was tried, for a wider posterior.
     """
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.likelihoods.base import Likelihood
+from posthoc_uq.likelihoods.weights import SampleWeights, sample_weights
 from posthoc_uq.loaders import Batch
 from posthoc_uq.predictions.layout import Layout
 
@@ -32,8 +33,16 @@ def mean_of_labels(total: float, count: int) -> float:
         PosthocUQError: there is no label.
     """
     if count == 0:
-        raise PosthocUQError("No held-out label counts: all are ignore_index; look at the labels.")
+        raise nothing_counts()
     return total / count
+
+
+def nothing_counts() -> PosthocUQError:
+    """The error of data of which nothing counts."""
+    return PosthocUQError(
+        "No sample or position counts: all labels are ignore_index, or all weights are 0; look at the labels, and at "
+        "the mask or the weights."
+    )
 
 
 def counts(likelihood: Likelihood, batch: Batch) -> Tensor | None:
@@ -70,15 +79,30 @@ def counted_positions(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor:
                 f"Labels or weights of shape {tuple(positive.shape)} do not fit outputs with the positions {sizes}."
             )
         counted = counted & layout.shifted(positive.reshape(counted.shape))
-    attended = _attended(batch, (len(outputs), *sizes))
+    attended = _attended(layout, outputs, batch)
     if attended is not None:
-        attended = attended.to(counted.device).reshape(counted.shape)
-        counted = counted & attended & layout.shifted(attended)
+        counted = counted & layout.shifted(attended.to(counted.device).reshape(counted.shape))
     return counted
 
 
-def _attended(batch: Batch, shape: tuple[int, ...]) -> Tensor | None:
-    """The attention mask of the tokens that the outputs belong to, if the model is called with one."""
+def weights_of(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> SampleWeights | None:
+    """The weights of a batch for its outputs. Where neither weights nor labels say which positions count, the attention
+    mask does.
+    """
+    weights, layout = batch.weights, likelihood.positions_of(outputs)
+    if weights is None and batch.targets is None and layout is not None:
+        attended = _attended(layout, outputs, batch)
+        weights = None if attended is None else attended.cpu().double()
+    return sample_weights(likelihood, outputs, weights)
+
+
+def _attended(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor | None:
+    """Which tokens count by the attention mask that the model is called with, ``(samples, tokens)`` of booleans in the
+    order of labels; None without a mask of the outputs' tokens. Of outputs for the next token both must be attended.
+    """
     decodes = any(name.startswith("decoder_") for name in batch.kwargs)
     mask = batch.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
-    return mask != 0 if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (len(outputs), *layout.positions(outputs)):
+        return None
+    attended = mask != 0
+    return attended & attended.roll(1, 1) if layout.next_token else attended
