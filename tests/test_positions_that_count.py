@@ -199,3 +199,36 @@ def test_kept_inputs_know_what_counts() -> None:
             tokens()[0], [(tokens()[1], tokens()[2])], "diag", likelihood=likelihood, progress=False
         )
         uq.tune(posterior, [(tokens()[1], torch.full((8, 4), -100))], criterion="faithful", progress=False)
+
+
+@pytest.mark.parametrize("said_by", ["labels", "attention mask"])
+def test_padding_does_not_move_an_evaluation(said_by: str) -> None:
+    plain, x, _ = tokens(samples=20, length=5)
+    model, real = Attending(*plain), torch.arange(5) < torch.randint(1, 6, (20, 1))
+    y = torch.randint(0, CLASSES, (20, 5)).masked_fill(~real, -100)
+    likelihood = uq.Categorical(class_dim=-1)
+    posterior = uq.fit(
+        model, [(x, y)], "diag", likelihood=likelihood, prior_precision=2.0, layers="last", progress=False
+    )
+    predictor, found = uq.wrap(model, posterior), []
+    for length in (5, 9):
+        inputs, labels, mask = padded(x, 3.0, length), padded(y, -100, length), padded(real, 0, length).long()
+        foreign = (
+            [(inputs + 1, labels)] if said_by == "labels" else [{"x": inputs + 1, "attention_mask": mask}]
+        )
+        evaluation = uq.evaluate(
+            predictor, [(inputs, labels)], ood_loaders={"other": foreign}, progress=False
+        )
+        evaluation.set_referral(0.2)
+        of_scores = {
+            **next(iter(evaluation.foreign.values()))["other"],
+            **next(iter(evaluation.selective.values())),
+        }
+        threshold = posterior.history.referral["threshold"]
+        found.append(
+            {"threshold": threshold} | {name: sum(values.values()) for name, values in of_scores.items()}
+        )
+        entropy = predictor(x).entropy()
+        truth = torch.stack([own[counts].mean() for own, counts in zip(entropy, real, strict=True)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and len(found[0]) > 3
+    assert found[0]["threshold"] == pytest.approx(float(truth.sort(descending=True).values[4]), rel=1e-5)

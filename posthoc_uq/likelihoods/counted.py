@@ -64,12 +64,15 @@ def counts(likelihood: Likelihood, batch: Batch) -> Tensor | None:
 
 def counted_positions(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor:
     """Which positions of a batch's outputs count, ``(samples, positions)`` of booleans: those that can have a label,
-    have a weight that is not 0, and are attended to by the batch's attention mask.
+    whose label (where labels of the outputs' shape are given) is not ignored, that have a weight that is not 0, and
+    that the batch's attention mask attends to.
 
     Raises:
         PosthocUQError: the weights do not fit the outputs.
     """
-    sizes, (_, counted) = layout.positions(outputs), layout.labels(outputs, None)
+    sizes, targets = layout.positions(outputs), batch.targets
+    labels = targets is not None and tuple(targets.shape) == (len(outputs), *sizes)
+    _, counted = layout.labels(outputs, targets if labels else None)
     if batch.weights is not None:
         positive = (batch.weights > 0).to(counted.device)
         if positive.ndim == 1:
