@@ -292,7 +292,8 @@ class HeldOutSearch:
                 shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
         self.posterior.settings = self._best
-        self.posterior.history.tuning[name.replace("_", " ")] = "validation NLL"
+        label = "noise variance" if name == "noise" else ABOUT[hyperparameter].label
+        self.posterior.history.tuning[label] = "validation NLL"
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""
