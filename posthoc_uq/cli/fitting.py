@@ -86,20 +86,14 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
 
 
 def _method_as_used(name: str, options: Mapping[str, Any]) -> Method:
-    """`_method`, where a value that the method refuses is wrong usage, told with the option in place of the field."""
+    """`method_of`, where a value that the method refuses is wrong usage, told with the option in place of the field."""
     try:
-        return _method(name, options)
+        return method_of(name, options)
     except PosthocUQError as error:
         text = str(error)
         field = next((field for field in options if text.startswith(f"{field} ")), None)
         said = text if field is None else f"--{field.replace('_', '-')}{text.removeprefix(field)}"
         raise click.UsageError(said, click.get_current_context(silent=True)) from error
-
-
-def _method(name: str, options: Mapping[str, Any]) -> Method:
-    """A method with its options; one that was given as ``none`` is None."""
-    method = method_of(name, options)
-    return replace(method, **{option: None for option, value in options.items() if value is None})
 
 
 def _held_out(source: Source, options: Mapping[str, Any], meaning: Meaning) -> Iterable[Any] | None:
