@@ -123,7 +123,7 @@ def fit(
     weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
-    kept_inputs = KeptInputs(task.memory_budget, inputs_to_keep(task.layers.values()))
+    kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
     task.observers += [kept_inputs] if request.faithful is not None else []
     noise_origin = set_observation_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method)

@@ -18,6 +18,7 @@ from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.counted import labelled, mean_of_labels
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
@@ -114,8 +115,8 @@ class HeldOutSearch:
                 yield batch, batch.targets
 
     def loss(self) -> float:
-        """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters; sets the
-        temperature first if that is searched too.
+        """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats, at
+        the present hyperparameters; sets the temperature first if that is searched too.
 
         The temperature is the most probable one under a log-normal prior around 1. Without that prior, the best
         temperature for a few samples that are all predicted correctly is close to zero, which makes every prediction
@@ -127,11 +128,11 @@ class HeldOutSearch:
             if not self._tempered:
                 return self._mean(predicted)
             distributions = list(predicted)
-            samples = sum(len(targets) for _, targets in distributions)
+            count = sum(labelled(self.posterior.likelihood, targets) for _, targets in distributions)
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(distributions) + (log(temperature) / SPREAD) ** 2 / (2 * samples)
+                return self._mean(distributions) + (log(temperature) / SPREAD) ** 2 / (2 * max(1, count))
 
             self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
             return self._mean(distributions)
@@ -141,8 +142,8 @@ class HeldOutSearch:
         for distribution, targets in distributions:
             prediction = self._predictor.prediction_of(distribution)
             total += self._log_prob(prediction, targets)
-            count += len(prediction)
-        return -total / count
+            count += labelled(self.posterior.likelihood, targets)
+        return mean_of_labels(-total, count)
 
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
@@ -291,7 +292,8 @@ class HeldOutSearch:
                 shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
         self.posterior.settings = self._best
-        self.posterior.history.tuning[name.replace("_", " ")] = "validation NLL"
+        label = "noise variance" if name == "noise" else ABOUT[hyperparameter].label
+        self.posterior.history.tuning[label] = "validation NLL"
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""
@@ -313,9 +315,9 @@ class HeldOutSearch:
             )
             for outputs, targets in alone:
                 total -= float(self._plain_likelihood().log_prob(outputs, targets).sum())
-                count += outputs.shape[0]
-        self.trials.model_alone = total / count
-        if self._best_loss > total / count + 2 * SLACK:
+                count += labelled(self.posterior.likelihood, targets)
+        self.trials.model_alone = mean_of_labels(total, count)
+        if self._best_loss > self.trials.model_alone + 2 * SLACK:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
                 if self.posterior.centre
@@ -323,7 +325,7 @@ class HeldOutSearch:
             )
             warn_user(
                 f"The best validation NLL found, {self._best_loss:.4g}, is worse than the model's own, "
-                f"{total / count:.4g}: the posterior does not serve this model. {advice}"
+                f"{self.trials.model_alone:.4g}: the posterior does not serve this model. {advice}"
             )
         return self.trials
 

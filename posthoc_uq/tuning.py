@@ -56,7 +56,8 @@ def tune(
       mean over a few hundred inputs like the training inputs. Needs no labels. It is the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one (by the
       evidence, where the likelihood measures no divergence), whose negative log-likelihood
-      of held-out data is at most 0.01 nats above the best; of classes, what is wider than the faithful posterior of a
+      of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
+      nats above the best; of classes, what is wider than the faithful posterior of a
       fit may also cost at most a tenth of the best. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
       are logits every prior precision has the temperature that predicts best, under a log-normal prior around 1, so
@@ -250,7 +251,8 @@ def sampled_inputs(
     posterior: Posterior, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool
 ) -> list[Batch]:
     """A few hundred inputs of a loader, those with the smallest hashes."""
-    sample = KeptInputs(default_budget(reader.device), inputs_to_keep(posterior.layers.values()))
+    wanted = inputs_to_keep(posterior.layers.values())
+    sample = KeptInputs(default_budget(reader.device), posterior.likelihood, wanted)
     with isolated_random_state(seed):
         sample.read(loader, reader, seed, progress)
     return sample.batches(reader.device)

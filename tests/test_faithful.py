@@ -339,7 +339,7 @@ class TestKeptInputs:
         self.keys = sample_keys([self.x], 50, 0)
 
     def kept(self, sizes, wanted=8, budget=2**20):
-        kept, start = KeptInputs(budget, wanted), 0
+        kept, start = KeptInputs(budget, uq.Categorical(), wanted), 0
         for size in sizes:
             part = slice(start, start + size)
             kept.see(Batch((self.x[part],), None, {"scale": 2.0}), self.keys[part])
@@ -368,7 +368,7 @@ class TestKeptInputs:
         parts = [*self.x.split(5), *wide.split(1)]
         found = set()
         for seed in range(5):
-            kept = KeptInputs(40 * 12, 40)
+            kept = KeptInputs(40 * 12, uq.Categorical(), 40)
             order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed))
             for index in order.tolist():
                 kept.see(Batch((parts[index],)), sample_keys([parts[index]], len(parts[index]), 0))
@@ -379,7 +379,7 @@ class TestKeptInputs:
 
     def test_what_all_samples_share_stays_shared(self):
         one, two = torch.ones(1, 3), torch.zeros(1, 3)
-        kept = KeptInputs(2**20, 50)
+        kept = KeptInputs(2**20, uq.Categorical(), 50)
         kept.see(Batch((self.x[:4], one)), self.keys[:4])
         kept.see(Batch((self.x[4:9], two)), self.keys[4:9])
         found = kept.batches(torch.device("cpu"))
@@ -390,7 +390,7 @@ class TestKeptInputs:
         assert all(batch.args[1].shape == (1, 3) for batch in found)
 
     def test_inputs_of_several_shapes(self):
-        kept = KeptInputs(2**20, 50)
+        kept = KeptInputs(2**20, uq.Categorical(), 50)
         kept.see(Batch((self.x[:4],)), self.keys[:4])
         wide = torch.cat([self.x[4:6], self.x[4:6]], dim=1)
         kept.see(Batch((wide,)), sample_keys([wide], 2, 0))

@@ -343,7 +343,9 @@ def test_regression_on_held_out_data(regression):
     posterior = uq.fit(model, [(x[:50], y[:50])], likelihood="regression", progress=False)
     uq.tune(posterior, [(x[50:], y[50:])], noise=True, progress=False)
     assert "given up" in posterior.history.tuning["prior precision"]
-    assert posterior.history.tuning["noise"] == "validation NLL"
+    assert posterior.history.tuning["noise variance"] == "validation NLL"
+    lines = [line for line in str(posterior.report()).splitlines() if line.startswith("noise")]
+    assert len(lines) == 1 and lines[0].endswith(", validation NLL")  # nothing of the residuals is left
     assert torch.isfinite(uq.wrap(model, posterior)(x).variance).all()
 
 

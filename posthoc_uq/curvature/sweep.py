@@ -21,7 +21,8 @@ from posthoc_uq.devices import Checks
 from posthoc_uq.distributed import check_items, own_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import Fisher, Likelihood
-from posthoc_uq.likelihoods.weights import SampleWeights, sample_weights
+from posthoc_uq.likelihoods.counted import weights_of
+from posthoc_uq.likelihoods.weights import SampleWeights
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.randomness import mixed_seed, sample_keys
 
@@ -299,7 +300,7 @@ def _sweep_batch(
 def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, place: str) -> SampleWeights | None:
     """The weights of a batch of the loader, the error of a wrong shape with the batch's number."""
     try:
-        return sample_weights(likelihood, outputs, batch.weights)
+        return weights_of(likelihood, outputs, batch)
     except PosthocUQError as error:
         raise PosthocUQError(f"Batch {place}: {error}") from None
 
