@@ -80,7 +80,8 @@ class LayerGradients:
                 x = x[(slice(None),) * (axis + 2) + (slice(None, None, stride),)]
         columns = x.reshape(self.samples, layer.groups, x.shape[1] // layer.groups, -1)
         if layer.bias is not None:
-            columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
+            ones = columns.new_ones(1, 1, 1, 1).expand(*columns.shape[:2], 1, columns.shape[3])
+            columns = torch.cat((columns, ones), 2)
         return Rows(columns.transpose(2, 3))
 
     def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from posthoc_uq.heads.cancellation import LEAST_SHARE, Checked, Contracted, prec
 from posthoc_uq.heads.products import Mode, gram, marginal
 from posthoc_uq.posteriors.covariance_form import CovarianceForm
 
-_ROOT_BLOCKS = 4  # of columns of a triangular root, of which each leaves out the rows that are 0
+_ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
 
 
 class LayerCovariance:
@@ -82,24 +82,44 @@ class LayerCovariance:
         return self.low_rank.row_roots()
 
     @cached_property
-    def variance_roots(self) -> list[Tensor]:
-        """Triangular roots of the covariances of each output's weights, side by side, in blocks of columns without the
-        rows that are 0, ``(n - start, m width)``: the variances of the outputs of a layer with a low rank and one group
-        are sums of squares of its activations times them, by little more than ``m n^2 / 2`` multiply-adds a row of
-        activations. Worth it for many rows.
+    def square_weights(self) -> Tensor:
+        """The weights of squared activations, ``(m, n)``, that give the diagonal's part of each output's variance; with
+        bases, of activations that are turned by the first.
         """
-        weights, shrunk = (part[0] for part in self.weight_rows(slice(None), True))
+        weights = self.narrow_weights[0]
+        return weights if self.bases is None else self.bases[1][0].square() @ weights
+
+    @cached_property
+    def subtracted_rows(self) -> Tensor:
+        """``T_o U_a^T diag(s w)_o`` of all outputs of a layer of one group, one below the other, ``(m a, n)``: the
+        squares of their products with activations are what the low rank takes from the outputs' variances.
+        """
+        return self._subtracted().flatten(0, 1).to(self.weights.device, self.dtype)
+
+    def _subtracted(self) -> Tensor:
+        """`subtracted_rows` in float64, ``(m, a, n)``."""
+        shrunk = self.weight_rows(slice(None), True)[1][0]
         basis = as_double(self.low_rank_bases[0][0]).to(shrunk)
-        subtracted = as_double(self.row_roots)[0].to(shrunk) @ (basis.T * shrunk.unsqueeze(1))  # (m, a, n)
+        return as_double(self.row_roots)[0].to(shrunk) @ (basis.T * shrunk.unsqueeze(1))
+
+    @cached_property
+    def variance_roots(self) -> list[Tensor]:
+        """Triangular roots of the covariances of each output's weights, one below the other, in blocks of rows without
+        the columns that are 0, ``(m height, n - start)``: the variances of the outputs of a layer with a low rank and
+        one group are sums of squares of their products with activations, by little more than ``m n^2 / 2``
+        multiply-adds for each row of activations. Worth it for many rows.
+        """
+        subtracted = self._subtracted()
+        weights = self.weight_rows(slice(None), True)[0][0]
         covariances = torch.diag_embed(weights) - subtracted.transpose(1, 2) @ subtracted
         values, vectors = torch.linalg.eigh(covariances)
         roots = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
-        lower = torch.linalg.qr(roots.transpose(1, 2), mode="r").R.transpose(1, 2)
-        size = lower.shape[1]
-        width = -(-size // _ROOT_BLOCKS)
+        upper = torch.linalg.qr(roots.transpose(1, 2), mode="r").R
+        size = upper.shape[1]
+        height = -(-size // _ROOT_BLOCKS)
         return [
-            lower[:, start:, start : start + width].transpose(0, 1).flatten(1).to(self.dtype).contiguous()
-            for start in range(0, size, width)
+            upper[:, start : start + height, start:].flatten(0, 1).to(self.weights.device, self.dtype)
+            for start in range(0, size, height)
         ]
 
     def root_weight_rows(self, rows: slice, double: bool) -> tuple[Tensor, Tensor]:
