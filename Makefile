@@ -5,12 +5,16 @@
 # make types  pyright on the package             make clean    remove the environment and all output
 # make docs   build the documentation site in site/; warnings are errors
 # make coverage   the tests, and which lines of the package none of them ran
+# make lowest     the tests with the lowest versions that pyproject.toml allows, in an environment of their own
 #
 # Only Python 3.10+ and make are needed. PYTHON=/path/to/python3 chooses an interpreter, VENV=dir another
 # place for the environment, PIP_FLAGS="..." is handed to pip (an index with CPU-only wheels, say).
 
 VENV      ?= .venv
 PIP_FLAGS ?=
+# uv installs the lowest versions: UV_FLAGS="--torch-backend cpu" takes wheels without CUDA.
+LOWEST    ?= .venv-lowest
+UV_FLAGS  ?=
 # In the order of their names: by default files with many tests go first, and the slow ones with few come last, alone.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_FLAGS ?=
@@ -23,7 +27,7 @@ DOCS_ENV  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick coverage docs lint format types clean
+.PHONY: help demo test quick coverage lowest docs lint format types clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -40,6 +44,9 @@ coverage: $(DEV_ENV)
 quick: $(DEV_ENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
+lowest: $(LOWEST)/.installed-lowest
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(LOWEST)/bin/python -m pytest $(PYTEST_FLAGS)
+
 docs: $(DOCS_ENV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
@@ -55,7 +62,7 @@ types: $(DEV_ENV)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) demo_output build dist site .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) demo_output build dist site .pytest_cache .ruff_cache
 
 $(DOCS_ENV): pyproject.toml | $(BIN)/python
 	@echo "Installing posthoc_uq and the tools of its site into $(VENV)"
@@ -88,3 +95,12 @@ $(DEV_ENV): pyproject.toml | $(BIN)/python
 	@echo "Installing posthoc_uq and its development tools into $(VENV) (the first time takes some minutes)"
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
 	@touch $(DEMO_ENV) $@
+
+# Python 3.10, and of everything that pyproject.toml names the lowest version that it allows.
+$(LOWEST)/.installed-lowest: pyproject.toml
+	@$(MAKE) --no-print-directory VENV=$(LOWEST) PYTHON=$(or $(PYTHON),python3.10) $(LOWEST)/bin/python
+	@echo "Installing posthoc_uq and the lowest versions of its dependencies into $(LOWEST)"
+	$(LOWEST)/bin/python -m pip install --quiet $(PIP_FLAGS) uv
+	$(LOWEST)/bin/python -m uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct $(UV_FLAGS) \
+	    --editable '.[dev]'
+	@touch $@
