@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from networks import without_training
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.faithful import TOLERANCE
+from posthoc_uq.faithful import TOLERANCE, FaithfulSearch
 from posthoc_uq.inference.kept_inputs import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
@@ -395,3 +396,41 @@ class TestKeptInputs:
         wide = torch.cat([self.x[4:6], self.x[4:6]], dim=1)
         kept.see(Batch((wide,)), sample_keys([wide], 2, 0))
         assert sorted(len(batch.args[0]) for batch in kept.batches(torch.device("cpu"))) == [2, 4]
+
+
+class _ByLaw(FaithfulSearch):
+    """A search in which the divergence is a given function of the decade."""
+
+    def __init__(self, law: Callable[[float], float], prior: float | None = 1.0) -> None:
+        self._law, self._prior = law, prior
+
+    def _weights_decade(self) -> float:
+        return 0.0
+
+    def _divergence(self, decade: float) -> float:
+        if decade not in self._evaluated:
+            self._evaluated[decade] = self._law(decade), 1.0
+        return self._evaluated[decade][0]
+
+
+def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
+    budget, tried = 0.002, list[int]()
+    for edge in (-1.7, -0.313, 0.0, 0.49, 1.62, 2.94, 4.51):
+        for growth in (0.5, 1.0, 1.9):
+            for most in (0.004, 1.0, float("inf")):
+
+                def law(
+                    decade: float, edge: float = edge, growth: float = growth, most: float = most
+                ) -> float:
+                    exact = budget * 10 ** (growth * (edge - decade))
+                    if most == float("inf"):  # draws that break the model
+                        return exact if decade > edge - 0.5 else most
+                    return exact / (1 + (exact - budget) / most) if exact > budget else exact
+
+                search = _ByLaw(law)
+                found = search._widest(budget)
+                assert edge <= found <= edge + TOLERANCE
+                tried.append(len(search._evaluated))
+    assert max(tried) <= 11 and sum(tried) / len(tried) < 7  # bisection would take ten on average
+    assert _ByLaw(lambda decade: 0.0)._widest(budget) == -2  # the widest prior that is looked at
+    assert _ByLaw(lambda decade: 1.0)._widest(budget) == 12  # the narrowest
