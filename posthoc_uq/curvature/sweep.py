@@ -146,12 +146,11 @@ def sweep(
             `done`.
     """
     summary, skipped = Summary(), 0 if done is None else done.batches
-    picked = Picked(share)
+    picked, checks = Picked(share), Checks()
 
     def sweep_over(batch: Batch, keys: Tensor, place: str) -> None:
         _sweep_batch(capture, batch, keys, place, settings, accumulators, joint, summary, observers, checks)
 
-    checks = Checks()
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
@@ -169,7 +168,6 @@ def sweep(
             checks.look()
             if after_batch is not None and not picked.waiting:
                 after_batch(summary)
-        checks = Checks()
         for part in picked.rest():
             sweep_over(*part)
         checks.look()

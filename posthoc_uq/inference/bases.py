@@ -40,7 +40,7 @@ class Side:
         mean = self.accumulator.mean(samples)
         if isinstance(self.accumulator, RangeSketch):
             return nystrom(mean, self.accumulator.test_matrix)[1]
-        return eigh_descending(mean)[1]
+        return eigh_descending(mean, self.accumulator.rows)[1]
 
 
 def sides(index: int, layer: Layer, task: Task, rank: int | float, basis: str) -> tuple[Side, Side]:
