@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from posthoc_uq.inference.observation_noise import set_observation_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.row_check import check_log_prob
 from posthoc_uq.inference.task import Task, check_common
+from posthoc_uq.inference.unshifted import unshifted_labels
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import BatchFunction
 from posthoc_uq.memory import return_freed_memory
@@ -182,6 +184,9 @@ def _prepared_task(
         warn_user(task.prepared.warning)
     if probabilities:
         warn_user(PROBABILITIES)
+    unshifted = unshifted_labels(unwrap(model), task.batch, likelihood)
+    if unshifted is not None:
+        warn_user(unshifted)
     return task
 
 
@@ -238,7 +243,9 @@ def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: 
     elif request.faithful is not None:
         head["criterion"] = "faithful"
         inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
+        began = time.perf_counter()
         settle_faithful(posterior, inputs, predictor, request.faithful, seed=seed)
+        posterior.history.fit["seconds, faithful prior"] = time.perf_counter() - began
     elif not posterior.takes_prior:
         head["criterion"] = "given"
     elif isinstance(prior, float):

@@ -402,7 +402,7 @@ class TestPredict:
                 )
             else:
                 assert {row["mutual_information"] for row in rows} == {""}
-            assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set("012")
+            assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set(CLASSES)
         common += ["--head", "sampling"]
         run(*common, "--head-option", "keep=seeds", "--head-option", "dtype=bfloat16", "--n-samples", 3)
         for name in ("colour", "generator"):  # the second exists, in Python

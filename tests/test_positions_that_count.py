@@ -176,6 +176,8 @@ def test_the_divergence_is_that_of_positions_that_count() -> None:
     )
     network, predicted = model(x).log_softmax(-1), uq.wrap(model, posterior)(x).probs.log()
     divergences = (network.exp() * (network - predicted)).sum(-1)[y != -100].detach()
+    assert posterior.history.fit["seconds, faithful prior"] > 0
+    assert "faithful prior" in str(posterior.report()).split("seconds: ")[1].split("\n")[0]
     assert posterior.history.faithful["divergence"] == pytest.approx(float(divergences.mean()), rel=1e-6)
 
 
