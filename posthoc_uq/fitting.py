@@ -17,13 +17,13 @@ from posthoc_uq.faithful import Faithful
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
+from posthoc_uq.inference.first_batch import missing_decoder_inputs, other_dispersion, unshifted_labels
 from posthoc_uq.inference.identity import fit_identity
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.inference.observation_noise import set_observation_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
 from posthoc_uq.inference.row_check import check_log_prob
 from posthoc_uq.inference.task import Task, check_common
-from posthoc_uq.inference.unshifted import unshifted_labels
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import BatchFunction
 from posthoc_uq.memory import return_freed_memory
@@ -174,19 +174,22 @@ def _prepared_task(
         output=request.output,
     )
 
-    def look() -> bool:
+    def look() -> tuple[bool, list[str | None]]:
         with isolated_random_state(seed):
             check_log_prob(task.model, task.batch, likelihood)
-            return gives_probabilities(task.model, task.batch, likelihood)
+            seen = [unshifted_labels(unwrap(model), task.batch, likelihood)]
+            seen += [missing_decoder_inputs(unwrap(model), task.batch)]
+            seen += [other_dispersion(task.model, task.batch, likelihood)] if request.by_name else []
+            return gives_probabilities(task.model, task.batch, likelihood), seen
 
-    probabilities = together(look, "the dry run")
+    probabilities, seen = together(look, "the dry run")
     if task.prepared.warning is not None:
         warn_user(task.prepared.warning)
     if probabilities:
         warn_user(PROBABILITIES)
-    unshifted = unshifted_labels(unwrap(model), task.batch, likelihood)
-    if unshifted is not None:
-        warn_user(unshifted)
+    for warning in seen:
+        if warning is not None:
+            warn_user(warning)
     return task
 
 

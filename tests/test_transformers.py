@@ -426,3 +426,24 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         str(tmp_path / f"gpt2.{part}.h5") for part in ("last", "lora")
     }
     assert "TABLE" not in document and "COST" not in document
+
+
+def test_a_decoder_that_reads_the_encoders_inputs_is_said_aloud() -> None:
+    model = seeded(
+        lambda: hf.BartForConditionalGeneration(
+            hf.BartConfig(
+                vocab_size=WORDS, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
+            )
+        )
+    )  # fmt: skip
+    inputs, options = {"input_ids": IDS, "attention_mask": MASK}, {"layers": "last", "progress": False}
+    with pytest.warns(
+        UserWarning, match="without decoder_input_ids, so its decoder reads the encoder's inputs"
+    ):
+        uq.fit(model, [(inputs, IDS)], "diag", likelihood=TOKENS, prior_precision=2.0, **options)
+    inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(IDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        uq.fit(model, [(inputs, IDS)], "diag", likelihood=TOKENS, prior_precision=2.0, **options)
+    assert not [w for w in caught if "decoder" in str(w.message)]
