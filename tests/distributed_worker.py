@@ -1,13 +1,19 @@
-"""One process of a distributed fit; ``test_distributed.py`` starts several with torchrun."""
+"""The processes of distributed fits; run as a script by ``test_distributed.py``, with a folder for each number of them.
+
+They are forked from one that has loaded torch, with the environment that torchrun gives them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -171,11 +177,9 @@ def interrupted(folder: Path) -> str:
     return said
 
 
-def main() -> None:
+def work(folder: Path) -> None:
     """All cases; rank 0 saves the posteriors, and every rank writes what it was told."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
     said: dict[str, Any] = {}
     for case in CASES:
         posterior = fit(sampled(case), case)
@@ -214,6 +218,44 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def child(rank: int, world: int, port: int, folder: Path) -> NoReturn:
+    """A process of its own, which writes what it shows into the folder."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.dup2(os.open(folder / f"shown{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600), sys.stderr.fileno())
+    code = 1
+    try:
+        work(folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """As many processes at once as each folder is named after."""
+    torch.set_num_threads(1)
+    for folder in map(Path, sys.argv[1:]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        world = int(folder.name)
+        children = [os.fork() or child(rank, world, port, folder) for rank in range(world)]
+        while children:
+            left, status = os.wait()
+            children.remove(left)
+            if status:
+                for other in children:  # which would wait for the one that failed
+                    os.kill(other, signal.SIGKILL)
+                raise SystemExit(f"a process of {world} failed, see {folder}")
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

@@ -7,16 +7,20 @@ import gzip
 import importlib
 import io
 import os
+import runpy
 import struct
 import subprocess
 import sys
+import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -24,14 +28,57 @@ NO_RESULTS = "These numbers are not results."
 """What every page of a smoke run says."""
 
 
+def _purged(names: set[str]) -> dict[str, ModuleType]:
+    """Modules of these names, taken out of those that are imported."""
+    return {name: sys.modules.pop(name) for name in names if name in sys.modules}
+
+
+@contextlib.contextmanager
+def _own_modules(names: set[str], folder: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Scripts of a folder are imported by these names; modules of the same names elsewhere are kept apart."""
+    before = _purged(names)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(folder))
+            yield patch
+    finally:
+        _purged(names)
+        sys.modules.update(before)
+
+
 def run_recipe(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A script of the recipes' folder in a process of its own, on one thread."""
-    return subprocess.run(
-        [sys.executable, str(RECIPES / script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    """A script of the recipes' folder as `python script` runs it, but in this process: a new one loads torch again.
+
+    What it sets for its process is taken back: arguments, path, environment, random numbers, threads, warnings.
+    """
+    path = RECIPES / script
+    command = [str(path), *map(str, arguments)]
+    names = {file.stem for file in RECIPES.rglob("*.py")}
+    out, err, numbers, threads, code = (
+        io.StringIO(),
+        io.StringIO(),
+        np.random.get_state(),
+        torch.get_num_threads(),
+        0,
     )
+    with (
+        _own_modules(names, path.parent) as patch,
+        mock.patch.dict(os.environ),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(sys, "argv", command)
+        warnings.simplefilter("ignore")  # smoke runs are too short for most trainings, which say so
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        finally:
+            torch.set_num_threads(threads)
+            np.random.set_state(numbers)
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def recipe_modules(folder: str, names: Sequence[str], others: Sequence[str] = ()) -> Namespace:
@@ -43,15 +90,8 @@ def recipe_modules(folder: str, names: Sequence[str], others: Sequence[str] = ()
         others: recipes whose modules these use.
     """
     own = {path.stem for recipe in (folder, *others) for path in (RECIPES / recipe).glob("*.py")}
-    before = {name: sys.modules.pop(name) for name in own if name in sys.modules}
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(str(RECIPES / folder))
-            return Namespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        for name in own:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+    with _own_modules(own, RECIPES / folder):
+        return Namespace(**{name: importlib.import_module(name) for name in names})
 
 
 def help_of(module: ModuleType) -> str:

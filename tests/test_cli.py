@@ -18,8 +18,7 @@ import click
 import h5py
 import pytest
 import torch
-from cli_helpers import failure, make_images, make_place, run, run_json
-from click.testing import CliRunner
+from cli_helpers import failure, invoke, make_images, make_place, run, run_json
 from PIL import Image
 
 import posthoc_uq as uq
@@ -111,8 +110,10 @@ def test_wrong_usage_is_one_line_that_names_the_help() -> None:
     said = run("tune", "m.h5", "--model", code=2).stderr  # of the parser, before there is a context
     assert said == "Error: Option '--model' requires an argument (see posthoc-uq tune --help).\n"
     assert run("--colour", code=2).stderr.endswith("(see posthoc-uq --help).\n")
-    wrong = CliRunner().invoke(commands, [])  # which shows the help, in whole
-    assert (wrong.exit_code, "Commands:" in wrong.output, "Error" in wrong.output) == (2, True, False)
+    wrong = invoke(commands)  # which shows the help, in whole
+    said = wrong.stdout + wrong.stderr
+    assert wrong.exit_code in (0, 2)  # before click 8.2, and since
+    assert "Commands:" in said and "Error" not in said
 
 
 def test_wrong_usage_ends_with_2(place: Path) -> None:
@@ -233,7 +234,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(place: Path) 
 
 
 def test_debug_shows_the_traceback(place: Path) -> None:
-    result = CliRunner().invoke(commands, ["inspect", str(place / "gone.h5"), "--debug"])
+    result = invoke(commands, "inspect", place / "gone.h5", "--debug")
     assert result.exit_code == 1 and isinstance(result.exception, uq.PosthocUQError)
     command = [sys.executable, "-m", "posthoc_uq", "inspect", str(place / "gone.h5"), "--debug"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
@@ -255,7 +256,7 @@ def test_errors_of_any_kind_are_one_line() -> None:
 
 
 def _invoke(work: Any) -> Any:
-    return CliRunner().invoke(Command("work", callback=lambda as_json: work()), [])
+    return invoke(Command("work", callback=lambda as_json: work()))
 
 
 def test_warnings_are_single_lines() -> None:
@@ -367,7 +368,7 @@ def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     def main(arguments: list[str]) -> int:
         called.append(arguments)
-        print("a table")
+        print("a table", flush=True)  # click's runner before 8.2 does not flush standard error
         (tmp_path / "picture.png").write_bytes(b"")
         return 0
 

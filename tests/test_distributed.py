@@ -20,21 +20,34 @@ from posthoc_uq.distributed import own_samples
 pytestmark = pytest.mark.slow  # its fixture starts processes
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
-    """How many processes, what they left, and what they printed."""
-    folder = tmp_path_factory.mktemp(f"world{request.param}")
-    script = str(Path(__file__).with_name("distributed_worker.py"))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+WORLDS = (2, 3)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for every number of processes, with what they left and showed."""
+    whole = tmp_path_factory.mktemp("worlds")
+    folders = [whole / str(world) for world in WORLDS]
+    for folder in folders:
+        folder.mkdir()
+    script = Path(__file__).with_name("distributed_worker.py")
     done = subprocess.run(
-        [*launcher, "--nproc-per-node", str(request.param), script, str(folder)],
+        [sys.executable, str(script), *map(str, folders)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return request.param, folder, done.stderr
+    shown = "".join(path.read_text() for path in sorted(whole.glob("*/shown*.txt")))
+    assert done.returncode == 0, (done.stderr + shown)[-3000:]
+    return whole
+
+
+@pytest.fixture(params=WORLDS)
+def run(request: pytest.FixtureRequest, left: Path) -> tuple[int, Path, str]:
+    """How many processes, what they left, and what they showed."""
+    folder = left / str(request.param)
+    return request.param, folder, "".join(path.read_text() for path in sorted(folder.glob("shown*.txt")))
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from click.testing import CliRunner
+from cli_helpers import failure, run
 from networks import heads_of, short
 from torch import Tensor, nn
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.cli.entry import commands
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.methods import METHODS
 from posthoc_uq.outputs import Choice, chosen_in, guessed_choice, with_choice
@@ -354,10 +353,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "--method",
         "diag",
     ]
-    asked = CliRunner().invoke(commands, fit)
-    assert asked.exit_code == 1 and "several parts can be its outputs" in asked.output
-    done = CliRunner().invoke(commands, [*fit, "--model-output", "1"])
-    assert done.exit_code == 0 and "outputs: [1] of what the model returns" in done.output
-    predicted = CliRunner().invoke(commands, ["predict", "a.h5", "several.py:points", *common, "-o", "a.csv"])
-    assert predicted.exit_code == 0, predicted.output
+    assert "several parts can be its outputs" in failure(*fit)
+    assert "outputs: [1] of what the model returns" in run(*fit, "--model-output", "1").stdout
+    run("predict", "a.h5", "several.py:points", *common, "-o", "a.csv")
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 7

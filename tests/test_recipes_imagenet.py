@@ -4,7 +4,6 @@ by one process and by two, and its parts against independent computations.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipe_helpers import NO_RESULTS
+from recipe_helpers import NO_RESULTS, RECIPES, recipe_modules, run_recipe
 from scipy.stats import kstest
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.classification import ClassPrediction
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "imagenet"
+RECIPE = RECIPES / "imagenet"
 NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run")
 INDICES = {  # of ImageNet's 1,000 classes, as everybody numbers them
     "n02123159": 282,  # tiger cat
@@ -46,22 +45,13 @@ INDICES = {  # of ImageNet's 1,000 classes, as everybody numbers them
 
 @pytest.fixture(scope="module")
 def recipe() -> Namespace:
-    """The recipe's modules, imported as its script does; other recipes' modules of the same names are kept apart."""
-    before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(str(RECIPE))
-            return Namespace(**{name: importlib.import_module(name) for name in NAMES})
-    finally:
-        for name in NAMES:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+    return recipe_modules("imagenet", NAMES)
 
 
-def _run(arguments: Sequence[Any], processes: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def _run_in_two_processes(arguments: Sequence[Any]) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(RECIPE / "run.py"), *map(str, arguments)],
+        [sys.executable, *launcher, str(RECIPE / "run.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -73,7 +63,7 @@ def _run(arguments: Sequence[Any], processes: int = 1) -> subprocess.CompletedPr
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder of the smoke mode, and what it printed."""
     folder = tmp_path_factory.mktemp("imagenet") / "one"
-    done = _run(["--smoke", "--output", folder, "--no-progress"])
+    done = run_recipe("imagenet/run.py", "--smoke", "--output", folder, "--no-progress")
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stdout
 
@@ -183,7 +173,7 @@ def test_two_processes_and_a_second_run(
     arguments += ["--weights", str(data / "efficientnet_lite0.pt"), "--output", str(tmp_path / "two")]
     (tmp_path / "two" / "data").mkdir(parents=True)
     (tmp_path / "two" / "data" / "efficientnet_lite0.pt").touch()  # no example of its own
-    done = _run(arguments, processes=2)
+    done = _run_in_two_processes(arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     model = _source(folder).model
     for method in ("diag", "inf"):

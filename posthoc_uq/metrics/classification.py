@@ -28,9 +28,10 @@ def accuracy(probs: Tensor, labels: Tensor) -> float:
     from torchmetrics.functional.classification import multiclass_accuracy
 
     probs, labels = classified(probs, labels)
-    return multiclass_accuracy(
-        probs.argmax(dim=-1), labels, num_classes=probs.shape[1], average="micro"
-    ).item()
+    with probs.device:  # torchmetrics before 1.9 makes a tensor on torch's default device
+        return multiclass_accuracy(
+            probs.argmax(dim=-1), labels, num_classes=probs.shape[1], average="micro"
+        ).item()
 
 
 def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:

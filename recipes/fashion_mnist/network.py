@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -72,19 +73,18 @@ def trained(
     return model.eval()
 
 
-def trained_on(model: nn.Module, data: Labelled, path: Path, seed: int, epochs: int) -> nn.Sequential:
+def trained_on(model: nn.Sequential, data: Labelled, path: Path, seed: int, epochs: int) -> nn.Sequential:
     """A copy after further plain training: Adam at 1e-3 with the betas that function-space inference has, from the same
     weights on; kept at `path`.
     """
-    copy = cnn()
+    longer = copy.deepcopy(model)
     if path.exists():
-        copy.load_state_dict(torch.load(path, weights_only=True))
-        return copy.eval()
-    copy.load_state_dict(model.state_dict())
-    optimiser = torch.optim.Adam(copy.parameters(), 1e-3, betas=(0.9, 0.99))
-    fit_plainly(copy, data, optimiser, epochs, seed)
-    torch.save(copy.state_dict(), path)
-    return copy.eval()
+        longer.load_state_dict(torch.load(path, weights_only=True))
+        return longer.eval()
+    optimiser = torch.optim.Adam(longer.parameters(), 1e-3, betas=(0.9, 0.99))
+    fit_plainly(longer, data, optimiser, epochs, seed)
+    torch.save(longer.state_dict(), path)
+    return longer.eval()
 
 
 def fit_plainly(

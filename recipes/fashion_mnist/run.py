@@ -19,7 +19,7 @@ from typing import Any
 import methods
 import torch
 from data import DEBIAN, Data, Labelled, load
-from network import trained, trained_on
+from network import cnn, small_cnn, trained, trained_on
 from table import write_table
 from variational import TRAINED
 
@@ -67,7 +67,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tuned-on", type=int, default=2000, help="held-out images for every `uq.tune` and the tails"
     )
-    parser.add_argument("--smoke", action="store_true", help="few images, one epoch, one posterior")
+    parser.add_argument(
+        "--smoke", action="store_true", help="few images, a smaller network, one epoch, one posterior"
+    )
     return parser.parse_args()
 
 
@@ -95,7 +97,7 @@ def smaller(data: Data) -> Data:
     def cut(part: Labelled, size: int) -> Labelled:
         return Labelled(part.images[:size], part.labels[:size])
 
-    return Data(cut(data.train, 600), cut(data.validation, 100), cut(data.test, 100), data.digits[:100])
+    return Data(cut(data.train, 140), cut(data.validation, 40), cut(data.test, 40), data.digits[:40])
 
 
 def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.Namespace) -> None:
@@ -104,7 +106,7 @@ def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.
     held_out = Labelled(
         data.validation.images[: options.tuned_on], data.validation.labels[: options.tuned_on]
     )
-    plain = methods.plain(trained(data.train, seed, folder, options.epochs, options.learning_rate))
+    plain = methods.plain(network_of(data, seed, folder, options))
     for name, make in rows_of(data, seed, folder, held_out, options).items():
         if name not in results:
             results[name] = measured(make(), data, held_out, plain)
@@ -112,19 +114,22 @@ def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.
             print(f"seed {seed}, {name}: {shown(results[name])}", flush=True)
 
 
+def network_of(data: Data, seed: int, folder: Path, options: argparse.Namespace) -> torch.nn.Sequential:
+    """The network of a seed, trained or kept."""
+    build = small_cnn if options.smoke else cnn
+    return trained(data.train, seed, folder, options.epochs, options.learning_rate, build)
+
+
 def rows_of(
     data: Data, seed: int, folder: Path, held_out: Labelled, options: argparse.Namespace
 ) -> methods.Rows:
     """All that is asked for, by name, in the order in which it is measured."""
 
-    def network(number: int) -> torch.nn.Module:
-        return trained(data.train, number, folder, options.epochs, options.learning_rate)
-
     def control() -> torch.nn.Module:
         path = folder / f"trained-on-{epochs}-seed{seed}.pt"
         return trained_on(model, data.train, path, seed, epochs)
 
-    model, epochs = network(seed), options.variational_epochs
+    model, epochs = network_of(data, seed, folder, options), options.variational_epochs
     rows: methods.Rows = {
         "plain": lambda: methods.plain(model),
         "temperature scaling": lambda: methods.temperature_scaling(model, held_out),
@@ -144,7 +149,7 @@ def rows_of(
     if options.members:
         numbers = range(seed, seed + options.members)
         rows[f"deep ensemble of {options.members}"] = lambda: methods.deep_ensemble(
-            [network(i) for i in numbers]
+            [network_of(data, i, folder, options) for i in numbers]
         )
     asked = options.rows or list(rows)
     return {name: make for name, make in rows.items() if any(fnmatch(name, pattern) for pattern in asked)}

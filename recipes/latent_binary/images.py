@@ -174,7 +174,7 @@ def main() -> None:
     if options.images is not None:
         data = data._replace(train=Labelled(*(tensor[: options.images] for tensor in data.train)))
     if options.smoke:
-        few = {"train": 400, "validation": 100, "test": 200}
+        few = {"train": 200, "validation": 50, "test": 60}
         data = data._replace(**{k: Labelled(*(t[:n] for t in getattr(data, k))) for k, n in few.items()})
         options.network_epochs = options.epochs = options.scratch_epochs = 1
     results = {

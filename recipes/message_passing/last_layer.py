@@ -89,7 +89,7 @@ def efficientnet(data: Data, options: argparse.Namespace) -> Case:
     assert isinstance(last, nn.Linear)
     sizes = last.in_features
     large = [enlarged(part) for part in (train.images, test.images, data.digits[: options.test_images // 2])]
-    model.set_submodule("classifier", nn.Identity())
+    model.classifier = nn.Identity()
     with torch.no_grad():
         features = torch.cat([model(part) for part in large[0].split(100)])
     with torch.random.fork_rng():
@@ -102,7 +102,7 @@ def efficientnet(data: Data, options: argparse.Namespace) -> Case:
             optimiser.zero_grad()
             nn.functional.cross_entropy(head(features[chosen]), train.labels[chosen]).backward()
             optimiser.step()
-    model.set_submodule("classifier", head)
+    model.classifier = head
     return Case(model.eval(), Labelled(large[0], train.labels), Labelled(large[1], test.labels), large[2])
 
 
