@@ -74,8 +74,8 @@ def missing_decoder_inputs(model: nn.Module, batch: Batch) -> str | None:
         return None
     return (
         f"{type(model).__name__} is called without decoder_input_ids, so its decoder reads the encoder's inputs, and "
-        f"not the labels: put decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels) into every batch, here "
-        f"and for predictions."
+        f"not the labels: put decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels) into every batch, "
+        f"here and for predictions."
     )
 
 
