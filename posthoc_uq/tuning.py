@@ -80,7 +80,9 @@ def tune(
             logits. With ``"faithful"``: whether the mean entropy on the training inputs is brought back to the
             network's; by default not, since that keeps a network's overconfidence on what it memorised.
         per_layer: one prior precision per layer (evidence only).
-        noise: for regression, tune the noise variance too; by default it stays at the training residuals' variance.
+        noise: for regression, tune the noise variance too; by default it stays at the training residuals' variance. On
+            held-out data the prior precision is then chosen at the noise of their mean squared residual, and the noise
+            variance after it.
         parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
             ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or the scale
             where that is fixed, or nothing where there is neither.
@@ -280,6 +282,8 @@ def _by_likelihood(
         temperature=tempered,
         progress=request.progress,
     )
+    if "noise" in names:
+        search.start_noise()
     if first in names:
         if grid is None and posterior.likelihood.has_divergence:
             budget = GUARDED if request.divergence is None else request.divergence
