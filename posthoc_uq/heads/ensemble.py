@@ -24,7 +24,7 @@ outputs differ from the loop's, runs in the loop; `Ensemble.refused` then says w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -140,13 +140,13 @@ class Ensemble(nn.Module):
             return self._drawn(start, stop)
         return {name: draws[start:stop] for name, draws in self._draws.items()}
 
-    def _each(self, start: int) -> Iterator[dict[str, Tensor]]:
-        """The weights of each draw from `start` on, where they are not kept. Those of small layers are drawn several at
-        a time, and always both of an antithetic pair.
+    def _each(self, start: int, at_once: int = 1) -> Iterator[dict[str, Tensor]]:
+        """The weights of each draw from `start` on, where they are not kept: drawn several at a time if they are so
+        few together, and always both of an antithetic pair.
         """
         pair = 1 if self._signs is None else 2
         numbers = sum(layer.parameters for layer in self._posterior.layers.values())
-        step = pair * max(1, _DRAWN // max(1, pair * numbers))
+        step = pair * max(1, at_once // max(1, pair * numbers))
         for first in range(start - start % step, len(self), step):
             weights = self._weights(first, min(first + step, len(self)))
             for index in range(max(0, start - first), min(step, len(self) - first)):
@@ -226,7 +226,7 @@ class Ensemble(nn.Module):
                 yield inputs.run(member).unsqueeze(0)
             return
         with self._borrowed() as twin:
-            for weights in self._each(start):
+            for weights in self._each(start, _DRAWN):
                 yield _called(twin, weights, inputs).unsqueeze(0)
 
     def _serves(self, inputs: Inputs) -> bool:
@@ -254,7 +254,7 @@ class Ensemble(nn.Module):
         return agree(found, expected)
 
     @contextmanager
-    def _borrowed(self) -> Iterator[nn.Module]:
+    def _borrowed(self) -> Generator[nn.Module]:
         """A copy of the model for functional calls, which write to it: each thread has its own."""
         try:
             twin = self._twins.pop()
