@@ -219,21 +219,19 @@ class LayerCovariance:
             diagonal: what the diagonal gives, in the shapes of `gram`.
             cores: ``(U_g x U_a)^T (s w J)``, ``(samples, G, functions, g, a)``; None without a low rank.
             mode: see `gram`.
-            norms: ``|J_c|^2``, which become part of the result, or None. With them the solve is in the cores'
-                precision.
+            norms: ``|J_c|^2``, which become part of the result, or None.
         """
         diagonal = as_double(diagonal)
         if cores is None:
             return Contracted(diagonal, diagonal, norms)
-        narrow = norms is not None and cores.dtype != torch.float64
-        return Contracted(diagonal - gram(self.reduced(cores, narrow), mode).to(diagonal), diagonal, norms)
+        return Contracted(diagonal - gram(self.reduced(cores), mode).to(diagonal), diagonal, norms)
 
-    def reduced(self, cores: Tensor, narrow: bool = False) -> Tensor:
-        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in float64, or with `narrow` in the cores' precision:
-        D scales the rows of R, and a triangular solve is not less accurate for that.
+    def reduced(self, cores: Tensor) -> Tensor:
+        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in the cores' precision: D scales the rows of R, and a
+        triangular solve is not less accurate for that.
         """
         assert self.low_rank is not None
-        root = self.narrow_root if narrow else self.low_rank.root
+        root = self.low_rank.root if cores.dtype == torch.float64 else self.narrow_root
         samples, groups, functions = cores.shape[:3]
         scaled = cores.to(root) * self.low_rank.roots.to(root).unsqueeze(1)
         columns = scaled.flatten(3).permute(1, 3, 0, 2).reshape(groups, -1, samples * functions)
