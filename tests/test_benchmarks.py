@@ -182,7 +182,7 @@ def test_positions_are_timed_through_every_head(tmp_path: Path) -> None:
     _script("positions_cost").main(["--smoke", "--draws", "4", "--json", str(path)])
     rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
     assert {"plain pass", "sampling", "moments, probit"} < rows.keys()
-    assert all(row["seconds"] > 0 for row in rows.values())
+    assert all(row["passes"] > 0 for row in rows.values())
 
 
 def test_a_language_model_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
