@@ -13,6 +13,8 @@ from posthoc_uq.errors import NonFiniteError
 # Above this size a float32 Gram is decomposed in float32, which halves the time, and in float64 if that fails.
 _WIDE_EIGH_LIMIT = 1024
 
+_SOLVED = 256  # rows of `solved_plus_one` at once
+
 
 def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of
@@ -122,3 +124,17 @@ def positive_part(matrix: Tensor) -> Tensor:
     """The nearest positive semidefinite matrix to a symmetric one, in the Frobenius norm."""
     values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)
+
+
+def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
+    """``(I + R)^-1 c`` for lower triangular R, ``(G, L, L)``, and columns ``(G, L, q)``, block by block: the sum takes
+    longer than the solve, and as much memory as R.
+    """
+    solved = torch.empty_like(columns)
+    for start in range(0, columns.shape[1], _SOLVED):
+        part = slice(start, start + _SOLVED)
+        block = root[:, part, part].clone()
+        block.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
+        solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
+    return solved
