@@ -27,7 +27,7 @@ from posthoc_uq.fields import Field, Text, Whole
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum, reached
 from posthoc_uq.posteriors.combining import Weights, combined
 from posthoc_uq.posteriors.covariance_form import CovarianceForm, LowRank
-from posthoc_uq.posteriors.numerics import cholesky
+from posthoc_uq.posteriors.numerics import cholesky, solved_plus_one
 from posthoc_uq.posteriors.row_covariance import InformationRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
@@ -35,22 +35,7 @@ Correction = Literal["rescale", "clamp", "none"]
 CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
 
 _STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
-_SOLVED = 256  # rows of a triangular system that are solved at once
 _CHUNK = 2**20  # numbers in a temporary of the contractions below
-
-
-def _solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
-    """``(I + R)^-1 c`` for lower triangular R, ``(G, L, L)``, and columns ``(G, L, q)``, block by block: the sum takes
-    longer than the solve, and as much memory as R.
-    """
-    solved = torch.empty_like(columns)
-    for start in range(0, columns.shape[1], _SOLVED):
-        part = slice(start, start + _SOLVED)
-        block = root[:, part, part].clone()
-        block.diagonal(dim1=-2, dim2=-1).add_(1.0)
-        left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
-        solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
-    return solved
 
 
 class InformationFactor(Factor):
@@ -122,7 +107,7 @@ class InformationFactor(Factor):
         wide = as_double(normals) if stiff else normals
         half = self._inverse.to(wide).sqrt()
         columns = self._columns(self._project(half * wide))
-        columns = _solved_plus_one(self._root, columns)
+        columns = solved_plus_one(self._root, columns)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
         drawn = self._lift(columns.permute(2, 0, 1).to(wide))
         # half * (wide - half * drawn), in place: these are the largest temporaries when a prediction is set up

@@ -16,6 +16,7 @@ _WIDE_EIGH_LIMIT = 1024
 # A Gram of few rows is decomposed in its range where it has this size and the rows are less than this share of it.
 _RANGE_SIZE, _RANGE_SHARE = 512, 0.3
 _OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by all of its directions
+_SOLVED = 256  # rows of `solved_plus_one` at once
 
 
 def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
@@ -150,3 +151,17 @@ def positive_part(matrix: Tensor) -> Tensor:
     """The nearest positive semidefinite matrix to a symmetric one, in the Frobenius norm."""
     values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)
+
+
+def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
+    """``(I + R)^-1 c`` for lower triangular R, ``(G, L, L)``, and columns ``(G, L, q)``, block by block: the sum takes
+    longer than the solve, and as much memory as R.
+    """
+    solved = torch.empty_like(columns)
+    for start in range(0, columns.shape[1], _SOLVED):
+        part = slice(start, start + _SOLVED)
+        block = root[:, part, part].clone()
+        block.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
+        solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
+    return solved
