@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +10,22 @@ from posthoc_uq.errors import printable
 
 
 def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[Any]], *, digits: int | None = None, indent: str = ""
+    header: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    digits: int | Sequence[int] | None = None,
+    indent: str = "",
 ) -> str:
     """Rows under a header and a rule; numbers are aligned to the right, text to the left.
 
     Args:
         header: names of the columns.
         rows: cells; None and missing numbers (NaN) are left empty.
-        digits: decimals of floats; None gives four significant digits.
+        digits: decimals of floats, of all columns or of each; None gives four significant digits.
         indent: text before every line.
     """
-    cells = [[cell_text(cell, digits) for cell in row] for row in rows]
+    places = digits if isinstance(digits, Sequence) else [digits] * len(header)
+    cells = [[cell_text(cell, d) for cell, d in zip(row, places, strict=True)] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
     numeric = [_numeric([row[i] for row in rows]) for i in range(len(header))]
 
@@ -42,6 +48,16 @@ def cell_text(value: Any, digits: int | None = None) -> str:
     if not isinstance(value, float):
         return printable(str(value))
     return f"{value:.4g}" if digits is None else f"{value:.{digits}f}"
+
+
+def decimals(column: Sequence[Any]) -> int:
+    """As many as a column of numbers needs: four, fewer where numbers are large (five digits in all), more where the
+    largest would have fewer than three digits of its own.
+    """
+    sizes = [abs(value) for value in column if isinstance(value, float) and math.isfinite(value)]
+    largest = max(sizes, default=0.0)
+    power = math.floor(math.log10(largest)) if largest > 0 else 0
+    return max(0, 4 - power) if power > 0 else max(4, 2 - power)
 
 
 def _numeric(column: Sequence[Any]) -> bool:

@@ -21,6 +21,9 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.evaluation.report import _table
+from posthoc_uq.glossary import meanings, words
+from posthoc_uq.predictions.scores import SCORES
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,10 @@ class TestNumbers:
             "Familiar and foreign inputs",
             "Risk over coverage",
         }
+        alone = uq.evaluate(
+            model, loader_of(x, y), ood_loaders=loader_of(9 * x), likelihood="regression", progress=False
+        )
+        assert alone.figures() == {}  # nothing varies between inputs
         assert evaluation.threshold(0.1) == pytest.approx(
             float(prediction.standard_deviation.flatten().sort().values[-13]), rel=1e-5
         )
@@ -264,14 +271,56 @@ class TestFiles:
         parser = _Page()
         parser.feed(page)
         assert parser.open == [] and parser.headings[0] == "A & B"
-        assert "http" not in page and "<script" not in page
+        assert "http" not in page and "<script" not in page and "prefers-color-scheme: dark" in page
         assert all(source.startswith("data:image/png;base64,") for source in parser.images)
         shown = [Image.open(BytesIO(base64.b64decode(s.split(",")[1]))) for s in parser.images]
-        figures = len(evaluation.figures())
-        assert figures == 3 and all(picture.size == (6, 6) for picture in shown[figures:])
-        assert len(shown) == figures + sum(map(len, evaluation.galleries.values()))
+        assert all(picture.size == (6, 6) for picture in shown)
+        assert len(shown) == sum(map(len, evaluation.galleries.values()))
         assert "<b>&lt;" in page and "<a>" not in page  # class names are text, not markup
-        assert "Telling noise from the test inputs" in parser.headings
+
+    def test_the_report_s_contents_come_first_and_its_details_are_folded(self, compared, tmp_path):
+        page = compared[0].report(tmp_path / "report.html").read_text()
+        parser = _Page()
+        parser.feed(page)
+        assert parser.linked == parser.headings[1:] and page.index("<nav") < page.index("<h2")
+        assert [f"#{name}" for name in parser.ids if name.startswith("part-")] == parser.links
+        ahead = ["Quality on 230 test inputs", "Reliability", "Telling noise from the test inputs"]
+        assert parser.headings[1:4] == ahead and parser.headings[4] == "Familiar and foreign inputs"
+        plain = re.sub("<details>.*?</details>", "", page, flags=re.S)
+        assert (
+            "variation ratio" in page and "variation ratio" not in plain and '<td class="t">entropy' in plain
+        )
+        assert plain.count('<div class="card">') == 18 and page.count('<div class="card">') == 36
+        assert "accuracy, 5 % referred" in plain and "1 minus the largest probability" in page
+
+    def test_the_report_s_figures_are_drawn_in_the_page_s_colours(self, compared, tmp_path):
+        page = compared[0].report(tmp_path / "report.html").read_text()
+        parser = _Page()
+        parser.feed(page)
+        panels = [name for name in parser.drawn if name not in ("Reliability", "Risk over coverage")]
+        assert len(parser.drawn) == len(set(parser.drawn)) and len(panels) == 4
+        assert {"entropy, network", "entropy, INF", "mutual information, INF"} < set(panels)
+        assert len(parser.ids) == len(set(parser.ids)) and parser.used <= {f"#{name}" for name in parser.ids}
+        drawings = "".join(re.findall("<svg.*?</svg>", page, flags=re.S))
+        assert not re.search("#[0-9a-f]{6}", drawings) and "<style" not in drawings and "<!--" not in drawings
+        assert "var(--series-1)" in drawings and "var(--text)" in drawings
+
+    def test_what_is_best_is_judged_as_it_is_shown(self):
+        header = ["model", "NLL", "RMSE", "mean entropy"]
+        rows = [["a", 0.50001, 12345.6, 1.0], ["b", 0.50002, 12345.7, 2.0], ["c", 0.6, 4.0, 3.0]]
+        page = _table(header, rows)
+        assert page.count('class="n best">0.5000<') == 2 and '<td class="n">12346<' in page
+        assert page.count("best") == 3 and 'class="n best">4<' in page
+        assert "best" not in _table(header, rows[:1])
+
+    def test_every_score_and_measure_is_explained(self, compared):
+        evaluation, _ = compared
+        measures = {name for by_row in evaluation.metrics.values() for name in by_row}
+        measures |= {name for by_row in evaluation.selective.values() for m in by_row.values() for name in m}
+        names = [*SCORES, *measures, "AUROC", "AUPR", "FPR95", "coverage of 95 %"]
+        explained = meanings(names)
+        assert all(words(name.split(" at ")[0].split(" of ")[0]) in explained for name in names)
+        assert words("RMSE at 0.05") == "RMSE, 5 % referred" and meanings(["my own measure"]) == {}
 
     def test_galleries_hold_the_extremes(self, images, compared):
         _, _, (x, y), foreign = images
@@ -615,17 +664,30 @@ class TestRefusals:
 
 
 class _Page(HTMLParser):
-    """Checks that elements are closed in order; collects headings and images."""
+    """Checks that elements are closed in order; collects headings, links, images and drawings."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
         self.headings: list[str] = []
         self.images: list[str] = []
+        self.links: list[str] = []
+        self.linked: list[str] = []
+        self.drawn: list[str] = []
+        self.ids: list[str] = []
+        self.used: set[str] = set()
 
     def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        self.ids += [named["id"]] if "id" in named else []
+        self.used |= {named["xlink:href"]} if "xlink:href" in named else set()
+        self.used |= set(re.findall(r"url\((#[^)]*)\)", " ".join(value or "" for value in named.values())))
         if tag == "img":
-            self.images.append(dict(attrs)["src"])
+            self.images.append(named["src"])
+        if tag == "a":
+            self.links.append(named["href"])
+        if tag == "svg":
+            self.drawn.append(named["aria-label"])
         if tag not in ("img", "meta", "br"):
             self.open.append(tag)
 
@@ -635,3 +697,5 @@ class _Page(HTMLParser):
     def handle_data(self, data):
         if self.open and re.fullmatch("h[12]", self.open[-1]):
             self.headings.append(data)
+        if self.open and self.open[-1] == "a":
+            self.linked.append(data)

@@ -453,6 +453,8 @@ class TestMonitoring:
         _check_self_contained(drifted)
         assert "<b>Drift.</b> The newest 200 inputs" in drifted and "A &amp; B" in drifted
         assert drifted.count("<svg") == 3 and "2030-01-02 03:04" in drifted and "251 to 450" in drifted
+        assert "p\u00a0<\u00a00.0001)" in drifted.replace("&lt;", "<") and not re.search(r"\de-\d", drifted)
+        assert "<summary>What the scores mean</summary>" in drifted and "share of the prior" in drifted
         calm = monitor_page(_records(450, 0.0, 4), reference)
         assert "no sign of drift" in calm
         alone = monitor_page(_records(10, 0.0, 4), None)

@@ -38,7 +38,7 @@ def monitor_to_page(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         pictures,
         window=options["window"],
         title=options["title"],
-        note=f"{Path(path).name} beside {Path(options['reference']).name}.",
+        note=f"{Path(path).name}, compared with the held-out data in {Path(options['reference']).name}.",
     )
     with atomic_text_file(options["output"]) as file:
         file.write(page)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from posthoc_uq.evaluation.measurements import Measurements
 from posthoc_uq.evaluation.measures import referred_shares
+from posthoc_uq.tables import decimals
 
 Table = tuple[list[str], list[list[Any]]]
 
@@ -33,6 +34,11 @@ def tables(evaluation: Measurements) -> dict[str, Table]:
     by_title["Leaving the least certain inputs to a person"] = _selective(evaluation)
     by_title["Referred by the thresholds of the posterior"] = _referred(evaluation)
     return {title: table for title, table in by_title.items() if table[1]}
+
+
+def column_decimals(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:
+    """How many decimals each column is shown with."""
+    return [decimals([row[i] for row in rows]) for i in range(len(header))]
 
 
 def _selective(evaluation: Measurements) -> Table:

@@ -12,8 +12,8 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posthoc_uq.evaluation.figures import figures
-from posthoc_uq.evaluation.listings import Table, tables
+from posthoc_uq.evaluation.figures import figures, single_figures
+from posthoc_uq.evaluation.listings import Table, column_decimals, tables
 from posthoc_uq.evaluation.measurements import FAMILIAR, Measurements
 from posthoc_uq.evaluation.report import html
 from posthoc_uq.storage.atomic import checked_target, write
@@ -110,7 +110,7 @@ class Evaluation(Measurements):
 
     def __str__(self) -> str:
         parts = [
-            f"{title}\n\n{text_table(header, rows, digits=4, indent='  ')}"
+            f"{title}\n\n{text_table(header, rows, digits=column_decimals(header, rows), indent='  ')}"
             for title, (header, rows) in self.tables().items()
         ]
         return "\n\n".join(parts)
@@ -123,7 +123,8 @@ class Evaluation(Measurements):
         return figures(self)
 
     def report(self, path: str | os.PathLike[str], *, title: str = "How far to trust this model") -> Path:
-        """Write one HTML file that needs nothing else: tables, figures, and the images worth a look.
+        """Write one HTML file that needs nothing else: contents, tables, figures, and the images worth a look; details
+        are folded, and it follows the browser's light or dark scheme.
 
         Args:
             path: of the file.
@@ -135,7 +136,7 @@ class Evaluation(Measurements):
         Raises:
             PosthocUQError: the file cannot be written; an existing one is left as it was.
         """
-        _put(path, html(self, title, self.tables(), self.figures()))
+        _put(path, html(self, title, self.tables(), single_figures(self)))
         return Path(path)
 
 

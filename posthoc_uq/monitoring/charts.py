@@ -117,7 +117,13 @@ def _log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     """Powers of ten, at most six of them, for an axis of base-10 logarithms."""
     first, last = int(np.ceil(low - 1e-9)), int(np.floor(high + 1e-9))
     step = max(1, -(-(last - first + 1) // 6))
-    return [(float(power), f"{10.0**power:g}") for power in range(first, last + 1, step)]
+    return [(float(power), _power_of_ten(power)) for power in range(first, last + 1, step)]
+
+
+def _power_of_ten(power: int) -> str:
+    if -4 <= power <= 5:
+        return f"{10.0**power:g}"
+    return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _steps(shares: Numbers, edges: Numbers, x: _Scale, y: _Scale) -> str:

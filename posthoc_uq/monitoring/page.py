@@ -7,12 +7,13 @@ from html import escape
 
 import numpy as np
 
+from posthoc_uq.glossary import meanings, words
 from posthoc_uq.monitoring.charts import STYLE as CHART_STYLE
 from posthoc_uq.monitoring.charts import histograms, share_over_time
 from posthoc_uq.monitoring.drift import FEWEST, LEVEL, Drift, drifts, newest, shared_scores, windows
 from posthoc_uq.monitoring.pictures import Picture
 from posthoc_uq.monitoring.records import Records
-from posthoc_uq.page import DARK, document, png_source
+from posthoc_uq.page import definitions, document, folded, png_source
 
 _UNITS = {
     "entropy": "nats",
@@ -24,14 +25,12 @@ _SHOWN = 12  # newest windows in the table
 _DRAWN = 60  # and in the chart
 
 _STYLE = (
-    DARK
-    + CHART_STYLE
+    CHART_STYLE
     + """
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin: 1rem 0; }
 .tile { border: 1px solid var(--line); border-radius: 6px; padding: .55rem .8rem; }
 .tile b { display: block; font-size: 1.45rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--dim); font-size: .82rem; display: block; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(19rem, 100%), 1fr)); gap: 1rem 1.6rem; }
 .charts h3 { font-size: 1rem; margin: .2rem 0; font-weight: 600; }
 .key { font-size: .85rem; color: var(--dim); margin: .2rem 0 .6rem; }
 .key i { display: inline-block; width: 1.1em; height: .75em; margin-right: .35em; vertical-align: baseline; }
@@ -40,8 +39,7 @@ _STYLE = (
 .key span { margin-right: 1.1em; white-space: nowrap; }
 .verdict { border-left: 4px solid var(--known); padding: .3rem .8rem; background: var(--panel); }
 .verdict.alarm { border-color: var(--wrong); }
-@media (max-width: 30rem) { body { margin: 1rem auto; } h1 { font-size: 1.4rem; } th, td { padding: .3rem .45rem; }
-  .when { display: none; } }
+@media (max-width: 30rem) { .when { display: none; } }
 """
 )
 
@@ -81,8 +79,9 @@ def monitor_page(
     return document(title, parts, style=_STYLE, head=head)
 
 
-def _words(score: str) -> str:
-    return score.replace("_", " ")
+def _p_value(value: float) -> str:
+    """A probability of which nobody needs more than four decimals."""
+    return f"=\u00a0{value:.2g}" if value >= 1e-4 else "<\u00a00.0001"
 
 
 def _tiles(incoming: Records, reference: Records | None) -> str:
@@ -96,7 +95,7 @@ def _tiles(incoming: Records, reference: Records | None) -> str:
     for score, values in incoming.scores.items():
         known_values = None if reference is None else reference.scores.get(score)
         held_out = "" if known_values is None else f"{np.nanmedian(known_values):.3g} held out"
-        tiles.append((f"{np.nanmedian(values):.3g}", f"median {_words(score)}", held_out))
+        tiles.append((f"{np.nanmedian(values):.3g}", f"median {words(score)}", held_out))
     cells = [
         f'<div class="tile"><b>{escape(value)}</b>{escape(name)}<span>{escape(other)}</span></div>'
         for value, name, other in tiles
@@ -118,7 +117,7 @@ def _verdict(incoming: Records, reference: Records | None, found: Sequence[Drift
     if not alarms:
         return f'<p class="verdict">The newest {count:,} inputs show no sign of drift.</p>'
     named = ", ".join(
-        f"{_words(t.score)} (D\u00a0=\u00a0{t.statistic:.2f}, p\u00a0=\u00a0{t.p_value:.2g})" for t in alarms
+        f"{words(t.score)} (D\u00a0=\u00a0{t.statistic:.2f}, p\u00a0{_p_value(t.p_value)})" for t in alarms
     )
     return (
         f'<p class="verdict alarm"><b>Drift.</b> The newest {count:,} inputs differ from the held-out data in '
@@ -135,9 +134,9 @@ def _charts(incoming: Records, reference: Records | None, window: int) -> list[s
     names = list(incoming.scores) if reference is None else shared_scores(incoming, reference)
     for score in names:
         known = none if reference is None else reference.scores[score]
-        chart = histograms(_UNITS.get(score, _words(score)), known, incoming.scores[score])
-        parts.append(f"<div><h3>{escape(_words(score).capitalize())}</h3>{chart}</div>")
-    parts.append("</div>")
+        chart = histograms(_UNITS.get(score, words(score)), known, incoming.scores[score])
+        parts.append(f"<div><h3>{escape(words(score).capitalize())}</h3>{chart}</div>")
+    parts += ["</div>", folded("What the scores mean", definitions(meanings(names)))]
     spans = [
         span for span in windows(len(incoming), window) if not np.isnan(incoming.referred[slice(*span)]).all()
     ][-_DRAWN:]
@@ -163,14 +162,18 @@ def _table(incoming: Records, found: Sequence[Drift]) -> list[str]:
     ends = sorted({test.last for test in found}, reverse=True)[:_SHOWN]
     scores = list(dict.fromkeys(test.score for test in found))
     by_place = {(test.last, test.score): test for test in found}
-    head = "".join(f'<th class="n">{escape(_words(s))}: D</th><th class="n">p</th>' for s in scores)
+    head = "".join(f'<th class="n">{escape(words(s))}: D</th><th class="n">p</th>' for s in scores)
     rows: list[str] = []
     for end in ends:
         cells: list[str] = []
         for score in scores:
             test = by_place.get((end, score))
             mark = " wrong best" if test is not None and test.alarm else ""
-            numbers = ("", "") if test is None else (f"{test.statistic:.3f}", f"{test.p_value:.2g}")
+            numbers = (
+                ("", "")
+                if test is None
+                else (f"{test.statistic:.3f}", _p_value(test.p_value).removeprefix("=\u00a0"))
+            )
             cells += [f'<td class="n{mark}">{number}</td>' for number in numbers]
         first = next(test.first for test in found if test.last == end)
         time = incoming.times[end - 1][:16].replace("T", " ")
@@ -192,7 +195,7 @@ def _table(incoming: Records, found: Sequence[Drift]) -> list[str]:
 def _gallery(incoming: Records, pictures: Sequence[Picture]) -> list[str]:
     if not pictures:
         return []
-    score = _words(incoming.novelty_score or "score")
+    score = words(incoming.novelty_score or "score")
     cards: list[str] = []
     for picture in pictures:
         small = ' class="small"' if picture.small else ""
