@@ -4,11 +4,11 @@
     OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --size 512 --only sampling --draws 30
     OMP_NUM_THREADS=1 python benchmarks/positions_cost.py --smoke    small images; seconds
 
-For one image, in multiples of a plain forward pass in the same run: the time of a prediction, and of the functional
-variance alone (before the link). Memory is the peak above what the process held before, in multiples of one draw's
-outputs in float32 (classes times pixels times four bytes); a plain pass is the first row. The fits, of the last layer
-and of all layers, are in multiples of a forward and backward pass over one image: what every further image costs, and
-what a fit costs beside that.
+For one image, in multiples of the plain forward passes before and after it: the time of a prediction, and of the
+functional variance alone (before the link). Memory is the peak above what the process held before, in multiples of one
+draw's outputs in float32 (classes times pixels times four bytes); a plain pass is the first row. The fits, of the last
+layer and of all layers, are in multiples of a forward and backward pass over one image: what every further image costs,
+and what a fit costs beside that.
 Weights are random: they have no influence on time or memory.
 """
 
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,16 +49,29 @@ def network(classes: int) -> nn.Sequential:
         return nn.Sequential(*body, nn.Conv2d(widths[-1], classes, 1)).eval()
 
 
-def measured(work: Callable[[], Any], unit: float) -> tuple[float, float]:
-    """Seconds of processor time of some work, and its peak of memory in units of so many bytes."""
+def peak(work: Callable[[], Any], unit: float) -> float:
+    """The peak of memory of some work above what was held, in units of so many bytes."""
     work()  # the first call settles what is kept
     forget_peak()
-    held, start = held_memory(), time.process_time()
+    held = held_memory()
     work()
-    return time.process_time() - start, (peak_memory() - held) / unit
+    return (peak_memory() - held) / unit
 
 
-def rows(size: int, classes: int, draws: int, method: str, only: str | None) -> list[Row]:
+def passes(work: Callable[[], Any], plain: Callable[[], Any], repeats: int) -> float:
+    """Processor time of some work over that of the plain passes before and after it, the median."""
+
+    def seconds(call: Callable[[], Any]) -> float:
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+    return median(
+        2 * seconds(work) / (before + seconds(plain)) for before in (seconds(plain) for _ in range(repeats))
+    )
+
+
+def rows(size: int, classes: int, draws: int, method: str, only: str | None, repeats: int) -> list[Row]:
     """One line a head."""
     model, image = network(classes), torch.rand(1, 3, size, size)
     unit = 4.0 * classes * size**2
@@ -67,32 +81,22 @@ def rows(size: int, classes: int, draws: int, method: str, only: str | None) -> 
         with torch.no_grad():
             model(image)
 
-    seconds, memory = measured(plain, unit)
+    found: list[Row] = [{"what": "plain pass", "passes": 1.0, "memory": peak(plain, unit)}]
     posterior = uq.fit(model, [(image, labels)], method, layers="last", prior_precision=100.0, progress=False)
-    found: list[Row] = [
-        {"what": "plain pass", "seconds": seconds, "passes": 1.0, "variance": 0.0, "memory": memory},
-    ]
     for name, (head, options) in HEADS.items():
         if only is not None and head != only:
             continue
         options = options | ({"n_samples": draws} if head == "sampling" else {})
         predictor: Any = uq.wrap(model, posterior, head, **options)
+        works: dict[str, Callable[[], Any]] = {"": lambda p=predictor: p(image)}
+        if hasattr(predictor, "functional_variance"):
+            works["variance, "] = lambda p=predictor: p.functional_variance(image)
+        line: dict[str, Any] = {"what": name}
         with torch.no_grad():
-            taken, peak = measured(lambda p=predictor: p(image), unit)
-            variance = (
-                measured(lambda p=predictor: p.functional_variance(image), unit)[0]
-                if hasattr(predictor, "functional_variance")
-                else 0.0
-            )
-        found.append(
-            {
-                "what": name,
-                "seconds": taken,
-                "passes": taken / seconds,
-                "variance": variance / seconds,
-                "memory": peak,
-            }
-        )
+            for what, work in works.items():
+                memory = peak(work, unit)
+                line |= {f"{what}passes": passes(work, plain, repeats), f"{what}memory": memory}
+        found.append(line)
         print(found[-1], flush=True)
     return found
 
@@ -144,12 +148,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=30)
     parser.add_argument("--method", default="inf")
     parser.add_argument("--only", help="one head")
+    parser.add_argument("--repeats", type=int, default=5, help="of which medians are taken")
     parser.add_argument("--smoke", action="store_true", help="small images")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     size = 24 if options.smoke else options.size
     with single_threaded():
-        found = rows(size, options.classes, options.draws, options.method, options.only)
+        found = rows(
+            size,
+            options.classes,
+            options.draws,
+            options.method,
+            options.only,
+            1 if options.smoke else options.repeats,
+        )
         fitted = fits(size, options.classes, options.method, 3 if options.smoke else 6)
     print(table(found))
     print(table(fitted))

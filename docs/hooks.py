@@ -1,16 +1,19 @@
 """Hooks of the documentation site (mkdocs.yml): pages that lie outside of docs/, and links between all of them.
 
 The documents are read in the repository, too, where links are relative to the file. In the site a link to a page goes
-to the page; one to any other file of the repository becomes its name.
+to the page; one to any other file of the repository becomes its name. Formulas become MathML, which browsers show
+without a script.
 """
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +56,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return "".join(
         part if index % 2 else _LINK.sub(turned, part)
         for index, part in enumerate(re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL))
+    )
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Turn formulas, as pymdownx.arithmatex marks them, into MathML."""
+
+    def turned(match: re.Match[str]) -> str:
+        formula = html.unescape(match[3]).strip().replace(r"\log ", r"\log\,")
+        if match[1] == "span":
+            return convert(formula)
+        return f'<div class="formula">{convert(formula, display="block")}</div>'
+
+    return re.sub(
+        r'<(span|div) class="arithmatex">\s*\\(\(|\[)(.*?)\\[)\]]\s*</\1>', turned, content, flags=re.S
     )
 
 

@@ -20,7 +20,8 @@ class AnswerLogits(nn.Module):
     wrap this module with ``likelihood="classification"``; labels are the numbers of the right answers.
 
     The last position is the last one that the attention mask does not hide, so that prompts may be padded on either
-    side; without a mask it is the last of all.
+    side; without a mask it is the last of all. Of a model with an encoder and a decoder (T5) it is the decoder's:
+    the prompt goes to the encoder, and the decoder begins with its start token unless ``decoder_input_ids`` are given.
 
     Args:
         model: takes ``input_ids`` and gives logits ``(batch, tokens, words)``, itself or as a part called ``logits``.
@@ -45,9 +46,17 @@ class AnswerLogits(nn.Module):
             input_ids: (batch, tokens).
             attention_mask: (batch, tokens), 0 where padding is.
             **inputs: what else the model takes.
+
+        Raises:
+            PosthocUQError: the model gives no such logits, or does not say what its decoder begins with.
         """
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
+        config: Any = getattr(self.model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            if not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+                inputs["decoder_input_ids"] = _start(config, input_ids)
+            attention_mask = inputs.get("decoder_attention_mask")
         logits = output_tensor(self.model(input_ids=input_ids, **inputs))
         if logits.ndim != 3 or max(self.tokens) >= logits.shape[2]:
             raise PosthocUQError(
@@ -60,3 +69,13 @@ class AnswerLogits(nn.Module):
         places = torch.arange(logits.shape[1], device=logits.device)
         last = (places * (attention_mask != 0)).argmax(1)
         return answers.take_along_dim(last[:, None, None], 1).squeeze(1)
+
+
+def _start(config: Any, input_ids: Tensor) -> Tensor:
+    """The token that a decoder begins with, ``(batch, 1)``."""
+    token = getattr(config, "decoder_start_token_id", None)
+    if token is None:
+        raise PosthocUQError(
+            "The model's config names no decoder_start_token_id; pass decoder_input_ids with the prompts, or set it."
+        )
+    return torch.full((len(input_ids), 1), token, dtype=input_ids.dtype, device=input_ids.device)

@@ -3,7 +3,8 @@
     tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
     D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
 
-where p_posterior is the prediction of the head that will be used. Neither labels nor held-out data are needed. Where no
+where p_posterior is the prediction of the head that will be used. Where outputs have positions the mean is over all
+positions that count (`posthoc_uq.likelihoods.counted`). Neither labels nor held-out data are needed. Where no
 prior precision can be set (the variances of a training), the `scale` is set instead. With a matched temperature, every
 tau has the temperature at which the mean entropy over the same inputs is the network's own: confidence is kept on
 average, and moves from inputs where the weights disagree to inputs where they agree.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite, log10, prod
+from math import ceil, isfinite, log10
 from typing import Any, cast
 
 import torch
@@ -26,9 +27,11 @@ from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.prediction import divisor_of
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials
+from posthoc_uq.likelihoods.counted import counted_positions, nothing_counts
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.samples import at_least_float32, by_input
 from posthoc_uq.replica import replicate
 from posthoc_uq.values import POSITIVE
@@ -44,6 +47,7 @@ _UP = 12  # decades above it at which a search gives up
 _ZERO = 1e-12  # mean square up to which weights count as zero
 _POSITIONS, _OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
 _LEAST = 16  # ... but so many inputs in any case
+_LEAST_DIVERGENCE = 1e-9  # nats below which a divergence may be rounding
 _HALVINGS = 12  # of the interval of temperatures
 
 
@@ -91,25 +95,67 @@ class Reached:
 
 
 def _enough(inputs: Sequence[Batch], model: nn.Module, predictor: Predictor) -> Sequence[Batch]:
-    """The first of the inputs, with some thousand positions in all: each position's prediction counts by itself, and
-    all outputs are kept in memory and predicted many times. Without positions all inputs.
+    """The first of the inputs, with some thousand positions in all that count: each position's prediction counts by
+    itself, and all outputs are kept in memory and predicted many times. Without positions all inputs.
     """
-    if not inputs:
-        return inputs
-    samples = count_samples(inputs[0])
-    with predictor.explaining(inputs[0]):
-        outputs = inputs[0].narrow(0, min(samples, PROBE_SAMPLES), samples).copied().call(model)
-    layout = predictor.posterior.likelihood.positions_of(outputs)
-    if layout is None:
-        return inputs
-    left = max(_LEAST, min(_POSITIONS // prod(layout.positions(outputs)), _OUTPUTS // outputs[0].numel()))
     chosen: list[Batch] = []
+    taken = positions = numbers = 0
     for batch in inputs:
         samples = count_samples(batch)
-        if left > 0:
-            chosen.append(batch if samples <= left else batch.narrow(0, left, samples))
-        left -= samples
+        probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
+        with predictor.explaining(batch):
+            outputs = probe.copied().call(model)
+        layout = predictor.posterior.likelihood.positions_of(outputs)
+        if layout is None:
+            return inputs
+        whole = outputs[:1].expand(samples, *outputs.shape[1:])
+        sums = counted_positions(layout, whole, batch).sum(1).cumsum(0).cpu() + positions
+        places = torch.arange(1, samples + 1, device="cpu")
+        enough = (sums <= _POSITIONS) & (places * outputs[0].numel() + numbers <= _OUTPUTS)
+        fitting = int((enough | (places + taken <= _LEAST)).sum())
+        if fitting:
+            chosen.append(batch if fitting == samples else batch.narrow(0, fitting, samples))
+        if fitting < samples:
+            break
+        taken, positions, numbers = taken + samples, int(sums[-1]), numbers + samples * outputs[0].numel()
     return chosen
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """The network's outputs for one batch.
+
+    Attributes:
+        outputs: at least in float32, divided by the temperature.
+        layout: where they have positions.
+        counted: which of their rows count; None for all.
+    """
+
+    outputs: Tensor
+    layout: Layout | None
+    counted: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """How many predictions count: the positions, or the samples."""
+        if self.counted is not None:
+            return int(self.counted.sum())
+        return len(self.outputs if self.layout is None else self.layout.rows(self.outputs))
+
+    def mean(self, score: Callable[[Tensor, Any], Tensor], prediction: Any) -> Tensor:
+        """The mean of a score of outputs and predictions, over what counts."""
+        outputs = self.outputs
+        if self.counted is not None and self.layout is not None:
+            outputs = self.layout.rows(outputs)[self.counted]
+            prediction = None if prediction is None else prediction.rows.picked(self.counted)
+        return as_double(score(outputs, prediction)).mean()
+
+
+def _compared(outputs: Tensor, batch: Batch, posterior: Posterior) -> _Compared:
+    outputs = at_least_float32(outputs.detach()) / divisor_of(posterior)
+    layout = posterior.likelihood.positions_of(outputs)
+    counted = None if layout is None else counted_positions(layout, outputs, batch).flatten()
+    return _Compared(outputs, layout, None if counted is None or bool(counted.all()) else counted)
 
 
 class FaithfulSearch:
@@ -141,11 +187,13 @@ class FaithfulSearch:
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
             inputs = _enough(inputs, model, predictor)
-            self._cache, self._seed = FeatureCache(predictor, lambda: ((b, None) for b in inputs)), seed
-            divisor = divisor_of(posterior)
+            self._cache, self._seed = FeatureCache(predictor, lambda: ((b, b) for b in inputs)), seed
             pairs = self._cache.outputs(lambda batch: batch.copied().call(model))
-            self._outputs = [at_least_float32(outputs.detach()) / divisor for outputs, _ in pairs]
-        self._samples = sum(len(outputs) for outputs in self._outputs)
+            self._compared = [_compared(outputs, batch, posterior) for outputs, batch in pairs]
+        self._rows = [own.rows for own in self._compared]
+        if not sum(self._rows):
+            raise nothing_counts()
+        self._samples = sum(len(own.outputs) for own in self._compared)
 
     def run(self, budget: float) -> Reached:
         """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
@@ -175,7 +223,7 @@ class FaithfulSearch:
         return ABOUT[self.name].label
 
     def _widest(self, budget: float) -> float:
-        """Search downwards by decades from where the divergence is about zero, then by bisection."""
+        """Search downwards by decades from where the divergence is about zero, then between two of them."""
         self._evaluated: dict[float, tuple[float, float]] = {}
         weights = self._weights_decade()
         # never wider than a training made it
@@ -185,19 +233,41 @@ class FaithfulSearch:
             if decade >= high:
                 return decade
             decade += 1
-        inside = decade
-        while inside > low and self._divergence(inside - 1) <= budget:
-            inside -= 1
-        if inside <= low:
-            return inside
-        outside = inside - 1
+        inside = outside = decade
+        while inside > low:
+            outside = max(low, inside - self._safe_step(self._divergence(inside), budget))
+            if not self._divergence(outside) <= budget:
+                break
+            inside = outside
+        tried = 0
         while inside - outside > TOLERANCE:
-            middle = (inside + outside) / 2
-            if self._divergence(middle) <= budget:
-                inside = middle
+            point = (inside + outside) / 2 if tried % 3 == 2 else self._crossing(outside, inside, budget)
+            if self._divergence(point) <= budget:
+                inside = point
             else:
-                outside = middle
+                outside = point
+            tried += 1
         return inside
+
+    @staticmethod
+    def _safe_step(divergence: float, budget: float) -> int:
+        """Decades down that do not exhaust the budget while the divergence grows as the square of the variances: near
+        the trained weights nothing makes it grow faster. At least one.
+        """
+        return max(1, int(log10(budget / max(divergence, _LEAST_DIVERGENCE)) / 2))
+
+    def _crossing(self, outside: float, inside: float, budget: float) -> float:
+        """Where a straight line through the logarithms of two divergences meets the budget, moved a little to the side
+        of the farther end, so that this end comes near.
+        """
+        below = log10(max(self._divergence(inside), _LEAST_DIVERGENCE) / budget)
+        above = self._divergence(outside) / budget
+        if not isfinite(above):
+            return (inside + outside) / 2
+        width, margin = inside - outside, 0.4 * TOLERANCE
+        found = inside - width * below / (below - log10(above))
+        found += margin if inside - found > found - outside else -margin
+        return min(max(found, outside + 0.1 * width), inside - 0.1 * width)
 
     def _weights_decade(self) -> float:
         """The decade of the inverse mean square of the trained weights; 0 for a scale, as the training left it."""
@@ -242,11 +312,12 @@ class FaithfulSearch:
         return value
 
     def _mean(self, distributions: Sequence[Any], score: Callable[[Tensor, Any], Tensor]) -> float:
-        """Mean over all inputs of a score of outputs and predictions."""
+        """Mean of a score of outputs and predictions over all inputs, or positions that count."""
         total = 0.0
-        for outputs, distribution in zip(self._outputs, distributions, strict=True):
-            total += float(as_double(score(outputs, self.predictor.prediction_of(distribution))).sum())
-        return total / self._samples
+        for own, rows, distribution in zip(self._compared, self._rows, distributions, strict=True):
+            if rows:
+                total += rows * float(own.mean(score, self.predictor.prediction_of(distribution)))
+        return total / sum(self._rows)
 
     def _match(self, distributions: Sequence[Any]) -> float:
         """The temperature at which the mean entropy is the network's, or the present one if there is none."""
@@ -269,7 +340,9 @@ class FaithfulSearch:
 
     def _network_entropy(self) -> float:
         entropy = self.posterior.likelihood.entropy
-        return sum(float(as_double(entropy(outputs)).sum()) for outputs in self._outputs) / self._samples
+        pairs = [pair for pair in zip(self._compared, self._rows, strict=True) if pair[1]]
+        total = sum(rows * float(own.mean(lambda outputs, _: entropy(outputs), None)) for own, rows in pairs)
+        return total / sum(self._rows)
 
 
 def widening(posterior: Posterior) -> str:

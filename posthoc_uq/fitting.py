@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from posthoc_uq.faithful import Faithful
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.features import keep_features, trained_features, watch_features
+from posthoc_uq.inference.first_batch import missing_decoder_inputs, other_dispersion, unshifted_labels
 from posthoc_uq.inference.identity import fit_identity
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.inference.observation_noise import set_observation_noise
@@ -123,7 +125,7 @@ def fit(
     weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
     _open_checkpoint(task, request, checkpoint, arguments)
-    kept_inputs = KeptInputs(task.memory_budget, inputs_to_keep(task.layers.values()))
+    kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
     task.observers += [kept_inputs] if request.faithful is not None else []
     noise_origin = set_observation_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method)
@@ -172,16 +174,22 @@ def _prepared_task(
         output=request.output,
     )
 
-    def look() -> bool:
+    def look() -> tuple[bool, list[str | None]]:
         with isolated_random_state(seed):
             check_log_prob(task.model, task.batch, likelihood)
-            return gives_probabilities(task.model, task.batch, likelihood)
+            seen = [unshifted_labels(unwrap(model), task.batch, likelihood)]
+            seen += [missing_decoder_inputs(unwrap(model), task.batch)]
+            seen += [other_dispersion(task.model, task.batch, likelihood)] if request.by_name else []
+            return gives_probabilities(task.model, task.batch, likelihood), seen
 
-    probabilities = together(look, "the dry run")
+    probabilities, seen = together(look, "the dry run")
     if task.prepared.warning is not None:
         warn_user(task.prepared.warning)
     if probabilities:
         warn_user(PROBABILITIES)
+    for warning in seen:
+        if warning is not None:
+            warn_user(warning)
     return task
 
 
@@ -238,7 +246,9 @@ def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: 
     elif request.faithful is not None:
         head["criterion"] = "faithful"
         inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
+        began = time.perf_counter()
         settle_faithful(posterior, inputs, predictor, request.faithful, seed=seed)
+        posterior.history.fit["seconds, faithful prior"] = time.perf_counter() - began
     elif not posterior.takes_prior:
         head["criterion"] = "given"
     elif isinstance(prior, float):

@@ -17,7 +17,8 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
-from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods import Gaussian, Likelihood
+from posthoc_uq.likelihoods.counted import labelled, mean_of_labels
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
@@ -33,6 +34,7 @@ _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
 _DECADES = 8  # of the prior precision that are searched upwards
 _TOLERANCE = 0.1  # decades of the prior precision
+_TOO_SMALL = 2.0  # times the noise variance: a larger mean squared residual is warned of
 _TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
 SPREAD = 0.3  # prior deviation of the logarithm of a temperature, so that a few samples hardly move it
 
@@ -103,6 +105,41 @@ class HeldOutSearch:
         self._cache = FeatureCache(predictor, self._batches)
         self._tempered = temperature
         self._best_loss, self._best = float("inf"), posterior.settings
+        self._searched_noise = False
+
+    def _network(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Outputs of the network at the posterior's centre, and targets, batch by batch."""
+        twin = replicate(model_of(self.posterior), self.posterior.centre)
+        return self._cache.outputs(lambda batch: batch.copied().call(twin))
+
+    def start_noise(self) -> None:
+        """Set the noise variance to the mean squared residual of the held-out data, where a search may begin that does
+        not depend on what was found before; it stays where residuals are not defined.
+        """
+        if isinstance(self.posterior.likelihood, Gaussian):
+            self.posterior.noise_scale = self._residual_noise(self.posterior.likelihood)
+
+    def _residual_noise(self, likelihood: Gaussian) -> float:
+        """The mean squared residual of the held-out data, as a multiple of the noise variance of the fit."""
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for outputs, targets in self._network():
+                likelihood.check(outputs, targets)
+                squares = likelihood.residuals(outputs, targets).square() / likelihood.noise(outputs)
+                total, count = total + float(as_double(squares).sum()), count + squares.numel()
+        return total / max(1, count)
+
+    def _warn_of_noise(self) -> None:
+        """Warn where the noise variance was not searched and is far below what the held-out data say."""
+        likelihood = self.posterior.likelihood
+        if self._searched_noise or not isinstance(likelihood, Gaussian):
+            return
+        factor = self._residual_noise(likelihood) / self.posterior.noise_scale
+        if factor > _TOO_SMALL:
+            warn_user(
+                f"The held-out data's mean squared residual is {factor:.3g} times the noise variance, which comes from "
+                f"the training data if you gave none, so that intervals are too narrow: pass noise=True to tune it too."
+            )
 
     def _batches(self) -> Iterator[tuple[Any, Tensor]]:
         with isolated_random_state(self._seed):
@@ -114,8 +151,8 @@ class HeldOutSearch:
                 yield batch, batch.targets
 
     def loss(self) -> float:
-        """Mean negative log-likelihood of the held-out data, in nats, at the present hyperparameters; sets the
-        temperature first if that is searched too.
+        """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats, at
+        the present hyperparameters; sets the temperature first if that is searched too.
 
         The temperature is the most probable one under a log-normal prior around 1. Without that prior, the best
         temperature for a few samples that are all predicted correctly is close to zero, which makes every prediction
@@ -127,11 +164,11 @@ class HeldOutSearch:
             if not self._tempered:
                 return self._mean(predicted)
             distributions = list(predicted)
-            samples = sum(len(targets) for _, targets in distributions)
+            count = sum(labelled(self.posterior.likelihood, targets) for _, targets in distributions)
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(distributions) + (log(temperature) / SPREAD) ** 2 / (2 * samples)
+                return self._mean(distributions) + (log(temperature) / SPREAD) ** 2 / (2 * max(1, count))
 
             self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
             return self._mean(distributions)
@@ -141,8 +178,8 @@ class HeldOutSearch:
         for distribution, targets in distributions:
             prediction = self._predictor.prediction_of(distribution)
             total += self._log_prob(prediction, targets)
-            count += len(prediction)
-        return -total / count
+            count += labelled(self.posterior.likelihood, targets)
+        return mean_of_labels(-total, count)
 
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
@@ -263,6 +300,7 @@ class HeldOutSearch:
         """Minimise the loss over one of ``"residual_weight"``, ``"scale"``, ``"noise"``, from the present values; keep
         the best values tried.
         """
+        self._searched_noise = self._searched_noise or name == "noise"
         if self._best_loss == float("inf"):
             self._best_loss, self._best = self._evaluate(), self.posterior.settings
         base, hyperparameter = self._best, HYPERPARAMETER.get(name, name)
@@ -291,7 +329,8 @@ class HeldOutSearch:
                 shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
         self.posterior.settings = self._best
-        self.posterior.history.tuning[name.replace("_", " ")] = "validation NLL"
+        label = "noise variance" if name == "noise" else ABOUT[hyperparameter].label
+        self.posterior.history.tuning[label] = "validation NLL"
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""
@@ -304,6 +343,7 @@ class HeldOutSearch:
         self._bar.close()
         self.trials.chosen = self._trial_in_place()
         warn_edges(self.trials)
+        self._warn_of_noise()
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
         with torch.no_grad():
             alone = (  # where the mean was trained, the model alone is another network
@@ -313,9 +353,9 @@ class HeldOutSearch:
             )
             for outputs, targets in alone:
                 total -= float(self._plain_likelihood().log_prob(outputs, targets).sum())
-                count += outputs.shape[0]
-        self.trials.model_alone = total / count
-        if self._best_loss > total / count + 2 * SLACK:
+                count += labelled(self.posterior.likelihood, targets)
+        self.trials.model_alone = mean_of_labels(total, count)
+        if self._best_loss > self.trials.model_alone + 2 * SLACK:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
                 if self.posterior.centre
@@ -323,7 +363,7 @@ class HeldOutSearch:
             )
             warn_user(
                 f"The best validation NLL found, {self._best_loss:.4g}, is worse than the model's own, "
-                f"{total / count:.4g}: the posterior does not serve this model. {advice}"
+                f"{self.trials.model_alone:.4g}: the posterior does not serve this model. {advice}"
             )
         return self.trials
 

@@ -212,7 +212,7 @@ def _target_tensor(targets: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         items = type(next(iter(targets), None)).__name__ if isinstance(targets, Sequence) else ""
         detection = (
-            " Boxes of a detector have no likelihood here: see 'Detectors' in docs/methods.md."
+            " Boxes of a detector have no likelihood here: see 'Detectors' in docs/methods/likelihoods.md."
             if items == "dict"
             else ""
         )

@@ -59,6 +59,7 @@ class Request:
         reader: of the batches.
         output: which part of what the model returns its outputs are, if the user said so.
         own_prior: of single weights.
+        by_name: whether the likelihood was given by its name, so that its parameters are its defaults.
     """
 
     method: Method
@@ -70,6 +71,7 @@ class Request:
     reader: BatchReader
     output: Output | None = None
     own_prior: OwnPrior = OwnPrior()
+    by_name: bool = False
 
     @property
     def faithful(self) -> float | None:
@@ -142,15 +144,15 @@ def requested(
             f"prior_precision a number or 'evidence'."
         )
     head_class(head or chosen.head)
-    finds_noise = (
-        resolved.noise_variance is not None and isinstance(likelihood, str) and noise_variance is None
-    )
+    by_name = isinstance(likelihood, str)
+    finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
     _check_loaders(loader, val_loader, chosen.passes() + finds_noise)
     device = model_device(network)
     check_differentiable(network)
     reader = _reader(chosen, device, others)
     output = checked_output(others["output"])
-    return Request(chosen, resolved, finds_noise, prior, head or chosen.head, seed, reader, output, own_prior)
+    head = head or chosen.head
+    return Request(chosen, resolved, finds_noise, prior, head, seed, reader, output, own_prior, by_name)
 
 
 def _reader(method: Method, device: torch.device, others: Mapping[str, Any]) -> BatchReader:

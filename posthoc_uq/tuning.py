@@ -56,7 +56,8 @@ def tune(
       mean over a few hundred inputs like the training inputs. Needs no labels. It is the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one (by the
       evidence, where the likelihood measures no divergence), whose negative log-likelihood
-      of held-out data is at most 0.01 nats above the best; of classes, what is wider than the faithful posterior of a
+      of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
+      nats above the best; of classes, what is wider than the faithful posterior of a
       fit may also cost at most a tenth of the best. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
       are logits every prior precision has the temperature that predicts best, under a log-normal prior around 1, so
@@ -79,7 +80,9 @@ def tune(
             logits. With ``"faithful"``: whether the mean entropy on the training inputs is brought back to the
             network's; by default not, since that keeps a network's overconfidence on what it memorised.
         per_layer: one prior precision per layer (evidence only).
-        noise: for regression, tune the noise variance too; by default it stays at the training residuals' variance.
+        noise: for regression, tune the noise variance too; by default it stays at the training residuals' variance. On
+            held-out data the prior precision is then chosen at the noise of their mean squared residual, and the noise
+            variance after it.
         parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
             ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or the scale
             where that is fixed, or nothing where there is neither.
@@ -250,7 +253,8 @@ def sampled_inputs(
     posterior: Posterior, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool
 ) -> list[Batch]:
     """A few hundred inputs of a loader, those with the smallest hashes."""
-    sample = KeptInputs(default_budget(reader.device), inputs_to_keep(posterior.layers.values()))
+    wanted = inputs_to_keep(posterior.layers.values())
+    sample = KeptInputs(default_budget(reader.device), posterior.likelihood, wanted)
     with isolated_random_state(seed):
         sample.read(loader, reader, seed, progress)
     return sample.batches(reader.device)
@@ -278,6 +282,8 @@ def _by_likelihood(
         temperature=tempered,
         progress=request.progress,
     )
+    if "noise" in names:
+        search.start_noise()
     if first in names:
         if grid is None and posterior.likelihood.has_divergence:
             budget = GUARDED if request.divergence is None else request.divergence

@@ -142,7 +142,7 @@ class Wide:
 
 def kept() -> list[int]:
     """How many inputs each process takes for the faithful prior, where they have room for other numbers of them."""
-    inputs = KeptInputs(2000 + 1500 * dist.get_rank())  # of 196 bytes each
+    inputs = KeptInputs(2000 + 1500 * dist.get_rank(), uq.Categorical())  # of 196 bytes each
     inputs.read(sampled("inf"), BatchReader(torch.device("cpu")), 0, False)
     return [len(batch.args[0]) for batch in inputs.batches(torch.device("cpu"))]
 

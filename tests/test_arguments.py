@@ -459,6 +459,7 @@ _FIT: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "rank": ({"method": "inf"}, [*_NO_NUMBER, 1.5, -1, float("inf")]),
     "basis": ({"method": "inf"}, ["x", 5, ["auto"], np.array(["auto"] * 2)]),
     "basis_fraction": ({"method": "inf"}, [*_NO_NUMBER, 0.0, 2.0]),
+    "bases": ({"method": "inf"}, ["x", 5, torch.ones(())]),
     "correction": ({"method": "inf"}, ["x", 5, ["clamp"]]),
     "layers": ({}, [5, True, [1], torch.ones(())]),
     "likelihood": ({}, ["x", 5, ["classification"], {}]),

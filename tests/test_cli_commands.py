@@ -8,9 +8,11 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from cli_helpers import CLASSES, failure, make_place, net, run, run_json, tensor
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.cli.entry import commands
+from posthoc_uq.cli.wording import in_options
 
 RANK = 8
 
@@ -398,7 +402,7 @@ class TestPredict:
                 )
             else:
                 assert {row["mutual_information"] for row in rows} == {""}
-            assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set("012")
+            assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set(CLASSES)
         common += ["--head", "sampling"]
         run(*common, "--head-option", "keep=seeds", "--head-option", "dtype=bfloat16", "--n-samples", 3)
         for name in ("colour", "generator"):  # the second exists, in Python
@@ -737,3 +741,36 @@ class TestUpdateAndForget:
         run("update", file, place / "val", *options)
         formats = {t["dtype"] for b in uq.inspect(file)["blocks"].values() for t in b["tensors"].values()}
         assert formats == {"float32"}
+
+
+def test_images_are_prepared_and_named_as_for_the_fit(place: Path, tmp_path: Path) -> None:
+    path, asked = tmp_path / "sized.h5", ["--image-size", 12, "--mean", "0.4", "--std", "0.5"]
+    run_json("fit", place / "train", *model_options(place), *asked, "--prior-precision", 5, "-o", path)
+    facts = uq.load(path, trained(place)).history.fit
+    assert (facts["image size"], facts["image mean"], facts["image std"]) == (12, [0.4], [0.5])
+    assert facts["class names"] == sorted(item.name for item in (place / "train").iterdir())
+    tables = []
+    for options in ([], asked, ["--image-size", 16]):
+        output = tmp_path / "out.csv"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            said = run("predict", path, place / "flat", *model_options(place), *options, "-o", output)
+        warned = "was fitted on images prepared as [3 x 12 x 12" in said.stderr or bool(caught)
+        assert warned == (options == ["--image-size", 16])
+        tables.append(output.read_text())
+    assert tables[0] == tables[1] != tables[2]
+    assert {row["label_1"] for row in table(tmp_path / "out.csv")} <= set(facts["class names"])
+
+
+def test_messages_name_options_of_the_command(place: Path) -> None:
+    context = click.Context(commands.commands["fit"])
+    said = "pass likelihood=uq.Categorical(..., class_dim=-1), or fisher='mc', batch_to_targets=lambda batch: ..."
+    assert in_options(said, context) == (
+        "pass --likelihood classification --likelihood-option class_dim=-1, or --fisher mc, "
+        "batch_to_targets=lambda batch: ..."
+    )
+    assert (
+        in_options("likelihood=uq.Mine(), layers='last' (colour=3).", context)
+        == "likelihood=uq.Mine(), --layers last (colour=3)."
+    )
+    assert in_options(said, click.Context(commands.commands["inspect"])) == said

@@ -222,6 +222,15 @@ def test_masks_go_through_the_same_crop(tmp_path: Path) -> None:
     data = data_of(str(tmp_path), source, options, meaning, labels=True, split="train")
     ((x, y),) = list(data.loader)
     assert torch.equal((x[:, 0] * 255 / 100).round().long(), y) and y.unique().tolist() == [0, 1, 2]
+    meaning = meaning_of_likelihood(
+        uq.Categorical(ignore_index=200)
+    )  # what is ignored has the likelihood's label
+    ((_, y),) = list(
+        data_of(
+            str(tmp_path), source, options | {"ignore_index": 2}, meaning, labels=True, split="train"
+        ).loader
+    )
+    assert y.unique().tolist() == [0, 1, 200]
 
 
 def test_models_of_torchvision_by_name(tmp_path: Path) -> None:

@@ -1,81 +1,237 @@
-"""The code of the documents runs as it stands, from the first block of a page to its last."""
+"""The code of the documents runs as it stands, from the first block of a page to its last, and their commands exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import socket
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 import torch.distributed
+from networks import registries_restored
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import posthoc_uq as uq
+from posthoc_uq.cli.entry import commands
 
 ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for page in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("recipes/*/README.md"),
+    )
+)
+ELSEWHERE = {
+    "docs/coming_from_laplace_torch.md": "test_notebooks.py",
+    "docs/deployment.md": "test_serving.py",
+    "docs/format.md": "test_storage.py",
+    "docs/language_models.md": "test_transformers.py",
+}
+"""Pages whose code other tests run: they check what it gives, too."""
+
+
+def fences(page: str) -> list[tuple[str, str]]:
+    """The language and the content of every block of a page, with as many empty lines before it as the page has."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.finditer(r"^ *```(\w*)\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(match[1], "\n" * text[: match.start(2)].count("\n") + match[2]) for match in found]
 
 
 def blocks(page: str) -> list[str]:
-    """The Python code of a page, each block with as many empty lines before it as the page has."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return ["\n" * text[: match.start(1)].count("\n") + match.group(1) for match in found]
+    """The Python code of a page."""
+    return [content for language, content in fences(page) if language == "python"]
 
 
-def classifier() -> dict[str, Any]:
-    """What the pages assume: a trained classifier of images, and loaders."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 5)).eval()
-        images, foreign = torch.randn(40, 1, 6, 6), 3 * torch.randn(40, 1, 6, 6)
-    labels = model(images).argmax(1)
-    data = TensorDataset(images, labels)
-    loader = DataLoader(data, batch_size=20)
+def given() -> dict[str, Any]:
+    """What the pages assume: a trained classifier of images, its data, and held-out data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 5)).eval()
+    inputs = torch.randn(60, 1, 6, 6)
+    labels = model(inputs).argmax(1)
+    data, held_out = TensorDataset(inputs[:40], labels[:40]), TensorDataset(inputs[40:], labels[40:])
+    return {
+        "__name__": "__main__",
+        "model": model,
+        "images": inputs[40:48],
+        "inputs": inputs[:40],
+        "labels": labels[:40],
+        "data": data,
+        "train_loader": DataLoader(data, batch_size=20),
+        "val_loader": DataLoader(held_out, batch_size=20),
+    }
+
+
+def first_pages() -> dict[str, Any]:
+    """What the first pages, whose examples are short, leave to the reader beside."""
+    loader = given()["train_loader"]
     return {
         "uq": uq,
         "torch": torch,
         "DataLoader": DataLoader,
         "DistributedSampler": DistributedSampler,
-        "model": model,
-        "images": images[:8],
-        "data": data,
         "loader": loader,
-        "train_loader": loader,
-        "val_loader": loader,
         "test_loader": loader,
-        "digits": [foreign],
+        "digits": [3 * torch.randn(40, 1, 6, 6)],
     }
 
 
+def own_methods() -> dict[str, Any]:
+    """A module with methods of one's own, and a command for the process."""
+    Path("my_methods.py").write_text("import posthoc_uq\n")
+    sys.argv = ["posthoc-uq", "--help"]
+    return {}
+
+
+BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
+    "README.md": first_pages,
+    "docs/getting_started.md": first_pages,
+    "docs/command_line.md": own_methods,
+}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in ELSEWHERE])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", sys.argv)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    names = classifier()
-    code = blocks(page)
-    assert code
+    with torch.random.fork_rng(), registries_restored():
+        names = given()
+        model, before = names["model"], {k: v.clone() for k, v in names["model"].state_dict().items()}
+        names |= BESIDE.get(page, dict)()
+        try:
+            for block in blocks(page):
+                run(compile(block, str(ROOT / page), "exec", dont_inherit=True), names)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            sys.modules.pop("my_methods", None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for name, right in SHOWN.get(page, {}).items():
+        assert right(names[name]), name
+
+
+def run(code: Any, names: dict[str, Any]) -> None:
+    """Run a block; one that ends with a command's help leaves it with success."""
     try:
-        for block in code:
-            exec(compile(block, str(ROOT / page), "exec"), names)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    assert isinstance(names["posterior"], uq.Posterior)
-    assert (tmp_path / "resnet18.inf.h5").exists()
+        exec(code, names)
+    except SystemExit as end:
+        assert not end.code and "main" in code.co_names
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-)
+SHOWN: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "README.md": {"prediction": lambda prediction: prediction.probs.shape == (8, 5)},
+    "docs/getting_started.md": {"posterior": lambda posterior: isinstance(posterior, uq.Posterior)},
+    "docs/methods/likelihoods.md": {
+        "posterior": lambda posterior: list(posterior.layers) == ["heads.box_predictor.cls_score"],
+        "prediction": lambda prediction: prediction.probs.shape == (4, 3),
+    },
+    "docs/methods/novelty.md": {"held_out": lambda held_out: held_out.novelty().shape == (20,)},
+    "docs/guides/images.md": {"everything": lambda everything: everything.probs.shape == (24, 2)},
+    "docs/guides/segmentation.md": {
+        "prediction": lambda prediction: prediction.probs.shape == (8, 2, 24, 24)
+    },
+}
+"""What some of the names that a page leaves must be."""
+
+
+@pytest.mark.parametrize("page", sorted(ELSEWHERE))
+def test_code_that_other_tests_run(page: str) -> None:
+    assert blocks(page)
+    assert Path(page).name in (ROOT / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_say_what_they_are(page: str) -> None:
+    """Code is Python, which is run, or a command, which is checked; no other block has any."""
+    for language, content in fences(page):
+        assert language in ("python", "bash", "text", "json"), content
+        if language == "text":
+            assert not re.search(r"^\s*(import|from|>>>|posthoc-uq|python|make) |\buq\.", content, re.M), (
+                content
+            )
+
+
+def written(page: str) -> Iterator[tuple[list[str], bool]]:
+    """The commands of a page, and whether each is complete: those of its blocks, and those of its sentences."""
+    for language, content in fences(page):
+        if language == "bash":
+            for line in content.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words.pop(0)
+                if words:
+                    yield words, True
+    prose = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    for command in re.findall(r"`(posthoc-uq [a-z]+[^`]*)`", prose):
+        yield shlex.split(command), False
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    for words, complete in written(page):
+        program, *arguments = words
+        if program == "torchrun":
+            program, arguments = "python", arguments[2:]
+        if program.endswith("python") and arguments[:2] == ["-m", "posthoc_uq"]:
+            program, arguments = "posthoc-uq", arguments[2:]
+        if program == "posthoc-uq":
+            check_options(arguments, complete)
+        elif program.endswith("python"):
+            check_script(arguments)
+        elif program == "make":
+            targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+            assert set(arguments) <= set(targets), words
+        elif program == "pip" and "-r" in arguments:
+            assert (ROOT / arguments[-1]).is_file(), words
+        else:
+            assert program in ("pip", "curl", "apt-get", ".venv/bin/pre-commit"), words
+
+
+def check_options(arguments: list[str], complete: bool) -> None:
+    """The command of ``posthoc-uq`` has these options with such values, and a complete one has all that it needs."""
+    command = commands.commands[arguments[0]]
+    context = click.Context(command, info_name=arguments[0])
+    values, stray, _ = command.make_parser(context).parse_args(list(arguments[1:]))
+    assert not stray, arguments
+    for parameter in command.get_params(context):
+        value = values.get(str(parameter.name))
+        if complete and parameter.required:
+            assert value, (arguments, parameter.name)
+        if isinstance(parameter.type, click.Choice) and value is not None:
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                parameter.type.convert(one, parameter, context)
+
+
+def check_script(arguments: list[str]) -> None:
+    """The script is there, and it or a module beside it has these options."""
+    if arguments[0] == "-m" or "/" not in arguments[0]:  # a module of others, or the reader's own file
+        return
+    script = ROOT / arguments[0]
+    modules = (*script.parent.glob("*.py"), *(ROOT / "recipes").glob("*.py"))
+    sources = "".join(module.read_text(encoding="utf-8") for module in modules)
+    assert script.is_file(), arguments
+    for option in arguments[1:]:
+        assert not option.startswith("--") or f'"{option}"' in sources, arguments
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str) -> None:
     text = re.sub(
         r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
@@ -96,3 +252,5 @@ def test_every_document_is_in_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     for page in (ROOT / "docs").rglob("*.md"):
         assert f": {page.relative_to(ROOT / 'docs').as_posix()}\n" in navigation + "\n", page
+    for page in ROOT.glob("recipes/*/README.md"):
+        assert f": recipes/{page.parent.name}.md\n" in navigation, page

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.likelihoods import Gaussian
+from posthoc_uq.methods import method_of
 
 SAMPLES = 10
 
@@ -67,6 +68,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         r"does not take "
         r"\['correction'\]",
     ),
+    "None as a rank": ({"method": "inf", "rank": None}, r"rank must be .*, not None\."),
     "negative rank": ({"method": "inf", "rank": -1}, "rank must be a positive integer or a share"),
     "broken rank": ({"method": "inf", "rank": 2.5}, "rank must be a positive integer or a share"),
     "basis": ({"method": "inf", "basis": "full"}, r"basis must be one of .*'sketch'.*'full'"),
@@ -356,3 +358,8 @@ def test_every_error_is_one_of_ours_and_exported() -> None:
         "NonFiniteError",
     ):
         assert issubclass(getattr(uq, name), uq.PosthocUQError)
+
+
+def test_none_is_a_value_of_an_option() -> None:
+    assert method_of("latent_binary", {"clip": None}) == uq.LatentBinary(clip=None)
+    assert method_of("latent_binary", {}) == uq.LatentBinary()

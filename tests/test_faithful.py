@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from networks import without_training
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.faithful import TOLERANCE
+from posthoc_uq.faithful import TOLERANCE, FaithfulSearch
 from posthoc_uq.inference.kept_inputs import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
@@ -339,7 +340,7 @@ class TestKeptInputs:
         self.keys = sample_keys([self.x], 50, 0)
 
     def kept(self, sizes, wanted=8, budget=2**20):
-        kept, start = KeptInputs(budget, wanted), 0
+        kept, start = KeptInputs(budget, uq.Categorical(), wanted), 0
         for size in sizes:
             part = slice(start, start + size)
             kept.see(Batch((self.x[part],), None, {"scale": 2.0}), self.keys[part])
@@ -368,7 +369,7 @@ class TestKeptInputs:
         parts = [*self.x.split(5), *wide.split(1)]
         found = set()
         for seed in range(5):
-            kept = KeptInputs(40 * 12, 40)
+            kept = KeptInputs(40 * 12, uq.Categorical(), 40)
             order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed))
             for index in order.tolist():
                 kept.see(Batch((parts[index],)), sample_keys([parts[index]], len(parts[index]), 0))
@@ -379,7 +380,7 @@ class TestKeptInputs:
 
     def test_what_all_samples_share_stays_shared(self):
         one, two = torch.ones(1, 3), torch.zeros(1, 3)
-        kept = KeptInputs(2**20, 50)
+        kept = KeptInputs(2**20, uq.Categorical(), 50)
         kept.see(Batch((self.x[:4], one)), self.keys[:4])
         kept.see(Batch((self.x[4:9], two)), self.keys[4:9])
         found = kept.batches(torch.device("cpu"))
@@ -390,8 +391,46 @@ class TestKeptInputs:
         assert all(batch.args[1].shape == (1, 3) for batch in found)
 
     def test_inputs_of_several_shapes(self):
-        kept = KeptInputs(2**20, 50)
+        kept = KeptInputs(2**20, uq.Categorical(), 50)
         kept.see(Batch((self.x[:4],)), self.keys[:4])
         wide = torch.cat([self.x[4:6], self.x[4:6]], dim=1)
         kept.see(Batch((wide,)), sample_keys([wide], 2, 0))
         assert sorted(len(batch.args[0]) for batch in kept.batches(torch.device("cpu"))) == [2, 4]
+
+
+class _ByLaw(FaithfulSearch):
+    """A search in which the divergence is a given function of the decade."""
+
+    def __init__(self, law: Callable[[float], float], prior: float | None = 1.0) -> None:
+        self._law, self._prior = law, prior
+
+    def _weights_decade(self) -> float:
+        return 0.0
+
+    def _divergence(self, decade: float) -> float:
+        if decade not in self._evaluated:
+            self._evaluated[decade] = self._law(decade), 1.0
+        return self._evaluated[decade][0]
+
+
+def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
+    budget, tried = 0.002, list[int]()
+    for edge in (-1.7, -0.313, 0.0, 0.49, 1.62, 2.94, 4.51):
+        for growth in (0.5, 1.0, 1.9):
+            for most in (0.004, 1.0, float("inf")):
+
+                def law(
+                    decade: float, edge: float = edge, growth: float = growth, most: float = most
+                ) -> float:
+                    exact = budget * 10 ** (growth * (edge - decade))
+                    if most == float("inf"):  # draws that break the model
+                        return exact if decade > edge - 0.5 else most
+                    return exact / (1 + (exact - budget) / most) if exact > budget else exact
+
+                search = _ByLaw(law)
+                found = search._widest(budget)
+                assert edge <= found <= edge + TOLERANCE
+                tried.append(len(search._evaluated))
+    assert max(tried) <= 11 and sum(tried) / len(tried) < 7  # bisection would take ten on average
+    assert _ByLaw(lambda decade: 0.0)._widest(budget) == -2  # the widest prior that is looked at
+    assert _ByLaw(lambda decade: 1.0)._widest(budget) == 12  # the narrowest

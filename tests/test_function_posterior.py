@@ -413,9 +413,8 @@ def test_initial_variances_of_another_model_are_refused() -> None:
 @pytest.mark.parametrize("curvature", [None, "diag", "kfac", "inf"])
 def test_without_epochs_the_curvature_s_own(curvature: str | None) -> None:
     model = net()
-    posterior = fitted(
-        model, epochs=0, initial=curvature, fisher="exact", **{"lr": None, "log_variance_lr": None}
-    )
+    options: dict[str, Any] = {"epochs": 0, "initial": curvature, "n_context": 6, "progress": False}
+    posterior = uq.fit(model, batches(), method="function_space", fisher="exact", **options)
     expected = uq.fit(model, batches(), method=curvature or "inf", fisher="exact", progress=False)
     assert posterior.method == "function_space" and posterior.prior_precision == expected.prior_precision
     assert posterior.history.fit["curvature"] == (curvature or "inf")

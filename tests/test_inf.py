@@ -281,3 +281,35 @@ def test_copies_of_inputs_are_said_to_share_labels(trained):
     copies = x[:4].repeat(50, 1)
     with pytest.warns(UserWarning, match="copies of others"):
         uq.fit(model, [copies], fisher="mc", prior_precision=1.0, progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gram_of_few_rows_is_decomposed_in_its_range(dtype):
+    """The same eigenpairs, with an orthonormal and complete basis, without an eigenproblem of the whole size."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 60, 520, dtype=dtype, generator=generator) * (torch.arange(520) + 1.0) ** -0.5
+    rows[:, :, 7] = 0  # a dead input
+    rows[1, 30:] = 0  # fewer rows than are said
+    gram = rows.mT @ rows
+    values, vectors = eigh_descending(gram, 60)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    expected = torch.linalg.eigvalsh(gram.double()).flip(-1).clamp(min=0)
+    torch.testing.assert_close(values.double(), expected, atol=tolerance * float(expected.max()), rtol=0)
+    assert values.dtype == vectors.dtype == dtype and bool((values[:, 71:] == 0).all())
+    identity = torch.eye(520, dtype=dtype).expand(2, -1, -1)
+    torch.testing.assert_close(vectors.mT @ vectors, identity, atol=tolerance, rtol=0)
+    rebuilt = (vectors * values.unsqueeze(1)) @ vectors.mT
+    torch.testing.assert_close(rebuilt, gram, atol=tolerance * float(expected.max()), rtol=0)
+    whole = eigh_descending(gram, 400)  # too many rows for that
+    torch.testing.assert_close(whole[0], values, atol=tolerance * float(expected.max()), rtol=0)
+
+
+def test_few_samples_of_a_wide_layer_leave_kronecker_factors_exact():
+    generator = torch.Generator().manual_seed(1)
+    model = torch.nn.Linear(600, 2, dtype=torch.float64)
+    x = torch.randn(40, 600, dtype=torch.float64, generator=generator)
+    posterior = uq.fit(model, list(x.split(16)), method="kfac", prior_precision=1.0, progress=False)
+    (block,) = posterior.blocks.values()
+    wide = torch.cat([x, torch.ones(40, 1, dtype=torch.float64)], dim=1)
+    rebuilt = (block.input_basis * block.input_values.unsqueeze(1)) @ block.input_basis.mT
+    torch.testing.assert_close(rebuilt[0], wide.T @ wide / 40, atol=1e-12, rtol=1e-9)

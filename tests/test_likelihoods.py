@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -400,9 +401,7 @@ def assert_predicts(name: str, found: Any, outputs: Tensor, y: Tensor, rough: fl
         entropy = own.entropy().mean(0)
         torch.testing.assert_close(found.expected_entropy(), entropy, rtol=0, atol=6e-3 * rough)
         ranks = torch.arange(own.probs.shape[-1])
-        torch.testing.assert_close(
-            found.mean(), (own.probs * ranks).sum(-1).mean(0), rtol=0, atol=1e-2 * rough
-        )
+        torch.testing.assert_close(found.mean, (own.probs * ranks).sum(-1).mean(0), rtol=0, atol=1e-2 * rough)
         return
     torch.testing.assert_close(found.mean, own.mean.mean(0), rtol=2e-2 * rough, atol=0)
     torch.testing.assert_close(
@@ -632,8 +631,8 @@ def test_what_an_ordinal_prediction_says(fitted: Any) -> None:
     torch.testing.assert_close(found.cdf()[:, 1], found.probs[:, :2].sum(1))
     ranks = torch.arange(4)
     mean = (found.probs * ranks).sum(1)
-    torch.testing.assert_close(found.mean(), mean)
-    torch.testing.assert_close(found.variance(), (found.probs * ranks**2).sum(1) - mean**2)
+    torch.testing.assert_close(found.mean, mean)
+    torch.testing.assert_close(found.variance, (found.probs * ranks**2).sum(1) - mean**2)
     lower, upper = found.interval(0.5)
     for row in range(30):
         cdf = found.probs[row].cumsum(0).tolist()
@@ -761,3 +760,34 @@ def test_settings_that_are_refused() -> None:
             uq.Gamma(wrong)
     with pytest.raises(uq.PosthocUQError, match="link='mc'"):
         uq.Ordinal().from_gaussian(torch.zeros(1, 2), torch.ones(1, 2), link="probit")
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn", "said"),
+    [
+        ("gamma", lambda mean: scipy.stats.gamma(6.0, scale=mean / 6.0), "shape"),
+        ("negative_binomial", lambda mean: scipy.stats.nbinom(1 / 0.3, 1 / (1 + 0.3 * mean)), "dispersion"),
+    ],
+)
+def test_another_dispersion_than_the_default_is_said_aloud(name: str, drawn: Any, said: str) -> None:
+    model = nn.Linear(2, 1)
+    x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.3, -0.2]]))
+        model.bias.fill_(math.log(5.0))
+        mean = model(x).exp().double().numpy()
+    y = torch.tensor(drawn(mean).rvs(random_state=0), dtype=torch.float32)
+    options: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False}
+    wanted = {"shape": 6.0, "dispersion": 0.3}[said]
+    with pytest.warns(UserWarning, match=f"stands for uq.* suggest {said}=") as caught:
+        uq.fit(model, [(x, y)], likelihood=name, **options)
+    (message,) = (str(w.message) for w in caught if "suggest" in str(w.message))
+    estimate = float(message.split(f"suggest {said}=")[1].split(";")[0])
+    assert abs(estimate / wanted - 1) < 0.15  # of 2,000 targets
+    kind = uq.Gamma if name == "gamma" else uq.NegativeBinomial
+    like_default = torch.tensor(scipy.stats.gamma(1.0, scale=mean).rvs(random_state=1), dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.fit(model, [(x, y)], likelihood=kind(wanted), **options)
+        if name == "gamma":
+            uq.fit(model, [(x, like_default)], likelihood=name, **options)

@@ -15,6 +15,7 @@ from torch.func import functional_call, jacrev
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
+from posthoc_uq.heads import closed_form
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearized import LinearizedPredictor
@@ -234,6 +235,35 @@ def test_products_with_the_covariance_of_a_last_layer(options: dict[str, Any]) -
     eye = torch.eye(7, dtype=torch.float64).repeat(6, 1, 1)
     expected = blocks_of(dense_covariance(model, posterior, x), 6)
     torch.testing.assert_close(weights.output_product("2", rows)(eye), expected)
+
+
+@pytest.mark.parametrize(
+    ("scale", "rank"), [(1.0, 4), (1e6, 4), (1e6, 1000)], ids=["subtracted", "cancelling", "roots"]
+)
+def test_variances_of_many_rows(scale: float, rank: int) -> None:
+    """What a last layer's low rank takes is subtracted, and by triangular roots where most cancels or the rank is
+    large.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3))
+        data, x = (torch.randn(40, 4), torch.randn(40, 3)), torch.randn(300, 4)
+    options: dict[str, Any] = {"layers": "last", "likelihood": "regression", "noise_variance": 1.0}
+    posterior = uq.fit(model, [data], "inf", rank=rank, prior_precision=1.0, progress=False, **options)
+    posterior.scale = scale
+    rows = nn.functional.pad(model[:2](x).detach(), (0, 1), value=1.0)
+    layer = WeightCovariance(posterior, torch.float32, x.device, 2**12).layers["2"]
+    assert layer.low_rank is not None and (2 * layer.low_rank.roots.shape[-1] > 13) == (rank == 1000)
+    if scale > 1:  # some rows along the direction that the data settled best, for the first output
+        deviations = layer.weights[0, 0].sqrt()
+        share = layer.subtracted_rows.reshape(3, -1, 13)[0] / deviations
+        rows[::3] = torch.linalg.svd(share).Vh[0] / deviations
+    truth = closed_form.variance(
+        WeightCovariance(posterior, torch.float64, x.device, 2**20).layers["2"], rows.double()
+    )
+    left = truth / (rows.double().square() @ layer.weights[0].double().T)
+    assert bool((left < 0.01).any()) == (scale > 1)
+    torch.testing.assert_close(closed_form.variance_of_many(layer, rows).double(), truth, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)

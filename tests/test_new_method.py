@@ -99,15 +99,19 @@ def test_the_command_line_shows_it() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_documents_name_it(name: str) -> None:
-    """Every method of the package has a row in the README, and in docs/methods.md a row or a section of its own."""
+    """Every method of the package has a row in the README, and in the documents a row and a page or a part of one."""
     kind, root = METHODS[name], TESTS.parent
     if not kind.__module__.startswith("posthoc_uq."):
         return
     readme = (root / "README.md").read_text(encoding="utf-8").partition("\n## Methods\n")[2]
     assert f'| `uq.{kind.__name__}()`, `"{name}"`' in readme.partition("\n## ")[0]
-    document = (root / "docs" / "methods.md").read_text(encoding="utf-8")
-    row = f'| `"{name}"` | ' in document.partition("\n## The family\n")[2].partition("\n## ")[0]
-    assert row or re.search(rf'\n## [^\n]+\n\n[^\n]*`method="{name}"`', document)
+    folder = root / "docs" / "methods"
+    family = (folder / "index.md").read_text(encoding="utf-8").partition("\n## The family\n")[2]
+    row = re.search(rf'\n\| `"{name}"`, \[[^]]+\]\((\w+\.md)', family.partition("\n## ")[0])
+    assert row
+    page = (folder / row[1]).read_text(encoding="utf-8")
+    assert f"`uq.{kind.__name__}(" in page and f'`method="{name}"`' in page
+    assert all(f"\n## {part}" in page for part in ("When to use", "Formula", "Cost")) and "Source" in page
 
 
 def test_two_methods_cannot_have_one_name(isotropic: Any) -> None:

@@ -331,24 +331,6 @@ def test_a_detector_is_refused_with_what_can_be_done() -> None:
         uq.fit(Detector(), [torch.zeros(4, 3)], progress=False)
 
 
-def test_the_box_head_of_a_detector_as_the_documentation_has_it() -> None:
-    document = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
-    code = document.split("### Detectors", 1)[1].split("```python\n", 1)[1].split("```", 1)[0]
-    detection = torchvision.models.detection
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        detector = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
-            weights=None, weights_backbone=None, num_classes=3
-        )
-        images, boxes = torch.randn(4, 3, 64, 64), torch.tensor([[4.0, 4.0, 40.0, 40.0]] * 4)
-    names: dict[str, Any] = {"detector": detector, "images": images, "boxes": boxes}
-    loader = [((images, boxes), torch.tensor([0, 1, 2, 1]))]
-    with Watch(detector):
-        exec(code, names := names | {"loader": loader})
-    assert list(names["posterior"].layers) == ["heads.box_predictor.cls_score"]
-    assert names["prediction"].probs.shape == (4, 3)
-
-
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "several.py").write_text(
         "import torch\nfrom torch import nn\n"

@@ -550,3 +550,36 @@ def test_attention_runs_batched_over_draws(fused: bool, layers: str) -> None:
     alone = uq.wrap(model, fitted, "sampling", n_samples=4, batched=False)
     torch.testing.assert_close(together.outputs(x), alone.outputs(x), rtol=1e-5, atol=1e-6)
     assert together.ensemble.refused is None
+
+
+class _Keeping(nn.Module):
+    """A layer that keeps something of its first pass, or whose weight is in a list too."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, bias=False)
+        self.listed = [self.layer.weight] if listed else None
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layer(x)
+        if self.listed is not None:
+            return outputs + F.linear(x, self.listed[0])
+        if self.kept is None:
+            self.kept = outputs.detach().mean(0)
+        return outputs - self.kept
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_redrawn_weights_are_those_of_a_fresh_copy(listed: bool) -> None:
+    """One copy of the model serves all draws only where it gives what a copy for each gives."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = _Keeping(listed).eval(), torch.randn(5, 3)
+    posterior = uq.fit(
+        model, [(x, torch.tensor([0, 1, 0, 1, 1]))], "diag", prior_precision=1.0, progress=False
+    )
+    found = uq.wrap(model, posterior, "sampling", keep="seeds", batched=False, n_samples=4).outputs(x)
+    kept = uq.wrap(model, posterior, "sampling", keep="weights", batched=False, n_samples=4).outputs(x)
+    torch.testing.assert_close(found, kept, rtol=0, atol=0)
+    assert float(found.std(0).min()) > 0

@@ -363,6 +363,45 @@ def test_multiple_choice(layers: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, posterior.quadratic(rows).to(found), rtol=1e-3, atol=1e-6)
 
 
+def test_answers_of_an_encoder_and_a_decoder() -> None:
+    model, right = seeded(t5), numbers(SAMPLES, below=3)
+    answers = uq.AnswerLogits(model, [7, 3, 21]).eval()
+    start, begun = torch.zeros(SAMPLES, 1, dtype=torch.int64), numbers(SAMPLES, 3, below=WORDS)
+    decoder_mask = torch.tensor([[1, 1, 0]]).expand(SAMPLES, 3)
+    with torch.no_grad():
+        first = model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=start).logits[:, 0, [7, 3, 21]]
+        torch.testing.assert_close(answers(IDS, MASK), first)
+        later = {"decoder_input_ids": begun, "decoder_attention_mask": decoder_mask}
+        second = model(input_ids=IDS, attention_mask=MASK, **later).logits[:, 1, [7, 3, 21]]
+        torch.testing.assert_close(answers(IDS, MASK, **later), second)
+    data = [({"input_ids": IDS, "attention_mask": MASK}, right)]
+    posterior = uq.fit(answers, data, "diag", layers="last", progress=False, prior_precision=2.0)
+    prediction = uq.wrap(answers, posterior)(**data[0][0])
+    assert prediction.probs.shape == (SAMPLES, 3) and bool((prediction.epistemic() > 0).all())
+    model.config.decoder_start_token_id = None
+    with pytest.raises(uq.PosthocUQError, match="pass decoder_input_ids"):
+        answers(IDS, MASK)
+
+
+def test_a_forgotten_shift_is_said_aloud() -> None:
+    model, labels = seeded(gpt2), IDS.masked_fill(MASK == 0, -100)
+    inputs = {"input_ids": IDS, "attention_mask": MASK}
+    options = {"layers": "last", "progress": False, "prior_precision": 2.0}
+    with pytest.warns(
+        UserWarning, match="labels are the inputs themselves, and GPT2LMHeadModel .*next_token=True"
+    ):
+        posterior = uq.fit(model, [(inputs, labels)], "diag", likelihood=TOKENS, **options)
+    assert "faithful prior" not in str(posterior.report())
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        uq.fit(model, [(inputs, labels)], "diag", likelihood=CAUSAL, **options)
+        uq.fit(model, [(inputs, shifted)], "diag", likelihood=TOKENS, **options)
+        masked = seeded(lambda: hf.BertForMaskedLM(hf.BertConfig(**_BERT)))
+        uq.fit(masked, [(inputs, labels)], "diag", likelihood=TOKENS, **options)
+    assert not any("next_token" in str(warning.message) for warning in caught)
+
+
 def test_answers_that_cannot_be() -> None:
     for tokens in ([3], [3, 3], [-1, 2]):
         with pytest.raises(uq.PosthocUQError, match="two different tokens"):
@@ -387,3 +426,24 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         str(tmp_path / f"gpt2.{part}.h5") for part in ("last", "lora")
     }
     assert "TABLE" not in document and "COST" not in document
+
+
+def test_a_decoder_that_reads_the_encoders_inputs_is_said_aloud() -> None:
+    model = seeded(
+        lambda: hf.BartForConditionalGeneration(
+            hf.BartConfig(
+                vocab_size=WORDS, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
+            )
+        )
+    )  # fmt: skip
+    inputs, options = {"input_ids": IDS, "attention_mask": MASK}, {"layers": "last", "progress": False}
+    with pytest.warns(
+        UserWarning, match="without decoder_input_ids, so its decoder reads the encoder's inputs"
+    ):
+        uq.fit(model, [(inputs, IDS)], "diag", likelihood=TOKENS, prior_precision=2.0, **options)
+    inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(IDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        uq.fit(model, [(inputs, IDS)], "diag", likelihood=TOKENS, prior_precision=2.0, **options)
+    assert not [w for w in caught if "decoder" in str(w.message)]

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -343,7 +344,9 @@ def test_regression_on_held_out_data(regression):
     posterior = uq.fit(model, [(x[:50], y[:50])], likelihood="regression", progress=False)
     uq.tune(posterior, [(x[50:], y[50:])], noise=True, progress=False)
     assert "given up" in posterior.history.tuning["prior precision"]
-    assert posterior.history.tuning["noise"] == "validation NLL"
+    assert posterior.history.tuning["noise variance"] == "validation NLL"
+    lines = [line for line in str(posterior.report()).splitlines() if line.startswith("noise")]
+    assert len(lines) == 1 and lines[0].endswith(", validation NLL")  # nothing of the residuals is left
     assert torch.isfinite(uq.wrap(model, posterior)(x).variance).all()
 
 
@@ -635,3 +638,32 @@ class TestHeads:
     def test_an_option_of_another_head(self):
         with pytest.raises(uq.PosthocUQError, match="takes no option"):
             uq.tune(self.posterior, [self.held_out], head="moments", n_probes=3, progress=False)
+
+
+def test_a_noise_variance_that_held_out_data_contradict_is_said_aloud_and_tuned_alike_at_every_call() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 8, generator=generator)
+    y = x[:, :1] + 0.5 * torch.randn(60, 1, generator=generator)
+    model = nn.Linear(8, 1)
+    with torch.no_grad():  # least squares on few samples: training residuals are too small
+        solved = torch.linalg.lstsq(torch.cat([x[:12], torch.ones(12, 1)], 1), y[:12]).solution
+        model.weight.copy_(solved[:8].T)
+        model.bias.copy_(solved[8])
+    held_out = [(x[12:], y[12:])]
+    options: dict[str, Any] = {"method": "full", "likelihood": "regression", "progress": False}
+    posterior = uq.fit(model, [(x[:12], y[:12])], **options)
+    residual = float((model(x[12:]) - y[12:]).square().mean())
+    factor = residual / float(posterior.noise_variance)
+    with pytest.warns(UserWarning, match=f"mean squared residual is {factor:.3g} times .*noise=True"):
+        uq.tune(posterior, held_out, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.tune(posterior, held_out, noise=True, progress=False)
+        found = posterior.settings
+        assert 0.2 * residual < float(posterior.noise_variance) <= 1.1 * residual
+        uq.tune(posterior, held_out, noise=True, progress=False)
+    assert posterior.settings == found
+    honest = uq.fit(model, held_out, **options)  # the noise of other data that the network has not seen
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.tune(honest, held_out, progress=False)

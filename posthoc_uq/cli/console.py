@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 
 import click
 
+from posthoc_uq.cli.wording import in_options
 from posthoc_uq.errors import PosthocUQError, printable
 
 ERROR, INCOMPLETE, INTERRUPTED = 1, 3, 130
@@ -121,13 +122,13 @@ def _errors_as_lines(ctx: click.Context) -> Generator[None]:
         except Exception as error:
             if debug:
                 raise
-            raise click.ClickException(_rank() + sentence(error)) from error
+            raise click.ClickException(_rank() + in_options(sentence(error), ctx)) from error
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     if _rank():  # every process gives the same warnings; only the first shows them
         return
-    line = f"Warning: {_one_line(str(message))}"
+    line = f"Warning: {in_options(_one_line(str(message)), click.get_current_context(silent=True))}"
     bars: Any = sys.modules.get("tqdm")
     if bars is not None and sys.stderr.isatty():
         bars.tqdm.write(line, file=sys.stderr)  # above a bar that is being shown

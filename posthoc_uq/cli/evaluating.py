@@ -8,12 +8,11 @@ from typing import Any
 
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.meaning import meaning_of
-from posthoc_uq.cli.models import source_of
 from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
+    model_and_posterior,
     output_names,
-    posterior_of,
     rewrite,
 )
 from posthoc_uq.cli.predictors import predictor_of
@@ -28,8 +27,7 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
     outputs = [options[name] for name in ("report", "csv_path", "json_file") if options[name] is not None]
     for output in outputs:
         check_output(output)
-    source = source_of(options)
-    posterior = posterior_of(path, source)
+    source, posterior = model_and_posterior(path, options)
     meaning = meaning_of(posterior)
     data = data_of(spec, source, options, meaning, labels=True, split="test")
     if not data.labelled:
@@ -49,7 +47,7 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
         ood_loaders=foreign,
         score=None if several else score,
         joint=[score] if several else (),
-        class_names=output_names(source, data, options["class_names"]),
+        class_names=output_names(source, posterior, options["class_names"], data),
         display=None if data.files is None else source.transform.display,
         progress=progress,
     )

@@ -16,7 +16,7 @@ from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.likelihoods import likelihood_of
 from posthoc_uq.cli.meaning import Meaning, meaning_of_likelihood
 from posthoc_uq.cli.models import Source, device_named, source_of
-from posthoc_uq.cli.posterior_files import check_output
+from posthoc_uq.cli.posterior_files import check_output, image_facts
 from posthoc_uq.distributed import agree, rank, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fitting import fit
@@ -71,7 +71,7 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
     )
     posterior.history.fit |= {"model": source.spec, "data": data.spec, **data.kept}
     if data.files is not None or spec.startswith("torchvision:"):
-        posterior.history.fit["images"] = source.transform.text
+        posterior.history.fit |= {"images": source.transform.text, **image_facts(options)}
     dtype = None if options["save_dtype"] is None else getattr(torch, options["save_dtype"])
     compression: Literal["gzip"] | None = "gzip" if options["compress"] else None
     _save_in_agreement(lambda: save(posterior, output, dtype=dtype, compression=compression))
@@ -86,20 +86,14 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
 
 
 def _method_as_used(name: str, options: Mapping[str, Any]) -> Method:
-    """`_method`, where a value that the method refuses is wrong usage, told with the option in place of the field."""
+    """`method_of`, where a value that the method refuses is wrong usage, told with the option in place of the field."""
     try:
-        return _method(name, options)
+        return method_of(name, options)
     except PosthocUQError as error:
         text = str(error)
         field = next((field for field in options if text.startswith(f"{field} ")), None)
         said = text if field is None else f"--{field.replace('_', '-')}{text.removeprefix(field)}"
         raise click.UsageError(said, click.get_current_context(silent=True)) from error
-
-
-def _method(name: str, options: Mapping[str, Any]) -> Method:
-    """A method with its options; one that was given as ``none`` is None."""
-    method = method_of(name, options)
-    return replace(method, **{option: None for option, value in options.items() if value is None})
 
 
 def _held_out(source: Source, options: Mapping[str, Any], meaning: Meaning) -> Iterable[Any] | None:

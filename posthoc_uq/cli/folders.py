@@ -11,7 +11,7 @@ from typing import Any
 from posthoc_uq.cli.images import FolderImages, Trouble, image_files
 from posthoc_uq.cli.labels import folder_labels
 from posthoc_uq.cli.masks import IMAGES, MaskedImages, has_masks, ignored_value, masked_images
-from posthoc_uq.cli.meaning import IGNORED, Meaning
+from posthoc_uq.cli.meaning import IGNORED, NAMES, Meaning
 from posthoc_uq.cli.models import Source, count_outputs
 from posthoc_uq.errors import PosthocUQError
 
@@ -73,7 +73,8 @@ def read_folder(
     numbers = [index[file.split(os.sep)[0]] for file in files]
     names = sorted(index, key=lambda name: index[name])
     complete = [index[name] for name in names] == list(range(outputs))
-    return Folder(FolderImages(folder, files, numbers, source.transform), True, names if complete else None)
+    images = FolderImages(folder, files, numbers, source.transform)
+    return Folder(images, True, names, {NAMES: names}) if complete else Folder(images, True)
 
 
 def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:

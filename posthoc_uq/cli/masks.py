@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,12 +17,11 @@ from posthoc_uq.cli.meaning import IGNORED, Meaning
 from posthoc_uq.cli.models import Source, outputs_for
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.predictions.layout import Layout
+from posthoc_uq.likelihoods import Categorical
 
 IMAGES, MASKS = "images", "masks"
 UNLABELLED = 255
 """The value of a mask whose pixels count for nothing, where ``--ignore-index`` says nothing else."""
-_NOT_COUNTED = Layout.ignore_index
 _MODES = ("1", "L", "P", "I", "I;16")
 
 
@@ -49,9 +48,10 @@ class MaskedImages(Dataset[Any]):
         masks: Sequence[str],
         transform: ImageTransform,
         ignored: int,
+        not_counted: int,
     ) -> None:
         self._folder, self.files, self._masks = folder, files, masks
-        self._transform, self._ignored = transform, ignored
+        self._transform, self._ignored, self._not_counted = transform, ignored, not_counted
         self._outputs: tuple[int, ...] | None = None
 
     def check_against(self, source: Source) -> None:
@@ -122,7 +122,7 @@ class MaskedImages(Dataset[Any]):
                 f"which value counts for nothing ({self._ignored} now)."
             )
             return Trouble(path, reason, readable=True)
-        return values.masked_fill(~counted, _NOT_COUNTED)
+        return values.masked_fill(~counted, self._not_counted)
 
 
 def _size(image: Image.Image) -> str:
@@ -161,6 +161,7 @@ def masked_images(folder: str, source: Source, options: Mapping[str, Any], meani
         [by_stem[_stem(file)] for file in files],
         source.transform,
         ignored_value(options, meaning),
+        cast(Categorical, meaning.likelihood).layout.ignore_index,
     )
     found.check_against(source)
     return found

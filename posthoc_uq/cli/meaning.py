@@ -15,7 +15,13 @@ COLUMNS, TARGETS, CLASSES = "table columns", "table targets", "table classes"
 IGNORED = "mask value ignored"
 """The fact that a fit on images with masks keeps: the value of a mask whose pixels count for nothing."""
 
-_FACTS = (COLUMNS, TARGETS, CLASSES, IGNORED)
+NAMES = "class names"
+"""The fact that a fit on class folders keeps: the names of the outputs."""
+
+SIZE, MEAN, STD = "image size", "image mean", "image std"
+"""Facts that a fit on images keeps: ``--image-size``, ``--mean`` and ``--std`` where they were given."""
+
+_FACTS = (COLUMNS, TARGETS, CLASSES, IGNORED, NAMES)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,10 @@ transform_options = several_options(
             help="Image to tensor: a callable, or a function without arguments that returns one.",
         ),
         click.option(
-            "--image-size", type=click.IntRange(1), metavar="PIXELS", help="Instead of the model's own."
+            "--image-size",
+            type=click.IntRange(1, 2**14),
+            metavar="PIXELS",
+            help="Instead of the fit's, or of the model's own.",
         ),
         click.option("--mean", type=Numbers(), help="Of the channels, instead of the model's own."),
         click.option("--std", type=Numbers(), help="Of the channels, instead of the model's own."),

@@ -3,34 +3,52 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from posthoc_uq.cli.data import Data
 from posthoc_uq.cli.labels import read_names
-from posthoc_uq.cli.models import Source
+from posthoc_uq.cli.meaning import CLASSES, MEAN, NAMES, SIZE, STD
+from posthoc_uq.cli.models import Source, source_of
+from posthoc_uq.cli.transforms import resolve_transform
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.storage.atomic import checked_target
 
+_PREPARED = {SIZE: "image_size", MEAN: "mean", STD: "std"}  # facts of the fit, and the options that they are
 _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def posterior_of(path: str, source: Source) -> Posterior:
-    """The posterior in a file, for this model; warns if images are now prepared in another way than for the fit."""
+def model_and_posterior(path: str, options: Mapping[str, Any]) -> tuple[Source, Posterior]:
+    """The model that the options name and the posterior in a file. Images are prepared as for the fit, but for what the
+    options say; warns if that differs.
+    """
+    source = source_of(options)
     posterior = load(path, source.model)
-    preparation = posterior.history.fit.get("images")
+    facts = posterior.history.fit
+    kept = {option: facts[fact] for fact, option in _PREPARED.items() if fact in facts}
+    if kept and options["transform"] is None:
+        chosen = [kept.get(name) if options[name] is None else options[name] for name in _PREPARED.values()]
+        source = replace(source, transform=resolve_transform(source.model, source.spec, None, *chosen))
+    preparation = facts.get("images")
     if preparation is not None and preparation != source.transform.text:
         warnings.warn(
             f"'{path}' was fitted on images prepared as [{preparation}], and these are prepared as "
             f"[{source.transform.text}].",
             stacklevel=2,
         )
-    return posterior
+    return source, posterior
+
+
+def image_facts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a fit keeps of its options for images, so that other commands prepare images in the same way."""
+    given = {fact: options[option] for fact, option in _PREPARED.items()}
+    return {fact: value for fact, value in given.items() if value is not None}
 
 
 def check_posterior_file(path: str) -> None:
@@ -59,11 +77,17 @@ def check_output(path: str | None) -> None:
         checked_target(path)
 
 
-def output_names(source: Source, data: Data, path: str | None) -> Sequence[str] | None:
-    """Names of the outputs: from a file, from the class folders, or from pretrained weights."""
+def output_names(
+    source: Source, posterior: Posterior, path: str | None, data: Data | None = None
+) -> Sequence[str] | None:
+    """Names of the outputs: from a file, from the class folders or the table, from those of the fit, or from pretrained
+    weights.
+    """
     if path is not None:
         return read_names(path)
-    return data.class_names or source.categories
+    facts = posterior.history.fit
+    kept = facts.get(NAMES, facts.get(CLASSES))
+    return (None if data is None else data.class_names) or kept or source.categories
 
 
 def prediction_kind(posterior: Posterior) -> Literal["classes", "values"]:

@@ -15,12 +15,11 @@ from posthoc_uq.cli.atomic_text import atomic_text_file
 from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.maps import make_folder, write_maps
 from posthoc_uq.cli.meaning import meaning_of
-from posthoc_uq.cli.models import source_of
 from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
+    model_and_posterior,
     output_names,
-    posterior_of,
 )
 from posthoc_uq.cli.prediction_table import Flags, PredictionTable
 from posthoc_uq.cli.predictors import predictor_of
@@ -41,8 +40,7 @@ def predict_to_csv(
     """Predict everything and write the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
     check_output(output)
-    source = source_of(options)
-    posterior = posterior_of(path, source)
+    source, posterior = model_and_posterior(path, options)
     data = data_of(
         spec,
         source,
@@ -56,7 +54,7 @@ def predict_to_csv(
     if options["maps"] is not None:
         make_folder(options["maps"], data.files)
     predictor = predictor_of(source, posterior, options)
-    names = output_names(source, data, options["class_names"])
+    names = output_names(source, posterior, options["class_names"], data)
     start = time.perf_counter()
     rows = flagged = 0
     applies = False

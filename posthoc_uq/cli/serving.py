@@ -9,9 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from posthoc_uq.cli.console import print_json, say
-from posthoc_uq.cli.labels import read_names
-from posthoc_uq.cli.models import source_of
-from posthoc_uq.cli.posterior_files import check_posterior_file, posterior_of
+from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior, output_names
 from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
 
@@ -54,8 +52,7 @@ def _application(path: str, options: Mapping[str, Any]) -> Any:
     reference = None
     if options["reference"] is not None:
         reference = Records.read(options["reference"], "the scores of held-out data")
-    source = source_of(options)
-    posterior = posterior_of(path, source)
+    source, posterior = model_and_posterior(path, options)
     predictor = predictor_of(source, posterior, options)
     if not referral_applies(predictor):
         what = (
@@ -66,7 +63,7 @@ def _application(path: str, options: Mapping[str, Any]) -> Any:
         warnings.warn(
             f"'referred' stays null: '{path}' is a file {what} (tune --referral-rate).", stacklevel=2
         )
-    names = source.categories if options["class_names"] is None else read_names(options["class_names"])
+    names = output_names(source, posterior, options["class_names"])
     settings = Settings(
         names=names,
         limits=Limits(options["max_bytes"], options["max_batch"], options["max_pixels"]),

@@ -7,11 +7,11 @@ from typing import Any
 
 from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.meaning import meaning_of
-from posthoc_uq.cli.models import Source, source_of
+from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
-    posterior_of,
+    model_and_posterior,
     prediction_kind,
     rewrite,
 )
@@ -28,8 +28,7 @@ def tune_file(path: str, options: Mapping[str, Any], progress: bool) -> dict[str
     """Tune, set the threshold, rewrite the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
     check_output(options["output"])
-    source = source_of(options)
-    posterior = posterior_of(path, source)
+    source, posterior = model_and_posterior(path, options)
     data = None
     if options["data"] is not None:
         data = data_of(

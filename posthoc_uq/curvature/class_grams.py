@@ -21,10 +21,11 @@ from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
 from posthoc_uq.curvature.operands import weighted
 from posthoc_uq.devices import Checks, as_double
 from posthoc_uq.distributed import add_up
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.errors import NonFiniteError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.weights import SampleWeights, sample_weights
+from posthoc_uq.likelihoods.counted import nothing_counts, weights_of
+from posthoc_uq.likelihoods.weights import SampleWeights
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.features import ALL, RARE, FeatureGrams
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom, positive_part
@@ -86,7 +87,7 @@ class ClassGrams:
         by_position = self.source.source == "positions"
         rows = feature_rows(recording.watched, self.source.layer, keys.shape[0], by_position)
         outputs = recording.outputs.detach()
-        weights = sample_weights(self._likelihood, outputs, batch.weights)
+        weights = weights_of(self._likelihood, outputs, batch)
         if by_position:
             grid = grid_of(recording.watched[0])
             labels, counts = self._of_positions(outputs, batch.targets, grid, weights)
@@ -165,10 +166,7 @@ class ClassGrams:
         add_up(self.sums)
         counts: list[float] = self.sums["counts"].tolist()
         if not any(counts):
-            raise PosthocUQError(
-                "No sample or position counts: all labels are ignore_index, or all weights are 0; look at the labels, "
-                "and at the mask or the weights."
-            )
+            raise nothing_counts()
         if len(counts) == 1:
             places, labels = {0: 0}, [ALL]
         else:

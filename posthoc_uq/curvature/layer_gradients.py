@@ -33,14 +33,22 @@ class LayerGradients:
             UnsupportedLayerError: the samples cannot be told apart in the layer's input.
         """
         activations = self.activations(dtype)
+        return activations[0] if len(activations) == 1 else Several(activations), self.gradients(dtype)
+
+    def gradients(self, dtype: torch.dtype) -> Tensor:
+        """The output gradients of `operands` alone.
+
+        Raises:
+            UnsupportedLayerError: the calls do not fit together.
+        """
         gradients = [self._gradients(call, dtype) for call in self.calls]
-        if len(activations) == 1:
-            return activations[0], gradients[0]
+        if len(gradients) == 1:
+            return gradients[0]
         if any(g.shape[1::2] != gradients[0].shape[1::2] for g in gradients):
             raise UnsupportedLayerError(
                 f"Layer '{self.layer.name}' uses its weight both as it is and transposed."
             )
-        return Several(activations), torch.cat(gradients, dim=2)
+        return torch.cat(gradients, dim=2)
 
     def activations(self, dtype: torch.dtype) -> list[Operand]:
         """Activations in `dtype`, one operand a call.
@@ -80,7 +88,8 @@ class LayerGradients:
                 x = x[(slice(None),) * (axis + 2) + (slice(None, None, stride),)]
         columns = x.reshape(self.samples, layer.groups, x.shape[1] // layer.groups, -1)
         if layer.bias is not None:
-            columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
+            ones = columns.new_ones(1, 1, 1, 1).expand(*columns.shape[:2], 1, columns.shape[3])
+            columns = torch.cat((columns, ones), 2)
         return Rows(columns.transpose(2, 3))
 
     def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ def squared_residuals(
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
                 outputs = batch.call(capture.twin)
             fault = unit.fault(outputs, batch.targets)
-            weights = batch_weights(unit, outputs, batch, index)
+            weights = batch_weights(unit, outputs, batch, str(index))
             squares = as_double(unit.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)
             squares = weighted(squares, None if weights is None else weights.samples).sum(0)
             sums, *faults = on_host(squares, *([] if fault is None else [fault]))

@@ -54,13 +54,20 @@ class InputGram(_Sums):
     def __init__(
         self, groups: int, inputs: int, dtype: torch.dtype, device: torch.device, budget: int
     ) -> None:
-        super().__init__({"gram": torch.zeros(groups, inputs, inputs, dtype=dtype, device=device)}, budget)
+        gram = torch.zeros(groups, inputs, inputs, dtype=dtype, device=device)
+        super().__init__({"gram": gram, "rows": _count()}, budget)
 
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
         if first_pass:
             activations.add_gram(self._sums["gram"], self._limit(gradients), _on_device(weights, gradients))
+            self._sums["rows"] += activations.samples * activations.positions
+
+    @property
+    def rows(self) -> int:
+        """How many rows were added: no more eigenvalues are positive."""
+        return int(self._sums["rows"])
 
     def mean(self, samples: float) -> Tensor:
         """The Gram over `samples`."""
@@ -74,16 +81,20 @@ class GradientGram(_Sums):
         self, groups: int, outputs: int, dtype: torch.dtype, device: torch.device, budget: int
     ) -> None:
         gram = torch.zeros(groups, outputs, outputs, dtype=dtype, device=device)
-        super().__init__(
-            {"gram": gram, "positions": torch.zeros((), dtype=torch.float64, device="cpu")}, budget
-        )
+        super().__init__({"gram": gram, "rows": _count(), "positions": _count()}, budget)
 
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
         Rows(gradients).add_gram(self._sums["gram"], self._limit(gradients))
+        self._sums["rows"] += gradients.shape[0] * gradients.shape[2]
         if first_pass:
             self._sums["positions"] += _total(gradients, weights) * gradients.shape[2]
+
+    @property
+    def rows(self) -> int:
+        """How many rows were added: no more eigenvalues are positive."""
+        return int(self._sums["rows"])
 
     def mean(self, samples: float) -> Tensor:
         """The Gram over all positions."""
@@ -101,11 +112,7 @@ class RangeSketch(_Sums):
     """
 
     def __init__(self, side: str, test_matrix: Tensor, budget: int) -> None:
-        sums = {
-            "sketch": torch.zeros_like(test_matrix),
-            "positions": torch.zeros((), dtype=torch.float64, device="cpu"),
-        }
-        super().__init__(sums, budget)
+        super().__init__({"sketch": torch.zeros_like(test_matrix), "positions": _count()}, budget)
         self.test_matrix = test_matrix
         self._side = side
 
@@ -167,6 +174,11 @@ class SquaredGradients(_Sums):
     def eigenvalues(self, samples: float) -> Tensor:
         """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum."""
         return _mean_squares(self._sums.pop("eigenvalues"), samples)
+
+
+def _count() -> Tensor:
+    """A number that counts, kept as a sum like the others."""
+    return torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 def _total(gradients: Tensor, weights: SampleWeights | None) -> float:

@@ -15,14 +15,16 @@ from posthoc_uq.curvature.content import WORD, sample_hashes, shared_hash
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import CPU_TEMPORARY, Rows, positions_apart
+from posthoc_uq.curvature.picked import Picked
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.devices import Checks
 from posthoc_uq.distributed import check_items, own_samples
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods import Fisher, Likelihood
-from posthoc_uq.likelihoods.weights import SampleWeights, sample_weights
+from posthoc_uq.likelihoods.counted import weights_of
+from posthoc_uq.likelihoods.weights import SampleWeights
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
-from posthoc_uq.randomness import mixed_seed, sample_keys, share_of
+from posthoc_uq.randomness import mixed_seed, sample_keys
 
 KEYS_KEPT = 65536  # inputs whose hashes are remembered, to recognise data that are mostly copies
 
@@ -131,10 +133,11 @@ def sweep(
     Args:
         accumulators: by layer name.
         joint: takes the per-sample gradients of all layers together.
-        share: of the samples that are swept over, picked by a hash of their inputs.
+        share: of the samples that are swept over, picked by a hash of their inputs, in batches no larger than the
+            loader's.
         done: the summary of an interrupted sweep whose sums the accumulators hold; its batches are read, but not
             swept over again.
-        after_batch: called after every batch that is swept over.
+        after_batch: called whenever all that is to be swept over of the batches read so far has been.
         observers: see every batch that is swept over, and those of `done`.
 
     Raises:
@@ -143,6 +146,11 @@ def sweep(
             `done`.
     """
     summary, skipped = Summary(), 0 if done is None else done.batches
+    picked, checks = Picked(share), Checks()
+
+    def sweep_over(batch: Batch, keys: Tensor, place: str) -> None:
+        _sweep_batch(capture, batch, keys, place, settings, accumulators, joint, summary, observers, checks)
+
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
@@ -150,21 +158,19 @@ def sweep(
             bar.advance(samples)
             if done is not None and index < skipped:
                 if observers:
-                    _show(observers, batch, keys, _run(capture, batch, samples, index), checks)
+                    _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
                 checks.look()
                 if index == skipped - 1:
                     summary = _resumed(summary, done)
                 continue
-            if share < 1:
-                picked = share_of(keys, share).nonzero().flatten()
-                batch, keys = batch.select(picked, samples), keys[picked]
-            if keys.shape[0]:
-                _sweep_batch(
-                    capture, batch, keys, index, settings, accumulators, joint, summary, observers, checks
-                )
+            for part in picked.add(batch, keys, index):
+                sweep_over(*part)
             checks.look()
-            if after_batch is not None:
+            if after_batch is not None and not picked.waiting:
                 after_batch(summary)
+        for part in picked.rest():
+            sweep_over(*part)
+        checks.look()
     if done is not None and summary.batches < skipped:
         raise _other_data()
     return summary
@@ -178,14 +184,14 @@ def show(
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             checks = Checks()
-            _show(observers, batch, keys, _run(capture, batch, samples, index), checks)
+            _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
             checks.look()
             bar.advance(samples)
 
 
-def _run(capture: Capture, batch: Batch, samples: int, index: int) -> Recording:
+def _run(capture: Capture, batch: Batch, samples: int, place: str) -> Recording:
     """The recorded forward pass of a batch; an error inside the model says what the model was called with."""
-    with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
+    with explained(lambda: capture.twin, batch, f"batch {place} of the loader", LOADER):
         return capture.run(batch, samples)
 
 
@@ -237,7 +243,7 @@ def _sweep_batch(
     capture: Capture,
     batch: Batch,
     keys: Tensor,
-    index: int,
+    place: str,
     settings: SweepSettings,
     accumulators: Mapping[str, Sequence[Accumulator]],
     joint: JointFisher | None,
@@ -246,19 +252,19 @@ def _sweep_batch(
     checks: Checks,
 ) -> None:
     likelihood, samples = settings.likelihood, keys.shape[0]
-    recording = _run(capture, batch, samples, index)
+    recording = _run(capture, batch, samples, place)
     outputs = recording.outputs.detach()
     # a sum is read once, and has no temporary; one that overflows is looked at again
     total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
-    checks.later(total, lambda host_total: _require_outputs(host_total, outputs, index))
+    checks.later(total, lambda host_total: _require_outputs(host_total, outputs, place))
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError(
-            f"Batch {index}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
+            f"Batch {place}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
             f"count the samples."
         )
-    weights = batch_weights(likelihood, outputs, batch, index)
+    weights = batch_weights(likelihood, outputs, batch, place)
     targets = batch.targets if weights is None else weights.targets(batch.targets)
-    _check_targets(likelihood, outputs, targets, index, checks)
+    _check_targets(likelihood, outputs, targets, place, checks)
     _show(observers, batch, keys, recording, checks)
     gradients = likelihood.gradients(outputs, targets, keys, settings.fisher, settings.n_samples)
     if weights is not None:
@@ -277,7 +283,7 @@ def _sweep_batch(
         first, gradient = False, following
     if sums:
         names = list(sums)
-        checks.later(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, index))
+        checks.later(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
     summary.samples += samples
     summary.weight += samples if weights is None else weights.total
     summary.outputs = outputs[0].numel()
@@ -289,12 +295,12 @@ def _sweep_batch(
         checks.later(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
 
 
-def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, index: int) -> SampleWeights | None:
+def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, place: str) -> SampleWeights | None:
     """The weights of a batch of the loader, the error of a wrong shape with the batch's number."""
     try:
-        return sample_weights(likelihood, outputs, batch.weights)
+        return weights_of(likelihood, outputs, batch)
     except PosthocUQError as error:
-        raise PosthocUQError(f"Batch {index}: {error}") from None
+        raise PosthocUQError(f"Batch {place}: {error}") from None
 
 
 def no_weight() -> PosthocUQError:
@@ -305,7 +311,7 @@ def no_weight() -> PosthocUQError:
 
 
 def _check_targets(
-    likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, index: int, checks: Checks
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, place: str, checks: Checks
 ) -> None:
     """Refuse targets that do not fit: wrong shapes and types now, wrong values when the checks are looked at."""
 
@@ -313,7 +319,7 @@ def _check_targets(
         try:
             return check(outputs, targets)
         except PosthocUQError as error:
-            raise PosthocUQError(f"Batch {index}: {error}") from None
+            raise PosthocUQError(f"Batch {place}: {error}") from None
 
     fault = named(likelihood.fault)
     if fault is not None:
@@ -350,16 +356,16 @@ def _feed(
     return sink
 
 
-def _require_outputs(total: Tensor, outputs: Tensor, index: int) -> None:
+def _require_outputs(total: Tensor, outputs: Tensor, place: str) -> None:
     if not bool(torch.isfinite(total)) and not bool(torch.isfinite(outputs).all()):
-        raise _not_finite(f"Batch {index}: the model's outputs are not finite.")
+        raise _not_finite(f"Batch {place}: the model's outputs are not finite.")
 
 
-def _require_finite(names: Sequence[str], sums: Tensor, index: int) -> None:
+def _require_finite(names: Sequence[str], sums: Tensor, place: str) -> None:
     # A backward pass goes from the last layer to the first, so the first layer that is not finite is the cause.
     for name, finite in zip(names, torch.isfinite(sums).tolist(), strict=True):
         if not finite:
-            raise _not_finite(f"Batch {index}: layer '{name}' has non-finite activations or gradients.")
+            raise _not_finite(f"Batch {place}: layer '{name}' has non-finite activations or gradients.")
 
 
 def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Tensor:

@@ -15,9 +15,11 @@ from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.result import Evaluation
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.likelihoods.counted import counted_positions
+from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.predictions.base import Prediction, cat
 from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.scores import SCORES
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.values import COUNT, NATURAL, Number, check_function, one_of, shown
@@ -46,7 +48,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure how good and how well calibrated predictions are, and how well their uncertainty detects foreign inputs.
 
-    All compared models see the same batches, in one pass over each loader, so that a loader may shuffle or augment.
+    Of outputs with positions only those count whose label is not ignored and that the model's attention mask attends
+    to, in the scores of an input and in its referral, too. All compared models see the same batches, in one pass over
+    each loader, so that a loader may shuffle or augment.
     Models, posteriors and the global random state stay as they are.
 
     Args:
@@ -184,7 +188,7 @@ def _pass(
         for batch in batches(loader, reader):
             for row in rows:
                 moved = batch if row.device == reader.device else batch.to(row.device)
-                parts[row.name].append(row.call(moved).to("cpu"))
+                parts[row.name].append(_counting(row.call(moved).to("cpu"), batch))
             last = parts[rows[-1].name][-1]
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())
@@ -195,6 +199,19 @@ def _pass(
             bar.advance(len(last))
     joined = torch.cat(targets) if targets and sum(map(len, targets)) == seen else None
     return {row: cat(predictions) for row, predictions in parts.items()}, joined
+
+
+def _counting(prediction: Prediction, batch: Batch) -> Prediction:
+    """The prediction, in whose numbers of an input only positions count that labels or the attention mask leave in; of
+    an input without any, all of them.
+    """
+    if not isinstance(prediction, PositionPrediction) or prediction.mask is not None:
+        return prediction
+    counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
+    counted = counted | ~counted.any(1, keepdim=True)
+    if bool(counted.all()):
+        return prediction
+    return prediction.masked(counted.reshape(len(prediction), *prediction.positions))
 
 
 def _labels(prediction: Prediction, targets: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ class Measurements:
 
     @cached_property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """By row: accuracy, NLL, calibration errors on the test data; or RMSE, log density, CRPS, coverage."""
+        """By row: accuracy, NLL, calibration errors on the test data; or RMSE, log density, CRPS, coverage. Of outputs
+        with positions they are means over all positions whose label counts.
+        """
         return {
             row: by_set[FAMILIAR].quality(self.targets, self.bins) for row, by_set in self.predictions.items()
         }

@@ -6,15 +6,20 @@ An output needs the covariance of one row of weights, a pair of outputs that of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from posthoc_uq.curvature.operands import chunks
 from posthoc_uq.devices import as_double
-from posthoc_uq.heads.cancellation import Contracted, precise_values
+from posthoc_uq.heads.cancellation import LEAST_SHARE, Contracted, precise_values
 from posthoc_uq.heads.layer_covariance import LayerCovariance
 from posthoc_uq.heads.products import gram
+
+_CACHED = (
+    2**20
+)  # bytes of the products of many rows that are computed at once: they stay in a processor's cache
 
 
 def variance(layer: LayerCovariance, activations: Tensor) -> Tensor:
@@ -36,6 +41,53 @@ def variance(layer: LayerCovariance, activations: Tensor) -> Tensor:
         return Contracted(diagonal - reduction.square().sum(1).T, diagonal)
 
     return precise_values([layer.checked(work, activations.shape[0], "variance")])[0]
+
+
+def variance_of_many(layer: LayerCovariance, activations: Tensor) -> Tensor:
+    """`variance` of many rows: what it takes is formed once, and the rows pass a few at a time.
+
+    What is left of less than a hundredth of the diagonal's part is computed again by triangular roots, in which nothing
+    cancels; these are taken at once where they cost less.
+    """
+    columns = activations.T
+    if layer.low_rank is not None and 2 * layer.low_rank.roots.shape[-1] > columns.shape[0]:
+        return _by_roots(layer, columns).T
+    result = columns.new_empty(layer.weights.shape[1], columns.shape[1])
+    short = torch.zeros_like(result[0], dtype=torch.bool)
+    subtracted = None if layer.low_rank is None else layer.subtracted_rows
+    for part in _parts(layer, columns, columns.shape[0] if subtracted is None else len(subtracted)):
+        chunk, own = columns[:, part], result[:, part]
+        squares = chunk.square() if layer.bases is None else (layer.bases[0][0].T @ chunk).square_()
+        torch.mm(layer.square_weights, squares, out=own)
+        if subtracted is not None:
+            least = LEAST_SHARE * own
+            own -= _sums_of_squares(subtracted @ chunk, len(own))
+            short[part] = (own < least).any(0)
+    again = short.nonzero().flatten() if layer.cancels else ()
+    if len(again):
+        result[:, again] = _by_roots(layer, columns[:, again])
+    return result.T
+
+
+def _by_roots(layer: LayerCovariance, columns: Tensor) -> Tensor:
+    """Variances ``(m, rows)`` as sums of squares, for activations ``(n, rows)``."""
+    result = columns.new_zeros(layer.weights.shape[1], columns.shape[1])
+    for part in _parts(layer, columns, len(layer.variance_roots[0])):
+        for block in layer.variance_roots:
+            inside = block @ columns[-block.shape[1] :, part]
+            result[:, part] += _sums_of_squares(inside, len(result))
+    return result
+
+
+def _sums_of_squares(products: Tensor, outputs: int) -> Tensor:
+    """Sums of squares ``(m, rows)`` of products ``(m k, rows)``, which are overwritten."""
+    return products.square_().reshape(outputs, -1, products.shape[1]).sum(1)
+
+
+def _parts(layer: LayerCovariance, columns: Tensor, numbers: int) -> Iterator[slice]:
+    """Slices of the columns, with so many numbers for each."""
+    limit = min(layer.limit, _CACHED) if columns.device.type == "cpu" else layer.limit
+    return chunks(columns.shape[1], numbers, columns.element_size(), limit)
 
 
 def product(layer: LayerCovariance, activations: Tensor) -> Callable[[Tensor], Tensor]:

@@ -24,7 +24,8 @@ outputs differ from the loop's, runs in the loop; `Ensemble.refused` then says w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,7 @@ from posthoc_uq.replica import replicate
 BATCHED_FLOPS = 500_000  # per operation of one draw's forward pass: up to here "auto" batches over draws
 RECORDED_FLOPS = 30_000_000  # where draws can be batched, recording a pass must save these over all draws
 CHUNK_BYTES = 64 * 2**20  # weights and activations of the draws that run in one pass
+_DRAWN = 2**20  # weights that are drawn at once where none are kept
 _FEW = 8  # draws that must fit into CHUNK_BYTES for "auto": fewer do not pay for vmap
 _LIVE = 3  # tensors of the largest size that are alive at once
 _SHAPES = 256  # input shapes whose route is remembered
@@ -107,6 +109,7 @@ class Ensemble(nn.Module):
         self._members: list[nn.Module] = []
         self._twins: deque[nn.Module] = deque()
         self._chunks: dict[Any, int] = {}
+        self._served: dict[Any, bool] = {}
         self.fixed_part = FixedPart(self.template, self._posterior.mean)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Ensemble:
@@ -137,14 +140,26 @@ class Ensemble(nn.Module):
             return self._drawn(start, stop)
         return {name: draws[start:stop] for name, draws in self._draws.items()}
 
-    def _member(self, weights: dict[str, Tensor], index: int) -> nn.Module:
-        """The model with one of several draws; parameters that are not drawn are the template's own."""
+    def _each(self, start: int, at_once: int = 1) -> Iterator[dict[str, Tensor]]:
+        """The weights of each draw from `start` on, where they are not kept: drawn several at a time if they are so
+        few together, and always both of an antithetic pair.
+        """
+        pair = 1 if self._signs is None else 2
+        numbers = sum(layer.parameters for layer in self._posterior.layers.values())
+        step = pair * max(1, at_once // max(1, pair * numbers))
+        for first in range(start - start % step, len(self), step):
+            weights = self._weights(first, min(first + step, len(self)))
+            for index in range(max(0, start - first), min(step, len(self) - first)):
+                yield _draw_of(weights, index)
+
+    def _member(self, weights: dict[str, Tensor]) -> nn.Module:
+        """The model with the weights of one draw; parameters that are not drawn are the template's own."""
         shared = {name: p for name, p in self.template.named_parameters() if name not in weights}
-        return replicate(self.template, {**shared, **{name: w[index] for name, w in weights.items()}})
+        return replicate(self.template, {**shared, **weights})
 
     def _fill(self) -> None:
         weights = self._weights(0, len(self))
-        self._members = [self._member(weights, index) for index in range(len(self))]
+        self._members = [self._member(_draw_of(weights, index)) for index in range(len(self))]
 
     def members(self, start: int = 0) -> Iterator[nn.Module]:
         """The model of each draw; with ``keep="seeds"`` only one is alive at a time (for antithetic draws, both sets of
@@ -155,12 +170,8 @@ class Ensemble(nn.Module):
                 self._fill()
             yield from self._members[start:]
             return
-        step = 1 if self._signs is None else 2
-        for first in range(start - start % step, len(self), step):
-            weights = self._weights(first, min(first + step, len(self)))
-            for index in range(len(next(iter(weights.values())))):
-                if first + index >= start:
-                    yield self._member(weights, index)
+        for weights in self._each(start):
+            yield self._member(weights)
 
     def blocks(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """The outputs of all draws in order, as blocks ``(draws, batch, ...)``."""
@@ -199,12 +210,8 @@ class Ensemble(nn.Module):
         for block in self._batches(features, features.shapes):
             yield block
             start += len(block)
-        step = 1 if self._signs is None else 2
-        for first in range(start - start % step, len(self), step):
-            weights = self._weights(first, min(first + step, len(self)))
-            for index in range(len(next(iter(weights.values())))):
-                if first + index >= start:
-                    yield self.fixed_part.run(features, _draw_of(weights, index)).unsqueeze(0)
+        for weights in self._each(start):
+            yield self.fixed_part.run(features, weights).unsqueeze(0)
 
     def _whole_passes(self, inputs: Inputs, start: int) -> Iterator[Tensor]:
         """The outputs of the draws from `start` on, by whole passes."""
@@ -212,9 +219,49 @@ class Ensemble(nn.Module):
             for block in self._batches(inputs, inputs.shapes):
                 yield block
                 start += len(block)
-        if start < len(self):
+        if start == len(self):
+            return
+        if self._draws is not None or not self._serves(inputs):
             for member in self.members(start):
                 yield inputs.run(member).unsqueeze(0)
+            return
+        with self._borrowed() as twin:
+            for weights in self._each(start, _DRAWN):
+                yield _called(twin, weights, inputs).unsqueeze(0)
+
+    def _serves(self, inputs: Inputs) -> bool:
+        """Whether one copy of the model serves one draw after another, which saves a copy for each: with the second
+        draw, after the first, it gives what a copy of its own gives. Models that keep something from a pass, or hold
+        their weights in other places too, do not.
+        """
+        served = self._served.get(inputs.shapes)
+        if served is None:
+            if len(self._served) >= _SHAPES:
+                self._served.clear()
+            trial, draws = inputs.anew(), self._weights(0, min(2, len(self)))
+            with torch.inference_mode(False), torch.no_grad(), isolated_random_state():
+                served = len(self) > 1 and self._repeats(trial, draws)
+            self._served[inputs.shapes] = served
+        return served
+
+    def _repeats(self, trial: Inputs, draws: dict[str, Tensor]) -> bool:
+        expected = trial.run(self._member(_draw_of(draws, 1)))  # raises where the input is to blame
+        with self._borrowed() as twin:
+            try:
+                found = [_called(twin, _draw_of(draws, index), trial) for index in range(2)][1]
+            except Exception:  # a functional call or a model that runs twice: the loop has its own copies
+                return False
+        return agree(found, expected)
+
+    @contextmanager
+    def _borrowed(self) -> Generator[nn.Module]:
+        """A copy of the model for functional calls, which write to it: each thread has its own."""
+        try:
+            twin = self._twins.pop()
+        except IndexError:
+            twin = replicate(self.template)
+        yield twin
+        self._twins.append(twin)  # not after an error, which may leave it half written
 
     def _batches(self, work: Inputs | Features, key: Any) -> Iterator[Tensor]:
         """The outputs of as many draws as the batched route serves, from the first on."""
@@ -249,26 +296,15 @@ class Ensemble(nn.Module):
                 return torch.func.vmap(lambda weights: self.fixed_part.run(work, weights))(
                     self._weights(start, stop)
                 )
-        try:
-            twin = self._twins.pop()  # a functional call writes to the module: each thread has its own
-        except IndexError:
-            twin = replicate(self.template)
-        args, kwargs = work.fresh()
-
-        def run(weights: dict[str, Tensor]) -> Tensor:
-            return output_tensor(torch.func.functional_call(twin, weights, args, kwargs))
-
-        with PlainAttention():
-            outputs = torch.func.vmap(run)(self._weights(start, stop))
-        self._twins.append(twin)  # not after an error, which may leave it half written
-        return outputs
+        with self._borrowed() as twin, PlainAttention():
+            return torch.func.vmap(lambda weights: _called(twin, weights, work))(self._weights(start, stop))
 
     def _alone(self, work: Inputs | Features, index: int) -> Tensor:
         """Outputs of one draw."""
-        weights = self._weights(index, index + 1)
+        weights = _draw_of(self._weights(index, index + 1), 0)
         if isinstance(work, Features):
-            return self.fixed_part.run(work, _draw_of(weights, 0))
-        return work.run(self._member(weights, 0))
+            return self.fixed_part.run(work, weights)
+        return work.run(self._member(weights))
 
     def _settle(self, work: Inputs | Features, key: Any) -> int:
         """How many draws run in one pass for inputs of these shapes; 1 means the loop."""
@@ -304,6 +340,12 @@ class Ensemble(nn.Module):
                 self._refuse("its outputs differ from those of the loop")
                 return 1
         return chunk
+
+
+def _called(twin: nn.Module, weights: dict[str, Tensor], work: Inputs) -> Tensor:
+    """The outputs of a copy of the model with these weights."""
+    args, kwargs = work.fresh()
+    return output_tensor(torch.func.functional_call(twin, weights, args, kwargs))
 
 
 def _draw_of(weights: dict[str, Tensor], index: int) -> dict[str, Tensor]:

@@ -76,8 +76,10 @@ def pull(
 
         def collect(layer_gradients: LayerGradients, place: int = place) -> None:
             name = layer_gradients.layer.name
-            activations, gradients = layer_gradients.operands(dtype)
-            if name not in layers:
+            if name in layers:  # the activations are those of the first function
+                gradients = layer_gradients.gradients(dtype)
+            else:
+                activations, gradients = layer_gradients.operands(dtype)
                 layers[name] = Pulled(layer_gradients.layer, activations)
             layers[name].gradients[place] = gradients
 

@@ -17,7 +17,7 @@ from posthoc_uq.heads.cancellation import LEAST_SHARE, Checked, Contracted, prec
 from posthoc_uq.heads.products import Mode, gram, marginal
 from posthoc_uq.posteriors.covariance_form import CovarianceForm
 
-_ROOT_BLOCKS = 4  # of columns of a triangular root, of which each leaves out the rows that are 0
+_ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
 
 
 class LayerCovariance:
@@ -82,24 +82,44 @@ class LayerCovariance:
         return self.low_rank.row_roots()
 
     @cached_property
-    def variance_roots(self) -> list[Tensor]:
-        """Triangular roots of the covariances of each output's weights, side by side, in blocks of columns without the
-        rows that are 0, ``(n - start, m width)``: the variances of the outputs of a layer with a low rank and one group
-        are sums of squares of its activations times them, by little more than ``m n^2 / 2`` multiply-adds a row of
-        activations. Worth it for many rows.
+    def square_weights(self) -> Tensor:
+        """The weights of squared activations, ``(m, n)``, that give the diagonal's part of each output's variance; with
+        bases, of activations that are turned by the first.
         """
-        weights, shrunk = (part[0] for part in self.weight_rows(slice(None), True))
+        weights = self.narrow_weights[0]
+        return weights if self.bases is None else self.bases[1][0].square() @ weights
+
+    @cached_property
+    def subtracted_rows(self) -> Tensor:
+        """``T_o U_a^T diag(s w)_o`` of all outputs of a layer of one group, one below the other, ``(m a, n)``: the
+        squares of their products with activations are what the low rank takes from the outputs' variances.
+        """
+        return self._subtracted().flatten(0, 1).to(self.weights.device, self.dtype)
+
+    def _subtracted(self) -> Tensor:
+        """`subtracted_rows` in float64, ``(m, a, n)``."""
+        shrunk = self.weight_rows(slice(None), True)[1][0]
         basis = as_double(self.low_rank_bases[0][0]).to(shrunk)
-        subtracted = as_double(self.row_roots)[0].to(shrunk) @ (basis.T * shrunk.unsqueeze(1))  # (m, a, n)
+        return as_double(self.row_roots)[0].to(shrunk) @ (basis.T * shrunk.unsqueeze(1))
+
+    @cached_property
+    def variance_roots(self) -> list[Tensor]:
+        """Triangular roots of the covariances of each output's weights, one below the other, in blocks of rows without
+        the columns that are 0, ``(m height, n - start)``: the variances of the outputs of a layer with a low rank and
+        one group are sums of squares of their products with activations, by little more than ``m n^2 / 2``
+        multiply-adds for each row of activations. Worth it for many rows.
+        """
+        subtracted = self._subtracted()
+        weights = self.weight_rows(slice(None), True)[0][0]
         covariances = torch.diag_embed(weights) - subtracted.transpose(1, 2) @ subtracted
         values, vectors = torch.linalg.eigh(covariances)
         roots = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
-        lower = torch.linalg.qr(roots.transpose(1, 2), mode="r").R.transpose(1, 2)
-        size = lower.shape[1]
-        width = -(-size // _ROOT_BLOCKS)
+        upper = torch.linalg.qr(roots.transpose(1, 2), mode="r").R
+        size = upper.shape[1]
+        height = -(-size // _ROOT_BLOCKS)
         return [
-            lower[:, start:, start : start + width].transpose(0, 1).flatten(1).to(self.dtype).contiguous()
-            for start in range(0, size, width)
+            upper[:, start : start + height, start:].flatten(0, 1).to(self.weights.device, self.dtype)
+            for start in range(0, size, height)
         ]
 
     def root_weight_rows(self, rows: slice, double: bool) -> tuple[Tensor, Tensor]:
@@ -199,21 +219,19 @@ class LayerCovariance:
             diagonal: what the diagonal gives, in the shapes of `gram`.
             cores: ``(U_g x U_a)^T (s w J)``, ``(samples, G, functions, g, a)``; None without a low rank.
             mode: see `gram`.
-            norms: ``|J_c|^2``, which become part of the result, or None. With them the solve is in the cores'
-                precision.
+            norms: ``|J_c|^2``, which become part of the result, or None.
         """
         diagonal = as_double(diagonal)
         if cores is None:
             return Contracted(diagonal, diagonal, norms)
-        narrow = norms is not None and cores.dtype != torch.float64
-        return Contracted(diagonal - gram(self.reduced(cores, narrow), mode).to(diagonal), diagonal, norms)
+        return Contracted(diagonal - gram(self.reduced(cores), mode).to(diagonal), diagonal, norms)
 
-    def reduced(self, cores: Tensor, narrow: bool = False) -> Tensor:
-        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in float64, or with `narrow` in the cores' precision:
-        D scales the rows of R, and a triangular solve is not less accurate for that.
+    def reduced(self, cores: Tensor) -> Tensor:
+        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in the cores' precision: D scales the rows of R, and a
+        triangular solve is not less accurate for that.
         """
         assert self.low_rank is not None
-        root = self.narrow_root if narrow else self.low_rank.root
+        root = self.low_rank.root if cores.dtype == torch.float64 else self.narrow_root
         samples, groups, functions = cores.shape[:3]
         scaled = cores.to(root) * self.low_rank.roots.to(root).unsqueeze(1)
         columns = scaled.flatten(3).permute(1, 3, 0, 2).reshape(groups, -1, samples * functions)

@@ -13,7 +13,7 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.moments.propagation import products_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import ROWS
-from posthoc_uq.posteriors.row_covariance import RowCovariance
+from posthoc_uq.posteriors.row_covariance import IndependentRows, RowCovariance
 
 WEIGHTS = ("auto", "row", "marginal")
 
@@ -102,5 +102,6 @@ def layer_posteriors(
         linear = not layer.convolutional
         row = linear and rows_wanted
         rows = posterior.rows(name) if linear and (row or cov == "full") else None
+        row = row and not isinstance(rows, IndependentRows)  # these have the marginal variances alone
         by_name[name] = LayerPosterior(layer, parameters[layer.weight], variances, rows, row)
     return by_name

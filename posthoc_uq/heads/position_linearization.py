@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posthoc_uq.curvature.capture import Recording
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.heads.closed_form import variance_of_many
 from posthoc_uq.heads.jacobians import Gradient, pull
 from posthoc_uq.heads.linearization import Engine, last_layer_spread, other_variances
 from posthoc_uq.heads.predictor import GaussianOutputs
@@ -152,12 +153,9 @@ class PositionLinearization(_Rows):
         assert self._last is not None
         name, rows = self._last
         layer, (inputs, outputs) = self._weights.layers.get(name), (rows.shape[1], self._row_mean.shape[1])
-        worth = len(rows) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MOST_NUMBERS
-        if layer is not None and layer.low_rank is not None and worth:
-            roots = [block.to(rows.device) for block in layer.variance_roots]
-            return self._as_result(
-                torch.cat([_sum_of_squares(part, roots, outputs) for part in self._closed_parts()])
-            )
+        many = len(rows) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MOST_NUMBERS
+        if layer is not None and (many or layer.low_rank is None):
+            return self._as_result(variance_of_many(layer, rows))
         parts = [self._weights.output_variance(name, part) for part in self._closed_parts()]
         return self._as_result(torch.cat([part.clamp(min=0) for part in parts]))
 
@@ -325,15 +323,6 @@ class PositionProbes(_Rows):
     def trace(self, probes: int) -> Tensor:
         """The sum of the variances of all outputs that are used, ``(samples,)``."""
         return self.variance().reshape(self._samples, -1).sum(1)
-
-
-def _sum_of_squares(rows: Tensor, roots: list[Tensor], outputs: int) -> Tensor:
-    """``|L_j^T f|^2``, ``(rows, outputs)``, for the blocks of columns of `LayerCovariance.variance_roots`."""
-    total = rows.new_zeros(len(rows), outputs)
-    for block in roots:
-        inside = rows[:, rows.shape[1] - len(block) :] @ block
-        total += inside.square_().reshape(len(rows), outputs, -1).sum(2)
-    return total
 
 
 def _independent(classes: int) -> float:

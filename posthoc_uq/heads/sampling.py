@@ -44,8 +44,9 @@ class SamplingPredictor(Predictor):
         seed: of the draws; the same seed gives the same ensemble. None draws anew each time.
         generator: in place of a seed.
         keep: ``"weights"`` keeps every draw: `n_samples` times the memory of the weights that have a posterior.
-            ``"seeds"`` draws them again at every prediction, into one model at a time: the same numbers, bit for
-            bit, and the memory of the posterior's factors (about one set of weights) and one model, for the time of
+            ``"seeds"`` draws them again at every prediction, into one model (a few small ones are drawn together): the
+            same numbers, bit for bit, and the memory of the posterior's factors (about one set of weights) and one
+            model, for the time of
             drawing: some 10 ns per weight and draw on a CPU, ten times that with ``method="kfac"`` or ``"efb"``,
             whose draws are products with the full eigenbases. Under autograd the graph holds all draws either way.
         antithetic: draw in pairs ``mean + d, mean - d`` with the same deviation; of an odd number the last draw has

@@ -2,7 +2,7 @@
 
 A side of a layer (its inputs, its outputs) of size ``n`` is described by its Gram, ``n x n``, or by a sketch,
 ``n x l``, with ``l`` = directions wanted + oversampling. Accumulating costs ``n^2`` and ``2 n l`` multiply-adds a
-position, and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods.md has the measured crossover.
+position, and finding the basis takes ``O(n^3)`` and ``O(n l^2)``; docs/methods/fit_cost.md has the measured crossover.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.sparsify import kept_entries
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.numerics import eigh_descending, nystrom
 from posthoc_uq.randomness import mixed_seed
 
 BasisChoice = Literal["auto", "exact", "sketch"]
 BASES: tuple[str, ...] = get_args(BasisChoice)
 OVERSAMPLING = 10  # directions beyond those wanted (Halko, Martinsson, Tropp 2011)
+BASIS_SAMPLES = 5_000  # samples that the bases come from with basis_fraction="auto"; see docs/methods
 SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many times the sketch's width on
 
 
@@ -37,7 +40,7 @@ class Side:
         mean = self.accumulator.mean(samples)
         if isinstance(self.accumulator, RangeSketch):
             return nystrom(mean, self.accumulator.test_matrix)[1]
-        return eigh_descending(mean)[1]
+        return eigh_descending(mean, self.accumulator.rows)[1]
 
 
 def sides(index: int, layer: Layer, task: Task, rank: int | float, basis: str) -> tuple[Side, Side]:
@@ -70,8 +73,54 @@ def sides(index: int, layer: Layer, task: Task, rank: int | float, basis: str) -
     )
 
 
+def basis_share(fraction: float | Literal["auto"], samples: int | None) -> float:
+    """The share of the samples that the bases are computed from.
+
+    Args:
+        fraction: the share that was asked for, or ``"auto"``.
+        samples: in all processes; None where the loader does not say, and all are taken.
+    """
+    if fraction != "auto":
+        return fraction
+    return 1.0 if samples is None else min(1.0, BASIS_SAMPLES / max(1, samples))
+
+
 def sketched(size: int, width: int, basis: str) -> bool:
     """Whether a side of this size is sketched at this width; never where the sketch is as wide as the Gram."""
     if basis == "auto":
         return size >= SKETCH_FACTOR * width
     return basis == "sketch" and width < size
+
+
+def kept_bases(posterior: Posterior, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
+    """The bases of the inputs and of the outputs that the posterior keeps of every layer, for a sweep of the task."""
+    device, dtype = task.device, task.settings.dtype
+    kept = {name: block.tensors() for name, block in posterior.blocks.items()}
+    return {
+        name: (tensors["input_basis"].to(device, dtype), tensors["output_basis"].to(device, dtype))
+        for name, tensors in kept.items()
+    }
+
+
+def earlier_bases(posterior: Posterior, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
+    """The bases of an earlier posterior for the layers of a task.
+
+    Raises:
+        PosthocUQError: it keeps none, or not of these layers.
+    """
+    way_out = "leave bases= out, and they are computed from the data."
+    kept = posterior.blocks
+    if not all({"input_basis", "output_basis"} <= set(block.tensors()) for block in kept.values()):
+        raise PosthocUQError(
+            f"bases= takes a posterior by 'inf' or 'efb', and one by {posterior.method!r} has no eigenbases; {way_out}"
+        )
+    for name, layer in task.layers.items():
+        if name not in kept:
+            raise PosthocUQError(f"The posterior in bases= has no layer '{name}'; {way_out}")
+        if posterior.layers[name].matrix_shape != layer.matrix_shape:
+            raise PosthocUQError(
+                f"Layer '{name}' has weights of {tuple(layer.matrix_shape)} (groups, outputs, inputs), and "
+                f"{tuple(posterior.layers[name].matrix_shape)} in the posterior in bases=; {way_out}"
+            )
+    found = kept_bases(posterior, task)
+    return {name: found[name] for name in task.layers}

@@ -32,7 +32,8 @@ class Trials:
         chosen: the trial whose values the posterior has now. With held-out data that is the widest posterior that costs
             little, not always the best one. None where the trials belong to several searches.
         at_edge: the values at the edge of their search intervals.
-        model_alone: validation NLL of the model without a posterior, where held-out data were given.
+        model_alone: validation NLL of the model without a posterior, where held-out data were given. A validation NLL
+            is a mean over all labels that count, as in `posthoc_uq.evaluate`; with positions, one at each.
         given_up: validation NLL above the best that was tried, for a wider posterior.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.devices import Checks, on_host
 from posthoc_uq.distributed import gather
 from posthoc_uq.layers import Layer
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.counted import counts
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.randomness import sample_keys
 
@@ -37,33 +39,48 @@ class _Sample:
         form: the tree that makes the arguments from the leaves.
         counted: which leaves are tensors with one row a sample.
         bytes: memory that it takes.
+        counts: whether it counts, ``(1,)`` of booleans, or which of its positions, ``(1, *positions)``; None where
+            nothing says so.
     """
 
     leaves: list[Any]
     form: Any
     counted: tuple[bool, ...]
     bytes: int
+    counts: Tensor | None = None
 
     def kind(self) -> Any:
         """Equal for samples that fit into one batch."""
-        return str(self.form), tuple(
-            (tuple(leaf.shape), leaf.dtype) if counted else _fingerprint(leaf)
-            for leaf, counted in zip(self.leaves, self.counted, strict=True)
+        shape = None if self.counts is None else tuple(self.counts.shape)
+        return (
+            str(self.form),
+            shape,
+            tuple(
+                (tuple(leaf.shape), leaf.dtype) if counted else _fingerprint(leaf)
+                for leaf, counted in zip(self.leaves, self.counted, strict=True)
+            ),
         )
+
+    def united(self, twin: _Sample | None) -> _Sample:
+        """The same input where it occurs twice: what counts in either counts."""
+        if twin is None or self.counts is None or twin.counts is None or self.kind() != twin.kind():
+            return self
+        return replace(self, counts=self.counts | twin.counts)
 
 
 class KeptInputs:
     """The inputs with the smallest hashes: the same for every batch size, order, device and number of processes.
 
-    An input that occurs several times is kept once. An `Observer` of a sweep.
+    An input that occurs several times is kept once, one that does not count never. An `Observer` of a sweep.
 
     Args:
         memory_budget: bytes that the inputs may take; fewer large ones are kept, but at least one.
+        likelihood: says which labels are ignored.
         wanted: how many to keep at most.
     """
 
-    def __init__(self, memory_budget: int, wanted: int = KEPT) -> None:
-        self._budget, self._wanted = memory_budget, wanted
+    def __init__(self, memory_budget: int, likelihood: Likelihood, wanted: int = KEPT) -> None:
+        self._budget, self._likelihood, self._wanted = memory_budget, likelihood, wanted
         self._samples: dict[int, _Sample] = {}
 
     def see(
@@ -75,20 +92,34 @@ class KeptInputs:
     ) -> None:
         """See `Observer`; without `checks` the batch is looked at straight away."""
         pending = Checks() if checks is None else checks
-        pending.later(keys, lambda host_keys: self._take(batch, host_keys))
+        counted = counts(self._likelihood, batch)
+        if counted is None:
+            pending.later(keys, lambda host_keys: self._take(batch, host_keys, None))
+        else:
+            held = list[Tensor]()
+            pending.later(counted, held.append)
+            pending.later(keys, lambda host_keys: self._take(batch, host_keys, held[0]))
         if checks is None:
             pending.look()
 
-    def _take(self, batch: Batch, keys: Tensor) -> None:
-        samples = keys.shape[0]
-        index = {key: place for place, key in reversed(list(enumerate(keys.tolist())))}
-        new = sorted(index.keys() - self._samples.keys())[: self._wanted]
+    def _take(self, batch: Batch, keys: Tensor, counted: Tensor | None) -> None:
+        """Keep those of a batch that belong among the kept ones; `counted` as `counts` gives it, on the CPU."""
+        samples, places = keys.shape[0], dict[int, list[int]]()
+        counting = [True] * samples if counted is None else counted.reshape(samples, -1).any(1).tolist()
+        for place, key in enumerate(keys.tolist()):
+            if counting[place]:
+                places.setdefault(key, []).append(place)
+        chosen = sorted(places)[: self._wanted]
         if len(self._samples) >= self._wanted:
             bound = max(self._samples)
-            new = [key for key in new if key < bound]
-        if new:
-            picked = _samples_at(batch, [index[key] for key in new], samples)
-            self._samples |= dict(zip(new, picked, strict=True))
+            chosen = [key for key in chosen if key <= bound]
+        if counted is None:
+            chosen = [key for key in chosen if key not in self._samples]
+        if chosen:
+            of_key = None if counted is None else [counted[places[key]].any(0) for key in chosen]
+            picked = _samples_at(batch, [places[key][0] for key in chosen], samples, of_key)
+            for key, sample in zip(chosen, picked, strict=True):
+                self._samples[key] = sample.united(self._samples.get(key))
             sizes = {key: sample.bytes for key, sample in self._samples.items()}
             fitting = self._within(sizes, self._budget)
             self._samples = {key: self._samples[key] for key in fitting}
@@ -122,7 +153,9 @@ class KeptInputs:
         # All processes must choose the same inputs; with the least budget, none chosen was dropped by its process.
         chosen = self._within({key: size for part in sizes for key, size in part.items()}, min(budgets))
         parts = gather({key: self._samples[key] for key in chosen if key in self._samples})
-        samples = {key: sample for part in parts for key, sample in part.items()}
+        samples: dict[int, _Sample] = {}
+        for part in parts:
+            samples |= {key: sample.united(samples.get(key)) for key, sample in part.items()}
         groups: dict[Any, list[_Sample]] = {}
         for key in chosen:
             groups.setdefault(samples[key].kind(), []).append(samples[key])
@@ -133,8 +166,10 @@ class KeptInputs:
         ]
 
 
-def _samples_at(batch: Batch, indices: Sequence[int], samples: int) -> list[_Sample]:
-    """The samples of a batch at these indices, copied to the CPU together."""
+def _samples_at(
+    batch: Batch, indices: Sequence[int], samples: int, of_sample: Sequence[Tensor] | None
+) -> list[_Sample]:
+    """The samples of a batch at these indices, copied to the CPU together, with what counts of each."""
     leaves, form = tree_flatten((batch.args, batch.kwargs))
     counted = tuple(isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves)
     positions = [position for position, value in enumerate(leaves) if isinstance(value, Tensor)]
@@ -151,7 +186,8 @@ def _samples_at(batch: Batch, indices: Sequence[int], samples: int) -> list[_Sam
         for position, value in on_cpu.items():
             sample[position] = (value[row : row + 1] if counted[position] else value).clone()
         size = sum(sample[position].numel() * sample[position].element_size() for position in positions)
-        picked.append(_Sample(sample, form, counted, size))
+        own = None if of_sample is None else of_sample[row].unsqueeze(0)
+        picked.append(_Sample(sample, form, counted, size, own))
     return picked
 
 
@@ -170,4 +206,5 @@ def _joined(samples: list[_Sample], device: torch.device) -> Batch:
         joined = torch.cat([sample.leaves[place] for sample in samples]) if counted else value
         leaves.append(joined.to(device) if isinstance(joined, Tensor) else joined)
     args, kwargs = tree_unflatten(leaves, first.form)
-    return Batch(args, None, kwargs)
+    own = [sample.counts for sample in samples if sample.counts is not None]
+    return Batch(args, None, kwargs, torch.cat(own).double() if own else None)

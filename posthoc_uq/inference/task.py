@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,10 +84,7 @@ class Task:
         """
         samples, positions = None, 1 if joint else self._positions_apart()
         if fisher == "auto":
-            reader, batch = self.settings.reader, self.batch
-            samples = samples_in_all(
-                together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
-            )
+            samples = self.samples_in_all
         likelihood, has_targets = self.settings.likelihood, all(gather(self.batch.targets is not None))
         kind, labels = resolve_fisher(
             fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets, positions
@@ -98,6 +96,14 @@ class Task:
                 f"method draw(outputs, keys, draw)."
             )
         self.settings = replace(self.settings, fisher=kind, n_samples=labels)
+
+    @cached_property
+    def samples_in_all(self) -> int | None:
+        """How many samples the loaders of all processes hold; None where one of them does not say."""
+        reader, batch = self.settings.reader, self.batch
+        return samples_in_all(
+            together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
+        )
 
     def _positions_apart(self) -> int:
         """Positions of a sample, where all layers to fit take each as a sample of its own; else 1."""

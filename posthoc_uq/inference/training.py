@@ -27,7 +27,9 @@ from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQEr
 from posthoc_uq.inference.checkpoint import Checkpoint, Tensors, other_data
 from posthoc_uq.inference.optimisers import adam, cosine, optimiser_state, restore_optimiser
 from posthoc_uq.inference.resumable import check_training
-from posthoc_uq.loaders import Batch, BatchReader, batches
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.counted import labelled, mean_of_labels
+from posthoc_uq.loaders import Batch, BatchReader, batches, known_length
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.values import COUNT, NATURAL, POSITIVE, check_function, put_numbers
 
@@ -116,6 +118,10 @@ class Objective(ABC):
         """Add the gradients of one step's loss to the tensors' ``grad``; return the loss (``"loss"``) and its parts,
         scalars, for the record. Values that the host must see go to `checks`, which are looked at afterwards.
         """
+
+    @abstractmethod
+    def likelihood(self) -> Likelihood:
+        """With the noise as it is now."""
 
     @abstractmethod
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
@@ -220,7 +226,7 @@ class _Run:
             group["initial_lr"] = group["lr"]
         self._schedule = options.schedule or cosine
         self._best: dict[str, Tensor] = {}
-        self.state = _State(length=_length(loader), content=content.total, batches=content.batches)
+        self.state = _State(length=known_length(loader), content=content.total, batches=content.batches)
 
     def resume(self) -> None:
         """Go on from the checkpoint, if it holds a training."""
@@ -366,7 +372,7 @@ class _Run:
         self._save()
 
     def _validate(self) -> float:
-        """Mean negative log-likelihood of the held-out data, in nats."""
+        """Mean negative log-likelihood of the held-out labels that count, in nats."""
         assert self._val_loader is not None
         total, count = 0.0, 0
         with torch.no_grad(), isolated_random_state(self._seed):
@@ -376,8 +382,8 @@ class _Run:
                 with self._explained(batch, "a batch of val_loader"):
                     log_probabilities = self._objective.log_predictive(batch, self._options.val_draws)
                 total -= float(as_double(log_probabilities).sum())
-                count += len(log_probabilities)
-        return total / count
+                count += labelled(self._objective.likelihood(), batch.targets)
+        return mean_of_labels(total, count)
 
     def take_best(self) -> None:
         """Put the tensors of the best epoch back."""
@@ -390,11 +396,3 @@ def _other_losses() -> CorruptPosteriorError:
     return CorruptPosteriorError(
         "The checkpoint is of a training with other losses than this one has; delete it to begin anew."
     )
-
-
-def _length(loader: Iterable[Any]) -> int:
-    """Batches of an epoch; 0 where the loader does not say."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return 0

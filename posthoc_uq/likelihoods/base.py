@@ -39,7 +39,7 @@ class Likelihood(ABC):
     """``p(y | outputs)`` for one sample; subclass it to add one.
 
     Only `log_prob` must be written. Every other method has a default, or raises an error that names the missing method;
-    `docs/methods.md`, "A likelihood of your own", says which method is for what. Outputs are
+    `docs/guides/new_likelihood.md` says which method is for what. Outputs are
     ``(samples, ...)``, the first dimension counts the samples, and a sample's outputs and targets depend on no other's.
 
     Attributes:

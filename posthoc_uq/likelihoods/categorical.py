@@ -33,6 +33,7 @@ from posthoc_uq.values import Number as Setting
 from posthoc_uq.values import flag, shown
 
 AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
+_LABEL = Setting("a whole number from -2^31 to 2^31 - 1", least=-(2**31), most=2**31 - 1, whole=True)
 _SMOOTHING = Setting("a number in [0, 1)", least=0, most=1 - 2**-53)
 _TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
 
@@ -48,7 +49,8 @@ class Categorical(Likelihood):
 
     Args:
         class_dim: the dimension of the classes where outputs have positions, 1 or -1.
-        ignore_index: the label of a position that does not count, such as padding; of outputs with positions.
+        ignore_index: the label of a position that does not count, such as padding or an outline (255 in many masks); of
+            outputs with positions. A class that is ignored counts nowhere.
         next_token: for causal language models: the outputs at position t predict the label at t + 1, as their own
             loss shifts them, and those at the last position count for nothing.
         label_smoothing: of the training's loss, as in `torch.nn.CrossEntropyLoss`: that share of every label is spread
@@ -57,8 +59,8 @@ class Categorical(Likelihood):
             label is in. Held-out data are rated without it.
 
     Raises:
-        PosthocUQError: another `class_dim`, an `ignore_index` that could be a class, one of another type, or a
-            `label_smoothing` that is not in [0, 1).
+        PosthocUQError: another `class_dim`, an `ignore_index` that is no whole number, or a `label_smoothing` that is
+            not in [0, 1).
     """
 
     name = "classification"
@@ -66,7 +68,7 @@ class Categorical(Likelihood):
     softmax: ClassVar[bool] = True
     optional_fields: ClassVar[Mapping[str, Field]] = {
         "class_dim": Whole(-1, -1),  # files hold what is not the default
-        "ignore_index": Whole(-(2**31), -1),
+        "ignore_index": Whole(-(2**31), 2**31 - 1),
         "next_token": Flag(),
         "label_smoothing": Number(0.0, 1.0),
     }
@@ -85,12 +87,8 @@ class Categorical(Likelihood):
                 f"class_dim must be 1, for outputs (samples, classes, *positions), or -1, for (samples, *positions, "
                 f"classes), not {shown(class_dim)}."
             )
-        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or ignore_index >= 0:
-            raise PosthocUQError(
-                f"ignore_index must be a negative whole number, which no class has, not {shown(ignore_index)}; give "
-                f"padding another label, with batch_to_targets=lambda batch: ... if need be."
-            )
-        self.layout = Layout(class_dim, ignore_index, flag("next_token", next_token))
+        ignored = _LABEL("ignore_index", ignore_index)
+        self.layout = Layout(class_dim, ignored, flag("next_token", next_token))
         self.label_smoothing = float(_SMOOTHING("label_smoothing", label_smoothing))
 
     def attributes(self) -> dict[str, Any]:
@@ -129,11 +127,13 @@ class Categorical(Likelihood):
             if targets.is_floating_point():
                 checked_soft(targets)
             layout = self.positions_of(outputs)
-            classes = outputs.shape[1] if layout is None else layout.classes(outputs)
-            ignored = "" if layout is None else f", or be ignore_index={layout.ignore_index}"
+            if layout is not None:
+                raise PosthocUQError(layout.wrong_labels(targets, layout.classes(outputs)))
+            classes = outputs.shape[1]
             raise PosthocUQError(
                 f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} "
-                f"outputs; labels must lie in 0..{classes - 1}{ignored}."
+                f"outputs; labels must lie in 0..{classes - 1}. Leave samples without a label out of the loader: "
+                f"ignore_index= is for outputs with positions."
             )
 
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:

@@ -44,6 +44,11 @@ class Gamma(LogMean):
     def variance_terms(self) -> tuple[float, float]:
         return 0.0, 1 / self.shape
 
+    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
+        ratios = as_double(self.like(outputs, targets)) / as_double(outputs).exp()
+        suggested = 1 / float((ratios - 1).square().mean().clamp(min=1e-6))
+        return "shape", self.shape, suggested
+
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         k = self.shape
         constant = k * log(k) - lgamma(k)

@@ -43,6 +43,12 @@ class LogMean(SeparateOutputs):
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
         """The smallest target whose `cdf` is at least `u`; all float64, of one shape."""
 
+    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float] | None:
+        """The name of the parameter of the variance, its value, and the value that the targets suggest, by their
+        squared residuals; None without such a parameter.
+        """
+        return None
+
     @abstractmethod
     def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
         """Twice the log-likelihood ratio of the best mean of each target and `mean`, per dispersion; the mean."""

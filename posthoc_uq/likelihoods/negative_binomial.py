@@ -42,6 +42,12 @@ class NegativeBinomial(LogMean):
     def variance_terms(self) -> tuple[float, float]:
         return 1.0, self.dispersion
 
+    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
+        mean = as_double(outputs).exp()
+        excess = (as_double(self.like(outputs, targets)) - mean).square() - mean
+        suggested = float((excess.sum() / mean.square().sum()).clamp(min=1e-6))
+        return "dispersion", self.dispersion, suggested
+
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         size = 1 / self.dispersion
         counts = as_double(targets)

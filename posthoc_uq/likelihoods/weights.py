@@ -50,7 +50,7 @@ class SampleWeights:
         """The targets, ignored where a position has the weight 0."""
         if targets is None or self.ignored is None or self.layout is None:
             return targets
-        return targets.masked_fill(self.ignored.to(targets.device), self.layout.ignore_index)
+        return targets.long().masked_fill(self.ignored.to(targets.device), self.layout.ignore_index)
 
     def gradients(self, gradient: Tensor) -> Tensor:
         """Gradients by the outputs, shaped like them, times the roots of the weights."""

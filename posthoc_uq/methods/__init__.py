@@ -87,12 +87,12 @@ def method_of(method: str | Method, options: Mapping[str, Any] | None = None) ->
 
     Args:
         method: a name out of `METHODS`, or an object.
-        options: of a method that is given by name; None stands for the default.
+        options: of a method that is given by name; None is a value like any other.
 
     Raises:
         PosthocUQError: the name is unknown, or the method does not take an option or its value.
     """
-    chosen = {name: value for name, value in (options or {}).items() if value is not None}
+    chosen = dict(options or {})
     if isinstance(method, Method):
         if chosen:
             written = ", ".join(f"{name}=..." for name in chosen)

@@ -10,8 +10,6 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
-from torch import Tensor
-
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, SquaredGradients
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
@@ -168,12 +166,3 @@ def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
         InputGram(groups, inputs, dtype, device, budget),
         GradientGram(groups, outputs, dtype, device, budget),
     )
-
-
-def kept_bases(posterior: Posterior, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
-    """The bases of the inputs and of the outputs that the posterior keeps of every layer, for a sweep of the task."""
-    device, dtype = task.device, task.settings.dtype
-    return {
-        name: tuple(block.tensors()[side].to(device, dtype) for side in ("input_basis", "output_basis"))
-        for name, block in posterior.blocks.items()
-    }  # type: ignore[return-value]

@@ -8,10 +8,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
+from posthoc_uq.inference.bases import kept_bases
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import Curvature, grams_of, kept_bases, squares_of
+from posthoc_uq.methods.curvature import Curvature, grams_of, squares_of
 from posthoc_uq.methods.kfac import KFAC, kronecker_factors
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block

@@ -32,7 +32,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     A Gaussian over the weights, trained by its distribution over functions: it maximises ``E_q[log p(y | f)] -
     KL(q(f(X)) || p(f(X)))`` at context points ``X``, with q and p linearised in the weights (Rudner, Chen, Teh, Gal
     2022, "Tractable function-space variational inference in Bayesian neural networks"). The formulas are in
-    ``docs/methods.md``.
+    ``docs/methods/function_space.md``.
 
     An epoch costs about two to four epochs of plain training. Take it where foreign inputs resemble inputs that can be
     shown to it as context. With ``epochs=0`` there is no training: the posterior is that of the curvature named by

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from posthoc_uq.inference.bases import BasisChoice, sides
+from posthoc_uq.inference.bases import BasisChoice, basis_share, earlier_bases, kept_bases, sides
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.sparsify import checked_rank, kept_entries, sparsify
 from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
 from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import Curvature, kept_bases, squares_of
+from posthoc_uq.methods.curvature import Curvature, squares_of
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.information import Correction, InformationBlock
-from posthoc_uq.values import SHARE, UNIT, put_numbers
+from posthoc_uq.values import SHARE_OR_AUTO, UNIT, put_numbers
 from posthoc_uq.warned import warn_user
 
 _GRID_LIMIT = 2 * 2**30  # bytes that the small linear system of one layer may take
@@ -40,7 +40,10 @@ class INF(Curvature):
         basis: how the bases are found: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or ``"auto"`` by
             size.
         basis_fraction: the share of the samples, in (0, 1], that the bases are computed from, picked by a hash of each
-            input; eigenvalues and diagonal always come from all samples.
+            input; ``"auto"`` takes about 5,000 of them, and all where there are fewer or the loader does not say how
+            many. Eigenvalues and diagonal always come from all samples.
+        bases: a posterior by ``"inf"`` or ``"efb"`` of the same layers, whose bases are taken as they are: of an
+            earlier fit after a little more training, say. The fit then reads the data once.
         correction: of weights whose low-rank part exceeds the exact diagonal: ``"rescale"``, ``"clamp"`` or ``"none"``.
         residual_weight: omega, in [0, 1]; it can be set on the posterior, too.
     """
@@ -66,24 +69,30 @@ class INF(Curvature):
 
     rank: int | float = 100
     basis: BasisChoice = "auto"
-    basis_fraction: float = 1.0
+    basis_fraction: float | Literal["auto"] = "auto"
+    bases: Posterior | None = None
     correction: Correction = "rescale"
     residual_weight: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "rank", checked_rank(self.rank))
-        put_numbers(self, {"basis_fraction": SHARE, "residual_weight": UNIT})
+        put_numbers(self, {"residual_weight": UNIT})
+        if not (isinstance(self.basis_fraction, str) and self.basis_fraction == "auto"):
+            put_numbers(self, {"basis_fraction": SHARE_OR_AUTO})
 
     def passes(self) -> int:
-        return 2
+        return 2 if self.bases is None else 1
 
     def described(self) -> dict[str, Any]:
         lines = {"rank": self.rank, "basis": self.basis, "correction": self.correction}
-        return lines | ({"basis fraction": self.basis_fraction} if self.basis_fraction < 1 else {})
+        if self.bases is not None:
+            return lines | {"bases": f"of a posterior fitted with method={self.bases.method!r}"}
+        return lines | ({} if self.basis_fraction in ("auto", 1) else {"basis fraction": self.basis_fraction})
 
     def fit(self, task: Task) -> Posterior:
-        posterior = super().fit(task)
+        share = basis_share(self.basis_fraction, task.samples_in_all)
+        posterior = Curvature.fit(replace(self, basis_fraction=share), task)
         posterior.residual_weight = self.residual_weight
         return posterior
 
@@ -100,7 +109,9 @@ class INF(Curvature):
         return _moments(task, kept_bases(posterior, task))
 
     def _bases(self, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
-        """Orthonormal directions of inputs and outputs of every layer, in one sweep."""
+        """Orthonormal directions of inputs and outputs of every layer: of an earlier posterior, or in one sweep."""
+        if self.bases is not None:
+            return earlier_bases(self.bases, task)
 
         def find_bases() -> Tensors:
             sides_of = {
@@ -108,7 +119,8 @@ class INF(Curvature):
                 for index, (name, layer) in enumerate(task.layers.items())
             }
             accumulators = {name: [side.accumulator for side in pair] for name, pair in sides_of.items()}
-            samples = task.sweep(accumulators, "bases", share=self.basis_fraction)
+            share = basis_share(self.basis_fraction, task.samples_in_all)
+            samples = task.sweep(accumulators, "bases", share=share)
             del accumulators
 
             def basis(name: str) -> dict[str, Tensor]:

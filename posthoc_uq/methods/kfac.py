@@ -102,9 +102,10 @@ def kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
         samples = task.sweep({name: list(pair) for name, pair in grams.items()}, _FACTORS)
 
         def decompose(name: str) -> dict[str, Tensor]:
-            means = _means(*grams.pop(name), samples)
-            input_values, input_basis = eigh_descending(means["input_gram"])
-            output_values, output_basis = eigh_descending(means["output_gram"])
+            inputs, outputs = grams.pop(name)
+            means = _means(inputs, outputs, samples)
+            input_values, input_basis = eigh_descending(means["input_gram"], inputs.rows)
+            output_values, output_basis = eigh_descending(means["output_gram"], outputs.rows)
             return {
                 **(means if keep_grams else {}),
                 "input_basis": input_basis,

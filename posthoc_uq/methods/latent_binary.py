@@ -20,7 +20,7 @@ class LatentBinary(LatentBinaryOptions, Method):
     ``w = g (mu z + sd e)`` with ``g ~ Bernoulli(a)``, trained by the evidence lower bound with the outputs of every
     layer drawn by local reparametrisation; with ``flow=True`` the means of a layer have a random factor ``z`` in
     common, made by an inverse autoregressive flow ("Sparsifying Bayesian neural networks with latent binary variables
-    and normalizing flows"). The formulas are in ``docs/methods.md``.
+    and normalizing flows"). The formulas are in ``docs/methods/latent_binary.md``.
 
     A step costs 2.7 to 4.8 plain ones, with a flow 4 to 6.6 (most in dense networks with small batches), and memory for
     three numbers a weight, their gradients and the optimiser's. It is the one to take for a smaller network, or to ask

@@ -22,7 +22,8 @@ class MessagePassing(MessagePassingOptions, Method):
 
     Every factor of the network (a product, a sum, an activation, a target) sends its neighbours Gaussian messages that
     match moments; the posterior of a weight is its prior times one message a batch, so that no example is counted twice
-    ("Scalable approximate message passing for Bayesian neural networks"). The formulas are in ``docs/methods.md``.
+    ("Scalable approximate message passing for Bayesian neural networks"). The formulas are in
+    ``docs/methods/message_passing.md``.
 
     With ``layers="last"`` the model runs once over the data and only its last linear layer gets a posterior, with means
     of its own; ``posterior="full"`` has all correlations of an output's weights, costs ``N n^2`` a sweep and output for

@@ -27,7 +27,7 @@ from posthoc_uq.fields import Field, Text, Whole
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum, reached
 from posthoc_uq.posteriors.combining import Weights, combined
 from posthoc_uq.posteriors.covariance_form import CovarianceForm, LowRank
-from posthoc_uq.posteriors.numerics import cholesky
+from posthoc_uq.posteriors.numerics import cholesky, solved_plus_one
 from posthoc_uq.posteriors.row_covariance import InformationRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
@@ -107,8 +107,7 @@ class InformationFactor(Factor):
         wide = as_double(normals) if stiff else normals
         half = self._inverse.to(wide).sqrt()
         columns = self._columns(self._project(half * wide))
-        lower = self._root + torch.eye(self._root.shape[-1], dtype=self._root.dtype, device=self._root.device)
-        columns = torch.linalg.solve_triangular(lower, columns, upper=False)
+        columns = solved_plus_one(self._root, columns)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
         drawn = self._lift(columns.permute(2, 0, 1).to(wide))
         # half * (wide - half * drawn), in place: these are the largest temporaries when a prediction is set up

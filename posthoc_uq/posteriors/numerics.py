@@ -13,10 +13,19 @@ from posthoc_uq.errors import NonFiniteError
 # Above this size a float32 Gram is decomposed in float32, which halves the time, and in float64 if that fails.
 _WIDE_EIGH_LIMIT = 1024
 
+# A Gram of few rows is decomposed in its range where it has this size and the rows are less than this share of it.
+_RANGE_SIZE, _RANGE_SHARE = 512, 0.3
+_OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by all of its directions
+_SOLVED = 256  # rows of `solved_plus_one` at once
 
-def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
+
+def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of
     symmetric matrices.
+
+    Args:
+        gram: ``(groups, n, n)``.
+        rows: of the vectors whose products it sums, where that is known: no more of its eigenvalues are positive.
 
     Raises:
         NonFiniteError: the matrices are not finite.
@@ -26,6 +35,8 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
         )
     symmetric = (gram + gram.transpose(-1, -2)) / 2
+    if rows is not None and gram.shape[-1] >= _RANGE_SIZE and rows <= _RANGE_SHARE * gram.shape[-1]:
+        return _eigh_in_range(symmetric, rows + _OVERSAMPLING)
     # Inputs that are always zero (padding in every window) have unit eigenvectors, and make eigensolvers fail.
     live = symmetric.diagonal(dim1=-2, dim2=-1)[0] > 0
     if symmetric.shape[0] > 1 or bool(live.all()):
@@ -40,6 +51,24 @@ def eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
         vectors[:, dead:, dead:] = inner_vectors.to(vectors)
         vectors = vectors[:, torch.argsort(order)]
     return values.flip(-1).clamp(min=0).to(gram), vectors.flip(-1).to(gram)
+
+
+def _eigh_in_range(symmetric: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Eigenpairs of positive semidefinite matrices of a rank below `width`: of their restriction to the range, which
+    products with random vectors span (Halko, Martinsson, Tropp 2011), completed by any basis of the rest.
+    """
+    groups, size, _ = symmetric.shape
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(groups, size, width, generator=generator, dtype=symmetric.dtype, device="cpu")
+    spanned = torch.linalg.qr(as_double(symmetric @ directions.to(symmetric.device))).Q
+    restricted = spanned.transpose(-1, -2) @ as_double(symmetric @ spanned.to(symmetric))
+    inner_values, inner_vectors = _eigh((restricted + restricted.transpose(-1, -2)) / 2)
+    values = torch.zeros_like(symmetric[..., 0])
+    values[:, :width] = inner_values.flip(-1).clamp(min=0).to(values)
+    leading = (spanned @ inner_vectors.flip(-1)).to(symmetric)
+    complete = torch.linalg.qr(leading, mode="complete").Q
+    complete[..., :width] = leading
+    return values, complete
 
 
 def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,3 +151,17 @@ def positive_part(matrix: Tensor) -> Tensor:
     """The nearest positive semidefinite matrix to a symmetric one, in the Frobenius norm."""
     values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)
+
+
+def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
+    """``(I + R)^-1 c`` for lower triangular R, ``(G, L, L)``, and columns ``(G, L, q)``, block by block: the sum takes
+    longer than the solve, and as much memory as R.
+    """
+    solved = torch.empty_like(columns)
+    for start in range(0, columns.shape[1], _SOLVED):
+        part = slice(start, start + _SOLVED)
+        block = root[:, part, part].clone()
+        block.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
+        solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
+    return solved

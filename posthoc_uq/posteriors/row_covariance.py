@@ -139,15 +139,16 @@ class InformationRows(RowCovariance):
     def quadratic(self, mean: Tensor) -> Tensor:
         wide = as_double(mean)
         diagonal = torch.einsum("goi,rgi->rgo", self.inverse, wide.square())
-        step = max(1, _CHUNK // max(1, self.shrunk.numel()))
+        groups, outputs, width, _ = self.row_roots.shape
+        step = max(1, _CHUNK // max(1, groups * width * max(outputs, self.shrunk.shape[2])))
         # Under a tracer the number of rows is a symbol, and the rows are not split.
         split = wide.split(step) if isinstance(wide.shape[0], int) and wide.shape[0] > step else (wide,)
         parts: list[Tensor] = []
         for part in split:
-            weighted = self.shrunk * part.unsqueeze(2)  # (rows, G, m, n)
-            reached = weighted @ self.input_basis  # (rows, G, m, a)
-            parts.append(torch.einsum("rgoa,goba->rgob", reached, self.row_roots).square().sum(-1))
-        low_rank = torch.cat(parts)
+            columns = (part.unsqueeze(3) * self.input_basis).permute(1, 2, 0, 3).flatten(2)  # (G, n, rows a)
+            reached = (self.shrunk @ columns).reshape(groups, outputs, -1, width)  # (G, m, rows, a)
+            parts.append((reached @ self.row_roots.transpose(-1, -2)).square().sum(-1))
+        low_rank = torch.cat(parts, dim=2).permute(2, 0, 1)
         # Where the data leave no variance, rounding may give a little less than zero.
         return (diagonal - low_rank).clamp(min=0).to(mean)
 

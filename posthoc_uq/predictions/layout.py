@@ -21,7 +21,7 @@ class Layout:
 
     Attributes:
         class_dim: 1 for outputs ``(samples, classes, *positions)``, -1 for ``(samples, *positions, classes)``.
-        ignore_index: the label of a position that does not count.
+        ignore_index: the label of a position that does not count, a class or not.
         next_token: the outputs at position t predict the label at t + 1; those at the last position predict nothing
             that is known.
     """
@@ -95,8 +95,21 @@ class Layout:
 
     def fault(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """A flag on the device: whether a label is neither a class nor ignored."""
-        outside = (targets < 0) | (targets >= self.classes(outputs))
-        return (outside & (targets != self.ignore_index)).any()
+        return self._outside(targets, self.classes(outputs)).any()
+
+    def _outside(self, targets: Tensor, classes: int) -> Tensor:
+        labels = targets.long()  # a byte is never -100, and compared as bytes 156 would be
+        return ((labels < 0) | (labels >= classes)) & (labels != self.ignore_index)
+
+    def wrong_labels(self, targets: Tensor, classes: int) -> str:
+        """What an error says of labels with a `fault`."""
+        outside = targets[self._outside(targets, classes)].long()
+        wrong = int(outside.max())
+        return (
+            f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; "
+            f"labels must lie in 0..{classes - 1}, or be ignore_index={self.ignore_index}. If {wrong} marks positions "
+            f"that do not count, say so: likelihood=uq.Categorical(..., ignore_index={wrong})."
+        )
 
     def labels(self, outputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
         """The label of every position and whether it counts, each ``(samples, positions)``, for labels

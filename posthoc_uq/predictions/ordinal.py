@@ -49,15 +49,17 @@ class OrdinalPrediction(ClassPrediction):
         """(batch, classes): the probability that the class is at most each of them."""
         return self.probs.cumsum(-1).clamp(max=1)
 
+    @property
     def mean(self) -> Tensor:
         """(batch,): the mean class, with classes counted 0, 1, ..."""
         ranks = torch.arange(self.probs.shape[1], device=self.probs.device)
         return (self.probs * ranks).sum(-1)
 
+    @property
     def variance(self) -> Tensor:
         """(batch,): the variance of the class, with classes counted 0, 1, ..."""
         ranks = torch.arange(self.probs.shape[1], device=self.probs.device)
-        return (self.probs * (ranks - self.mean().unsqueeze(-1)).square()).sum(-1)
+        return (self.probs * (ranks - self.mean.unsqueeze(-1)).square()).sum(-1)
 
     def quantile(self, q: float) -> Tensor:
         """(batch,), int64: the first class at which `cdf` reaches `q`.
@@ -91,7 +93,7 @@ class OrdinalPrediction(ClassPrediction):
 
     def to_dict(self) -> dict[str, Tensor]:
         """As of a `ClassPrediction`, with the mean class."""
-        return super().to_dict() | {"mean": self.mean()}
+        return super().to_dict() | {"mean": self.mean}
 
     def of_one_network(self) -> OrdinalPrediction:
         """The same without expected entropy, votes and the variance of the probabilities."""

@@ -213,9 +213,7 @@ class PositionPrediction(Prediction):
         )
         self.layout.check_labels(outputs, targets)
         if bool(self.layout.fault(outputs, targets)):
-            raise PosthocUQError(
-                f"Labels must lie in 0..{self.classes - 1} or be ignore_index={self.layout.ignore_index}."
-            )
+            raise PosthocUQError(self.layout.wrong_labels(targets, self.classes))
         labels, counted = self.layout.labels(outputs, targets)
         return labels.flatten(), counted.flatten()
 

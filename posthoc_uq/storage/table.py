@@ -47,6 +47,7 @@ _SHARE = Number(0.0, 1.0)
 _COUNT = Whole(1)
 _SUM = Number(-_ANY, _ANY)
 _NAME = Text()
+_NAMES = Items(_NAME, most=2**20)
 _FORMAT = Text(tuple(schema.DTYPES))
 _DIGEST = Text(pattern="[0-9a-f]{64}")
 _HEAD = Text(HEADS)
@@ -217,6 +218,11 @@ _HISTORY = Record(
             Plain(finite=False),  # the losses of a training may be infinite
             {
                 "images": _NAME,
+                "image size": Whole(1, 2**14),
+                "image mean": Items(Number(-LARGEST, LARGEST), most=1024),
+                "image std": Items(Number(-LARGEST, LARGEST), most=1024),
+                "class names": _NAMES,
+                "table classes": _NAMES,
                 "last layer": _NAME,
                 "novelty": _NAME,
                 "prior body variance": Number(0.0, LARGEST),

@@ -32,7 +32,7 @@ def fit_all(source: Source, loader: ImageLoader, options: argparse.Namespace) ->
             loader,
             method=method,
             layers=options.layers,
-            rank=options.rank if method == "inf" else None,
+            **({"rank": options.rank} if method == "inf" else {}),
             fisher="mc",
             prior_precision=1.0,
             head="sampling",
