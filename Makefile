@@ -6,6 +6,7 @@
 # make docs   build the documentation site in site/; warnings are errors
 # make coverage   the tests, and which lines of the package none of them ran
 # make lowest     the tests with the lowest versions that pyproject.toml allows, in an environment of their own
+# make dist       build the wheel and the source archive in dist/ and check them; nothing is uploaded
 #
 # Only Python 3.10+ and make are needed. PYTHON=/path/to/python3 chooses an interpreter, VENV=dir another
 # place for the environment, PIP_FLAGS="..." is handed to pip (an index with CPU-only wheels, say).
@@ -27,7 +28,7 @@ DOCS_ENV  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick coverage lowest docs lint format types clean
+.PHONY: help demo test quick coverage lowest docs dist lint format types clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -49,6 +50,13 @@ lowest: $(LOWEST)/.installed-lowest
 
 docs: $(DOCS_ENV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+dist: $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) build twine
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	ls -l dist
 
 lint: $(DEV_ENV)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """What all heads share: loaders, threads, processes, memory, and a model that is left as it was."""
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -188,88 +189,90 @@ def test_two_threads_are_as_good_as_one(setting, options):
         assert all(all(found) for found in pool.map(work, range(4)))
 
 
-def _from_file(path, keep, queue):
+def _of(predictor, x):
+    return {name: tensor.numpy() for name, tensor in predictor(x).to_dict().items()}
+
+
+def _from_file(path, kept, queue):
     torch.set_num_threads(1)
-    predictor = uq.wrap(model := _model(), uq.load(path, model), n_samples=4, seed=2, keep=keep)
-    queue.put({name: tensor.numpy() for name, tensor in predictor(_images()).to_dict().items()})
+    model = _model()
+    wrapped = (uq.wrap(model, uq.load(path, model), n_samples=4, seed=2, keep=keep) for keep in kept)
+    queue.put([_of(predictor, _images()) for predictor in wrapped])
 
 
-def _from_pickle(predictor, queue):
+def _from_pickle(predictors, queue):
     torch.set_num_threads(1)
-    queue.put({name: tensor.numpy() for name, tensor in predictor(_images()).to_dict().items()})
+    queue.put([_of(predictor, _images()) for predictor in predictors])
 
 
-@pytest.mark.parametrize("keep", ["weights", "seeds"])
-def test_two_processes_are_as_good_as_one(setting, tmp_path, keep):
-    """From a saved posterior, and with the predictor itself handed over; new processes, and forked ones."""
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_two_processes_are_as_good_as_one(setting, tmp_path, start):
+    """From a saved posterior, and with the predictors themselves handed over; new processes, and forked ones."""
     model, posterior, x = setting
-    path = tmp_path / "posterior.h5"
+    path, kept = tmp_path / "posterior.h5", ("weights", "seeds")
     uq.save(posterior, path)
-    predictor = uq.wrap(model, posterior, n_samples=4, seed=2, keep=keep)
+    predictors = [uq.wrap(model, posterior, n_samples=4, seed=2, keep=keep) for keep in kept]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        expected = predictor(x).to_dict()
-        for method in ("spawn", "fork"):
-            context = multiprocessing.get_context(method)
-            queue = context.Queue()
-            jobs = [
-                context.Process(target=_from_file, args=(path, keep, queue)),
-                context.Process(target=_from_pickle, args=(predictor, queue)),
-            ]
-            for job in jobs:
-                job.start()
-            found = [queue.get(timeout=120) for _ in jobs]
-            for job in jobs:
-                job.join()
-            for values in found:
-                for name, tensor in expected.items():
-                    assert torch.equal(torch.from_numpy(values[name]), tensor), (method, name)
+        expected = [predictor(x).to_dict() for predictor in predictors]
+        context = multiprocessing.get_context(start)
+        queue = context.Queue()
+        jobs = [
+            context.Process(target=_from_file, args=(path, kept, queue)),
+            context.Process(target=_from_pickle, args=(predictors, queue)),
+        ]
+        for job in jobs:
+            job.start()
+        found = [queue.get(timeout=120) for _ in jobs]
+        for job in jobs:
+            job.join()
+        for of_process in found:
+            for keep, values, tensors in zip(kept, of_process, expected, strict=True):
+                for name, tensor in tensors.items():
+                    assert torch.equal(torch.from_numpy(values[name]), tensor), (keep, name)
     finally:
         torch.set_num_threads(threads)
 
 
 _MEMORY = """
-import gc, sys, psutil, torch
+import gc, json, sys, psutil, torch
 from torch import nn
 import posthoc_uq as uq
 torch.set_num_threads(1)
 torch.manual_seed(0)
-keep, batched = sys.argv[1], {"True": True, "False": False, "auto": "auto"}[sys.argv[2]]
 model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 50)), torch.randn(64, 8)
 posterior = uq.fit(model, [x], progress=False, prior_precision=1.0)
-predictor = uq.wrap(model, posterior, n_samples=5, keep=keep, batched=batched)
 process = psutil.Process()
-def run(count):
+def run(predictor, count):
     with torch.no_grad():
         for _ in range(count):
             predictor(x)
     gc.collect()
     return process.memory_info().rss
-count = int(sys.argv[3])
-run(count // 10)
-objects, before = len(gc.get_objects()), run(10)
-after = run(count)
-print(after - before, len(gc.get_objects()) - objects)
+for keep, batched, count in json.loads(sys.argv[1]):
+    predictor = uq.wrap(model, posterior, n_samples=5, keep=keep, batched=batched)
+    run(predictor, count // 10)
+    objects, before = len(gc.get_objects()), run(predictor, 10)
+    after = run(predictor, count)
+    print(after - before, len(gc.get_objects()) - objects)
 """
 
 
-@pytest.mark.parametrize(
-    ("keep", "batched", "count"),
-    [("weights", "auto", 1_500), ("weights", "False", 1_500), ("seeds", "False", 500)],
-)
-def test_thousands_of_predictions_do_not_grow_memory(keep, batched, count):
+def test_thousands_of_predictions_do_not_grow_memory():
+    settings = [("weights", "auto", 1_500), ("weights", False, 1_500), ("seeds", False, 500)]
     done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, keep, batched, str(count)],
+        [sys.executable, "-c", _MEMORY, json.dumps(settings)],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    grown, objects = map(int, done.stdout.split())
-    # A prediction takes some 70 kB: of 1,500 that stayed, one in 25 would be noticed, and of objects one in ten.
-    assert grown < 4 * 2**20
-    assert objects < count / 10 + 50
+    for setting, line in zip(settings, done.stdout.splitlines(), strict=True):
+        grown, objects = map(int, line.split())
+        # A prediction takes some 70 kB: of 1,500 that stayed, one in 25 would be noticed, of objects one in ten.
+        assert grown < 4 * 2**20, setting
+        assert objects < setting[-1] / 10 + 50, setting
 
 
 @pytest.mark.parametrize("head", ["sampling", "moments", "linearized"])

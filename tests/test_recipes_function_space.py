@@ -51,7 +51,7 @@ def test_smoke_on_images(tmp_path: Path) -> None:
     contexts = ("monochrome", "distorted clothes", "photographs", "digits")
     rows = ["network", *(f"post hoc, {name}" for name in contexts)]
     assert list(results) == [*rows, "from scratch, monochrome"]
-    kept = sorted(path.name for path in (tmp_path / "networks" / "600-1-0.01").glob("function-space-*.h5"))
+    kept = sorted(path.name for path in (tmp_path / "networks" / "140-1-0.01").glob("function-space-*.h5"))
     assert kept == [
         f"function-space-{name}-1-seed0.h5"
         for name in ("digits", "distorted-clothes", "monochrome", "photographs", "scratch")

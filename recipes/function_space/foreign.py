@@ -22,7 +22,7 @@ FONTS = (
     *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
     *(f"DejaVuSansMono{style}" for style in ("", "-Bold")),
     *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
-    *("cmr10", "cmb10", "cmss10", "cmtt10", "cmti10"),
+    *("cmr10", "cmb10", "cmss10", "cmtt10", "cmmi10"),
 )
 """Typefaces that come with matplotlib."""
 

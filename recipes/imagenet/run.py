@@ -37,8 +37,8 @@ SMOKE: dict[str, Any] = {
     "model": "timm:tf_efficientnet_lite0",
     "output": OUTPUT / "smoke",
     "layers": "last",
-    "image_size": 96,
-    "budget": 3,
+    "image_size": 64,
+    "budget": 2,
     "search_images": 8,
     "search_samples": 2,
     "samples": 3,
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
-    add("--smoke", action="store_true", help="generate a small folder, last layer, 3 trials")
+    add("--smoke", action="store_true", help="generate a small folder, last layer, 2 trials")
     add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     add("--output", type=Path, default=OUTPUT, help="posteriors, trials, results; seen by all processes")
     group = found.add_argument_group("model")
