@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from posthoc_uq.arrays import is_array, with_tensors
 from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
-from posthoc_uq.loaders import Batch, is_array
+from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.replica import model_dtype
 
 CALL = "Pass what model(...) itself takes, with the samples along the first dimension."
 LOADER = (
@@ -26,6 +28,16 @@ NAMED = (
     "The entries of a mapping are named arguments here: predictor(**mapping), or the mapping itself from the loader or "
     "from batch_to_inputs. A model that takes a whole mapping needs a module around it, with forward(self, **inputs)."
 )
+
+
+def batch_of_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, device: torch.device
+) -> Batch:
+    """The arguments of one call of a model; where there are arrays among them, all on its device, as in a loader."""
+    if not any(is_array(value) for value in (*args, *kwargs.values())):
+        return Batch(args, None, kwargs)
+    dtype = model_dtype(model)
+    return Batch(with_tensors(args, dtype), None, with_tensors(kwargs, dtype)).to(device)
 
 
 @contextmanager
@@ -134,7 +146,7 @@ def _advice(network: nn.Module, batch: Batch) -> str:
         return NAMED
     if advice := _other_names(network, batch):
         return advice
-    weights_dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    weights_dtype = model_dtype(network)
     input_dtypes = [value.dtype for value in batch.tensors()]
     if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):
         return f"Pass tensors: torch.as_tensor(x, dtype={weights_dtype})."

@@ -24,7 +24,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.replica import replicate
 from posthoc_uq.warned import warn_user
 
 HYPERPARAMETER = {"noise": "noise_scale"}  # hyperparameters that have another name in `tune`
@@ -52,11 +52,6 @@ def restored_on_error(posterior: Posterior) -> Generator[None]:
         for name, value in records.items():
             setattr(history, name, value)
         raise
-
-
-def device_of(posterior: Posterior) -> torch.device:
-    """The device of the posterior's model."""
-    return model_device(model_of(posterior))
 
 
 def model_of(posterior: Posterior) -> nn.Module:

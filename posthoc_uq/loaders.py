@@ -2,8 +2,8 @@
 
 A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch
 is a tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under one of `TARGET_NAMES`), or any
-form that `batch_to_inputs` and `batch_to_targets` take apart. NumPy arrays and pandas frames become tensors of the
-same number type.
+form that `batch_to_inputs` and `batch_to_targets` take apart. NumPy arrays and pandas frames become tensors: inputs
+of floating-point numbers of the model's number type, all others of their own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from posthoc_uq.arrays import is_array, tensor_of, with_tensors
 from posthoc_uq.devices import sent
 from posthoc_uq.distributed import rank, sampler_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.outputs import output_tensor
+from posthoc_uq.replica import model_device, model_dtype
 from posthoc_uq.values import check_function
 
 BatchFunction = Callable[[Any], Any]
@@ -122,12 +124,33 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Takes batches apart and moves them to a device."""
+    """Takes batches apart and moves them to a device.
+
+    Attributes:
+        device: of the model.
+        batch_to_inputs: from a batch to the model's inputs.
+        batch_to_targets: from a batch to its targets.
+        batch_to_weights: from a batch to the weights of its samples.
+        dtype: of the model, which arrays of floating-point numbers among the inputs become; tensors keep theirs.
+    """
 
     device: torch.device
     batch_to_inputs: BatchFunction | None = None
     batch_to_targets: BatchFunction | None = None
     batch_to_weights: BatchFunction | None = None
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch_to_inputs: BatchFunction | None = None,
+        batch_to_targets: BatchFunction | None = None,
+        batch_to_weights: BatchFunction | None = None,
+    ) -> BatchReader:
+        """A reader for a model: with its device and its number type."""
+        functions = batch_to_inputs, batch_to_targets, batch_to_weights
+        return cls(model_device(model), *functions, model_dtype(model))
 
     def __post_init__(self) -> None:
         check_function("batch_to_inputs", self.batch_to_inputs, "from a batch to the model's inputs")
@@ -144,7 +167,7 @@ class BatchReader:
         """
         inputs, targets = self._split(batch)
         if self.batch_to_inputs is None:
-            inputs = _with_tensors(inputs)
+            inputs = with_tensors(inputs, self.dtype)
         if self.batch_to_targets is not None:
             targets = self.batch_to_targets(batch)
         targets = None if targets is None else _target_tensor(targets)
@@ -190,23 +213,14 @@ class BatchReader:
         return sent(value, self.device) if isinstance(value, Tensor) else value
 
 
-def is_array(value: Any) -> bool:
-    """Whether a value is a NumPy array, or a pandas frame or series."""
-    return isinstance(value, np.ndarray) or (hasattr(value, "to_numpy") and hasattr(value, "shape"))
-
-
-def _with_tensors(inputs: Any) -> Any:
-    """The inputs with arrays turned into tensors, also inside of a tuple or a mapping."""
-    if isinstance(inputs, Mapping):
-        return {name: _with_tensors(value) for name, value in cast(Mapping[str, Any], inputs).items()}
-    if isinstance(inputs, tuple):
-        return tuple(map(_with_tensors, cast(tuple[Any, ...], inputs)))
-    return _tensor_of(inputs) if is_array(inputs) else inputs
-
-
 def _target_tensor(targets: Any) -> Tensor:
     if is_array(targets):
-        return _tensor_of(targets)
+        if any(isinstance(value, str) for value in np.asarray(targets).flat):
+            raise PosthocUQError(
+                "The targets are text, and class labels must be indices: series.astype('category').cat.codes, or "
+                "np.unique(labels, return_inverse=True)[1] of an array."
+            )
+        return tensor_of(targets)
     try:
         return targets if isinstance(targets, Tensor) else torch.as_tensor(targets, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -232,7 +246,7 @@ def checked_weights(weights: Any) -> Tensor:
         PosthocUQError: they are no numbers, negative, or not finite.
     """
     try:
-        own = _tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
+        own = tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PosthocUQError(
             f"batch_to_weights must give a tensor of numbers, one a sample, not a {type(weights).__name__}."
@@ -246,18 +260,6 @@ def checked_weights(weights: Any) -> Tensor:
             f"{float(own.max()):g}. A weight of 0 leaves a sample out."
         )
     return own
-
-
-def _tensor_of(array: Any) -> Tensor:
-    """The array as a tensor; a copy, since torch can only share memory that it may write to."""
-    numbers = np.asarray(array)
-    try:
-        return torch.tensor(numbers, device="cpu").contiguous()
-    except (TypeError, ValueError) as error:
-        raise PosthocUQError(
-            f"The loader yields a {type(array).__name__} of {numbers.dtype} {numbers.shape}, which torch has no type "
-            f"for; make all of it numbers, such as array.astype('float32')."
-        ) from error
 
 
 def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:

@@ -216,6 +216,11 @@ def model_device(model: nn.Module) -> torch.device:
     raise PosthocUQError("The model has no parameters, so there is nothing to be uncertain about.")
 
 
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """Number type of the first parameter of floating-point numbers; float32 where there is none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
     """The number type of the statistics: float32, or float64 if the model has it or if it is asked for.
 

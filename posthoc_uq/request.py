@@ -19,7 +19,7 @@ from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.outputs import Output, checked_output
 from posthoc_uq.posteriors.blocks import BLOCKS
-from posthoc_uq.replica import check_differentiable, model_device, unwrap
+from posthoc_uq.replica import check_differentiable, unwrap
 from posthoc_uq.values import POSITIVE, SEED
 from posthoc_uq.wrapping import head_class
 
@@ -147,18 +147,17 @@ def requested(
     by_name = isinstance(likelihood, str)
     finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
     _check_loaders(loader, val_loader, chosen.passes() + finds_noise)
-    device = model_device(network)
+    reader = _reader(chosen, network, others)
     check_differentiable(network)
-    reader = _reader(chosen, device, others)
     output = checked_output(others["output"])
     head = head or chosen.head
     return Request(chosen, resolved, finds_noise, prior, head, seed, reader, output, own_prior, by_name)
 
 
-def _reader(method: Method, device: torch.device, others: Mapping[str, Any]) -> BatchReader:
+def _reader(method: Method, network: nn.Module, others: Mapping[str, Any]) -> BatchReader:
     """What takes batches apart, for a method that may have no weights of samples."""
     functions = (others[name] for name in ("batch_to_inputs", "batch_to_targets", "batch_to_weights"))
-    reader = BatchReader(device, *functions)
+    reader = BatchReader.of(network, *functions)
     if reader.batch_to_weights is not None:
         method.check_weights()
     return reader

@@ -13,7 +13,7 @@ from typing import Any, cast
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.held_out import HeldOutSearch, device_of, model_of, restored_on_error
+from posthoc_uq.held_out import HeldOutSearch, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
@@ -123,7 +123,7 @@ def tune(
         progress,
     )
     n_samples, per_layer = COUNT("n_samples", n_samples), flag("per_layer", per_layer)
-    reader = BatchReader(device_of(posterior), batch_to_inputs, batch_to_targets)
+    reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     if request.criterion == "evidence":
         if head is not None or options:
             raise PosthocUQError(

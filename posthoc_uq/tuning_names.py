@@ -69,9 +69,14 @@ def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, nois
     """The names of what is searched one after the other, which may be none."""
     has_noise = posterior.noise_variance is not None
     available = _available(posterior)
+    if noise and not has_noise:
+        raise PosthocUQError(
+            f"noise=True tunes the noise variance of a regression, and likelihood {posterior.likelihood.name!r} has "
+            f"none; leave it out."
+        )
     if parameters is None:
         first = [] if posterior.widening is None else [posterior.widening]
-        return [*first, "noise"] if noise and has_noise else first
+        return [*first, "noise"] if noise else first
     if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
         raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")
     unknown = [p for p in parameters if p not in available]

@@ -28,7 +28,7 @@ from posthoc_uq.posteriors.combining import NotContainedError
 from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.preparing import prepared_task
-from posthoc_uq.replica import check_differentiable, model_device
+from posthoc_uq.replica import check_differentiable
 from posthoc_uq.storage.schema import check_unchanged
 from posthoc_uq.values import flag
 from posthoc_uq.warned import warn_user
@@ -141,7 +141,7 @@ def _changed(
         method.check_weights()
     progress = flag("progress", progress)
     _check_possible(posterior, loader)
-    reader = BatchReader(model_device(model_of(posterior)), *functions)
+    reader = BatchReader.of(model_of(posterior), *functions)
     sign = 1 if change == "update" else -1
     task = _prepared(posterior, loader, method, reader, progress)
     content = Content()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import forward
+from posthoc_uq.arguments import batch_of_call
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
 
@@ -118,7 +119,10 @@ def test_one_sample_without_its_dimension(net: nn.Sequential, posterior: uq.Post
 @pytest.mark.parametrize("head", HEADS)
 def test_an_array_in_place_of_a_tensor(net: nn.Sequential, posterior: uq.Posterior, head: str) -> None:
     predictor = uq.wrap(net, posterior, head)
-    _refused(r"ndarray \(12, 4\).*torch\.as_tensor\(x", lambda: predictor(_x().numpy()))
+    _refused(
+        r"ndarray \(12, 4\).*torch\.as_tensor\(x",
+        lambda: predictor.predict([_x().numpy()], batch_to_inputs=lambda x: x, progress=False),
+    )
 
 
 def test_an_error_of_another_origin_is_passed_on(
@@ -147,6 +151,11 @@ def test_arrays_are_batches() -> None:
     forms: dict[str, Any] = {
         "NumPy": (x.numpy(), y.numpy()),
         "pandas": (pd.DataFrame(x.numpy()), pd.Series(y.numpy(), index=range(100, 112))),
+        "float64": (x.double().numpy(), y.numpy()),
+        "codes of a category": (
+            pd.DataFrame(x.double().numpy()),
+            pd.Series(y.numpy()).astype("category").cat.codes,
+        ),
         "read only": (np.broadcast_to(x.numpy(), x.shape), y.tolist()),
     }
     for name, batch in forms.items():
@@ -157,12 +166,25 @@ def test_arrays_are_batches() -> None:
     predictor = uq.wrap(model, _fit(model, [(x, y)]))
     found = cast(Any, predictor.predict([x.numpy()[:5], x.numpy()[5:]], progress=False))
     assert torch.allclose(found.probs, cast(Any, predictor(x)).probs, atol=1e-6)
+    frame = pd.DataFrame(x.double().numpy())
+    assert torch.equal(cast(Any, predictor(frame)).probs, cast(Any, predictor(x)).probs)
+    assert torch.equal(predictor.novelty(frame.to_numpy()), predictor.novelty(x))
+    assert "accuracy" in str(uq.evaluate(predictor, [(frame, y)], progress=False))
+    ids = batch_of_call((np.arange(3),), {}, model, torch.device("cpu")).args[0]
+    assert ids.dtype == torch.int64  # whole numbers stay what they are
+    wide = _net().double()
+    _fit(wide, [(x.numpy(), y)])
 
 
 def test_arrays_that_torch_has_no_type_for() -> None:
     frame = pd.DataFrame({"size": [1.0] * 12, "colour": ["red"] * 12})
     _refused(r"DataFrame of object \(12, 2\).*astype\('float32'\)", lambda: _fit(_net(), [(frame, _y())]))
     _refused("targets are a list .*batch_to_targets", lambda: _fit(_net(), [(_x(), ["red"] * 12)]))
+    labels = pd.Series(["red", "blue"] * 6)
+    for text in (labels, labels.to_numpy(), labels.astype("category")):
+        _refused(
+            r"targets are text.*astype\('category'\)\.cat\.codes", lambda y=text: _fit(_net(), [(_x(), y)])
+        )
     boxes = [{"boxes": torch.zeros(1, 4)}] * 2
     _refused("targets are a list .*batch_to_targets", lambda: _fit(_net(), [([_x(), _x()], boxes)]))
 

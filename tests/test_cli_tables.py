@@ -176,6 +176,8 @@ def test_columns_are_chosen(place: Path) -> None:
     arguments = ["fit", data, *model(place, "one"), "-o", place / "q.h5", "--likelihood", "regression"]
     said = failure(*arguments, "--target", "price")
     assert "line 2: the column 'kind' has the text '" in said and "--columns" in said
+    said = failure(*arguments, "--target", "price", "--columns", "age,height")
+    assert "the row has 2 columns: age, height, and its first linear layer takes 3; --columns chooses" in said
     assert "no column 'weight'; it has age, price, kind" in failure(*arguments, "--target", "weight")
     assert "Which column" in failure(*arguments)
     assert "'age' is named twice" in failure(*arguments, "--target", "price", "--columns", "age,age")
@@ -183,6 +185,21 @@ def test_columns_are_chosen(place: Path) -> None:
     assert "--target is of tables" in failure(
         "fit", f"{place / 'nets.py'}:one", *arguments[2:], "--target", "price"
     )
+
+
+def test_a_posterior_takes_the_columns_of_its_fit(place: Path) -> None:
+    data = table(place / "t.csv", "price")
+    path = fitted(place, data, "one", "--likelihood", "regression", "--target", "price")
+    own = model(place, "one")
+    predict = ("predict", path, data, "-o", place / "out.csv")
+    for command in (predict, ("evaluate", path, data), ("tune", path, "--data", data)):
+        said = failure(*command, *own, "--columns", "age")
+        assert "fitted on 3 columns (age, height, income)" in said and "leave out --columns" in said
+    assert "leave out --columns" in failure("update", path, data, *own, "--columns", "height,age,income")
+    run("update", path, data, *own, "--columns", ",".join(NAMES))
+    (place / "text.csv").write_text("age,height,income\n1,2,3\n1,Rome,3\n")
+    said = failure("predict", path, place / "text.csv", *own, "-o", place / "out.csv")
+    assert "the column 'height' has the text 'Rome'" in said and "--columns" not in said
 
 
 @pytest.mark.parametrize(

@@ -699,3 +699,11 @@ class _Page(HTMLParser):
             self.headings.append(data)
         if self.open and self.open[-1] == "a":
             self.linked.append(data)
+
+
+def test_a_regressor_alone_needs_its_likelihood() -> None:
+    x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1)
+    for net in (nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))):
+        with pytest.raises(uq.PosthocUQError, match=r"one output an input.*pass likelihood='regression'"):
+            uq.evaluate({"net": net}, [(x, y)], progress=False)
+    assert "RMSE" in str(uq.evaluate(nn.Linear(2, 1), [(x, y)], likelihood="regression", progress=False))

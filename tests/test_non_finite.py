@@ -117,8 +117,11 @@ def test_the_error_counts_the_inputs() -> None:
     x[2, 0], x[4, 1] = float("nan"), float("inf")
     for head in HEADS:
         predictor = uq.wrap(posterior.model, posterior, **HEADS[head])
-        with pytest.raises(NonFiniteError, match=r"of 2 of 6 inputs is not finite \(the first is number 2\)"):
+        with pytest.raises(
+            NonFiniteError, match=r"of 2 of 6 inputs is not finite \(the first is number 2\)"
+        ) as caught:
             predictor(x)
+        assert ("head='linearized'" in str(caught.value)) == (predictor.head != "linearized")
 
 
 def test_draws_that_overflow() -> None:
@@ -134,7 +137,7 @@ def test_draws_that_overflow() -> None:
 def test_a_masked_class_is_an_answer() -> None:
     logits = torch.randn(2, 5, 3)
     logits[:, :, 1] = float("-inf")
-    assert checked(uq.ClassPrediction.from_logits(logits)).probs[:, 1].eq(0).all()
+    assert checked(uq.ClassPrediction.from_logits(logits), "linearized").probs[:, 1].eq(0).all()
     logits[1, 3, 2] = float("inf")
     with pytest.raises(NonFiniteError, match="of 1 of 5 inputs"):
-        checked(uq.ClassPrediction.from_logits(logits))
+        checked(uq.ClassPrediction.from_logits(logits), "linearized")

@@ -407,6 +407,8 @@ def test_mistakes_are_named(classifier, regression):
         uq.tune(posterior, [held_out[0][0]], progress=False)
     with pytest.raises(PosthocUQError, match="regression"):
         uq.tune(posterior, noise=True)
+    with pytest.raises(PosthocUQError, match=r"noise=True tunes .* 'classification' has none"):
+        uq.tune(posterior, held_out, noise=True, progress=False)
     with pytest.raises(PosthocUQError, match="among"):
         uq.tune(posterior, held_out, parameters=("colour",))
     unlabelled = uq.fit(model, [train[0][0]], progress=False)

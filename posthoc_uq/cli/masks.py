@@ -66,7 +66,7 @@ class MaskedImages(Dataset[Any]):
             if isinstance(item, Trouble):
                 last = item
                 continue
-            outputs = outputs_for(source.model, item[0], "an image", "see --image-size and --transform")
+            outputs = outputs_for(source.model, item[0])
             if outputs.ndim != 4 or outputs.shape[2:] != item[1].shape:
                 raise PosthocUQError(
                     f"'{self._folder}' has masks, and the model gives outputs of shape {tuple(outputs.shape)} for an "

@@ -176,18 +176,23 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-def count_outputs(
-    model: nn.Module,
-    sample: torch.Tensor,
-    kind: str = "an image",
-    advice: str = "see --image-size and --transform",
-) -> int:
+_IMAGE = ("an image", "see --image-size and --transform")
+
+
+def count_outputs(model: nn.Module, sample: torch.Tensor) -> int:
     """How many outputs the model has for one input; see `outputs_for`."""
-    return int(outputs_for(model, sample, kind, advice).shape[-1])
+    return int(outputs_for(model, sample).shape[-1])
 
 
-def outputs_for(model: nn.Module, sample: torch.Tensor, kind: str, advice: str) -> torch.Tensor:
-    """The model's outputs for one input.
+def outputs_for(model: nn.Module, sample: torch.Tensor) -> torch.Tensor:
+    """The model's outputs for one input; see `run_on`."""
+    from posthoc_uq.outputs import output_tensor
+
+    return output_tensor(run_on(model, sample, *_IMAGE))
+
+
+def run_on(model: nn.Module, sample: torch.Tensor, kind: str, advice: str) -> Any:
+    """What the model returns for one input.
 
     Args:
         model: in eval mode.
@@ -198,12 +203,10 @@ def outputs_for(model: nn.Module, sample: torch.Tensor, kind: str, advice: str) 
     Raises:
         PosthocUQError: it cannot take such an input.
     """
-    from posthoc_uq.outputs import output_tensor
-
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad():
-            return output_tensor(model(sample.unsqueeze(0).to(device)))
+            return model(sample.unsqueeze(0).to(device))
     except PosthocUQError:
         raise
     except Exception as error:

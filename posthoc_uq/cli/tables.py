@@ -10,13 +10,13 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from posthoc_uq.cli.console import close_names
 from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.meaning import CLASSES, COLUMNS, TARGETS, Meaning
-from posthoc_uq.cli.models import Source, count_outputs
+from posthoc_uq.cli.models import Source, count_outputs, run_on
 from posthoc_uq.errors import PosthocUQError
 
 ENDINGS = (".csv", ".tsv")
@@ -87,17 +87,19 @@ def read_table(
     """
     reader = _Reader(path)
     inputs, targets = _columns(reader, options, meaning.kept, labels)
+    reader.fixed = COLUMNS in meaning.kept
     wanted = targets if labels else []
     texts = labels and meaning.labels and len(targets) == 1
     numbers, words = reader.read(inputs, [] if texts else wanted, targets[0] if texts else None)
     kept: dict[str, Any] = {COLUMNS: inputs} | ({TARGETS: targets} if targets else {})
     values = torch.from_numpy(numbers)
     x = values[:, : len(inputs)].contiguous()
+    run_on(source.model, x[0], "a row", _advice(source.model, inputs, reader.fixed))
     known = cast("list[str] | None", meaning.kept.get(CLASSES))
     if not texts:
         y = values[:, len(inputs) :].contiguous() if wanted else None
         return Table(TableRows(x, y), targets if _names_outputs(meaning, targets) else known, kept)
-    outputs = count_outputs(source.model, x[0], "a row", "the columns are " + _listed(inputs))
+    outputs = count_outputs(source.model, x[0])
     indices, names = _indices(words, outputs, known, options["class_map"], meaning, reader)
     kept |= {} if names is None else {CLASSES: names}
     y = torch.tensor(indices, dtype=torch.int64, device="cpu")
@@ -107,6 +109,15 @@ def read_table(
 def _names_outputs(meaning: Meaning, targets: Sequence[str]) -> bool:
     """Whether every target column stands for one label, or one class with its probability."""
     return meaning.likelihood.name == "multilabel" or (meaning.labels and len(targets) > 1)
+
+
+def _advice(model: nn.Module, inputs: Sequence[str], fixed: bool) -> str:
+    """What to do if the model does not take the columns."""
+    width = next((layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)), None)
+    takes = "" if width is None else f", and its first linear layer takes {width}"
+    columns = f"{len(inputs)} column{'s' if len(inputs) > 1 else ''}: {_listed(inputs)}"
+    way_out = "those of the fit" if fixed else "--columns chooses those that it takes"
+    return f"the row has {columns}{takes}; {way_out}"
 
 
 def _columns(
@@ -120,7 +131,13 @@ def _columns(
             f"Which column of '{path}' is the target? Give --target COLUMN; it has {_listed(header)}."
         )
     given = [name for text in options["columns"] for name in ([text] if text in header else text.split(","))]
-    inputs = [name.strip() for name in given] or list(kept.get(COLUMNS, []))
+    given, fitted = [name.strip() for name in given], list(kept.get(COLUMNS, []))
+    if fitted and given and given != fitted:
+        raise PosthocUQError(
+            f"The posterior was fitted on {len(fitted)} columns ({_listed(fitted)}) and finds them by name: leave out "
+            f"--columns, which names others, or these in another order."
+        )
+    inputs = given or fitted
     if not inputs:
         inputs = [name for name in header if name not in targets]
         if "" in inputs:
@@ -149,10 +166,11 @@ class _Reader:
         path: of the file.
         header: names of the columns.
         lines: of the file, by row; the header is in line 1.
+        fixed: whether the columns are those of a fit, so that none can be left out.
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.lines = path, array("q")
+        self.path, self.lines, self.fixed = path, array("q"), False
         self._separator = "\t" if path.lower().endswith(".tsv") else ","
         self.header = [name.strip() for name in next(self._parsed(guess=True), (1, []))[1]]
         if not self.header:
@@ -226,16 +244,18 @@ class _Reader:
             except ValueError:
                 if cell.lower() in _MISSING:
                     self._refuse_number(line, name)
+                way_out = "" if self.fixed else ", or leave the column out with --columns"
                 raise PosthocUQError(
                     f"'{self.path}', line {line}: the column '{name}' has the text {_cut(cell)!r}, and a model takes "
-                    f"numbers; write it as numbers, or leave the column out with --columns."
+                    f"numbers; write it as numbers{way_out}."
                 ) from None
         raise AssertionError
 
     def _refuse_number(self, line: int, name: str) -> NoReturn:
+        way_out = "" if self.fixed else ", or the column with --columns"
         raise PosthocUQError(
             f"'{self.path}', line {line}: the column '{name}' has no value, or none that is finite in float32; fill it "
-            f"in, or leave out the row, or the column with --columns."
+            f"in, or leave out the row{way_out}."
         )
 
 

@@ -16,7 +16,7 @@ from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import Choice, output_tensor
 from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.replica import model_device, model_dtype, replicate
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,32 @@ class ComparedModel:
         name: in the tables.
         call: from a batch to its prediction.
         device: where it takes its inputs.
+        dtype: of its weights, which arrays of floating-point numbers become.
         predictor: the predictor, or None for a model without a posterior.
     """
 
     name: str
     call: Callable[[Batch], Prediction]
     device: torch.device
+    dtype: torch.dtype
     predictor: Predictor | None
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """How the outputs of models without a posterior are read.
+
+    Attributes:
+        likelihood: of their outputs.
+        noise_variance: of regression.
+        choice: which part of what they return the outputs are.
+        assumed: whether nobody named the likelihood, and no predictor has one.
+    """
+
+    likelihood: Likelihood
+    noise_variance: Tensor | None
+    choice: Choice | None
+    assumed: bool
 
 
 def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[ComparedModel]:
@@ -63,34 +82,38 @@ def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[
             (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
         )
     choice = next((found for p in predictors if (found := p.output_choice) is not None), None)
-    return [_row(str(name), model, plain_likelihood, noise_variance, choice) for name, model in named.items()]
+    plain = _Plain(plain_likelihood, noise_variance, choice, likelihood is None and not predictors)
+    return [_row(str(name), model, plain) for name, model in named.items()]
 
 
-def _row(
-    name: str, model: Any, likelihood: Likelihood, noise_variance: Tensor | None, choice: Choice | None
-) -> ComparedModel:
+def _row(name: str, model: Any, plain: _Plain) -> ComparedModel:
     """One row; of a plain model that returns no tensor, or of one like the predictors', the outputs are the choice."""
     if isinstance(model, Predictor):
         return ComparedModel(
-            name or model.head, lambda batch: model(*batch.args, **batch.kwargs), model.device, model
+            name or model.head,
+            lambda batch: model(*batch.args, **batch.kwargs),
+            model.device,
+            model_dtype(model.model),
+            model,
         )
     if isinstance(model, nn.Module):
         twin = replicate(model)
-        device = model_device(twin)
 
         def predict(batch: Batch) -> Prediction:
             with explained(lambda: twin, batch, "a batch of the loader", LOADER):
                 output = batch.copied().call_any(twin)
+            choice = plain.choice
             if choice is not None and (callable(choice.part) or not isinstance(output, (Tensor, Prediction))):
                 output = choice.of(output)
-            return _as_prediction(output, likelihood, noise_variance)
+            return _as_prediction(output, plain)
 
-        return ComparedModel(name or "model", predict, device, None)
+        return ComparedModel(name or "model", predict, model_device(twin), model_dtype(twin), None)
     if callable(model):
         return ComparedModel(
             name or "function",
-            lambda batch: _as_prediction(model(*batch.args, **batch.kwargs), likelihood, noise_variance),
+            lambda batch: _as_prediction(model(*batch.args, **batch.kwargs), plain),
             torch.device("cpu"),
+            torch.float32,
             None,
         )
     raise PosthocUQError(
@@ -99,8 +122,18 @@ def _row(
     )
 
 
-def _as_prediction(output: Any, likelihood: Likelihood, noise_variance: Tensor | None) -> Prediction:
-    """A model's output as the prediction of one weight sample; a prediction as it is."""
+def _as_prediction(output: Any, plain: _Plain) -> Prediction:
+    """A model's output as the prediction of one weight sample; a prediction as it is.
+
+    Raises:
+        PosthocUQError: one output an input, which cannot be the classification that is assumed.
+    """
     if isinstance(output, Prediction):
         return output
-    return likelihood.from_draws(output_tensor(output).unsqueeze(0), noise_variance).of_one_network()
+    outputs = output_tensor(output)
+    if plain.assumed and outputs.shape[1:].numel() == 1:
+        raise PosthocUQError(
+            f"The model has one output an input, {tuple(outputs.shape)}, and without a predictor evaluate takes "
+            f"outputs for the logits of classes; pass likelihood='regression', or 'binary' for one logit."
+        )
+    return plain.likelihood.from_draws(outputs.unsqueeze(0), plain.noise_variance).of_one_network()

@@ -180,7 +180,9 @@ def _pass(
     rows: list[ComparedModel], loader: Iterable[Any], name: str, galleries: list[Gallery], reading: _Reading
 ) -> tuple[dict[str, Prediction], Tensor | None]:
     """Every row's prediction of a loader, and the targets; examples are chosen by the last row."""
-    reader = BatchReader(rows[0].device, reading.batch_to_inputs, reading.batch_to_targets)
+    reader = BatchReader(
+        rows[0].device, reading.batch_to_inputs, reading.batch_to_targets, dtype=rows[0].dtype
+    )
     parts: dict[str, list[Prediction]] = {row.name: [] for row in rows}
     targets: list[Tensor] = []
     seen = 0

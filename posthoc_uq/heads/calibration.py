@@ -18,7 +18,6 @@ from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_l
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device
 from posthoc_uq.warned import warn_user
 
 
@@ -113,7 +112,7 @@ def calibrate(
     check_loader(loader)
     posterior = posterior.snapshot()
     sampler = SamplingPredictor(model, posterior, n_samples=n_mc, seed=0, keep="seeds")
-    reader = BatchReader(model_device(model), batch_to_inputs)
+    reader = BatchReader.of(model, batch_to_inputs)
     by_head: list[Tensor] = []
     by_draws: list[Tensor] = []
     seen = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ class DrawnFunctions(ABC):
     """The part of a predictor that draws functions."""
 
     if TYPE_CHECKING:
+        head: ClassVar[str]
 
         @property
         def posterior(self) -> Posterior: ...
+
+        def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch: ...
 
         def explaining(self, batch: Batch) -> AbstractContextManager[None]: ...
 
@@ -58,7 +61,7 @@ class DrawnFunctions(ABC):
             NonFiniteError: a draw is not finite.
             PosthocUQError: no draw is asked for, or an operation of the model has no forward derivative.
         """
-        return self._checked_draws(Batch(args, None, kwargs), n_samples, _given(generator))
+        return self._checked_draws(self._batch(args, kwargs), n_samples, _given(generator))
 
     def predictive_samples(
         self,
@@ -87,7 +90,7 @@ class DrawnFunctions(ABC):
             PosthocUQError: as for `functional_samples`; or the likelihood does not say what it predicts.
         """
         generator, posterior = _given(generator), self.posterior
-        functions = self._checked_draws(Batch(args, None, kwargs), n_samples, generator) / divisor_of(
+        functions = self._checked_draws(self._batch(args, kwargs), n_samples, generator) / divisor_of(
             posterior
         )
         likelihood, noise_variance = posterior.likelihood, posterior.noise_variance
@@ -106,7 +109,7 @@ class DrawnFunctions(ABC):
         count, posterior = COUNT("n_samples", n_samples), self.posterior.snapshot()
         with self.explaining(batch):
             functions = at_least_float32(self._functions(posterior, batch, count, generator))
-        check_finite({"samples": functions.transpose(0, 1)}, "functional samples")
+        check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
         return functions
 
 

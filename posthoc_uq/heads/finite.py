@@ -13,8 +13,8 @@ from posthoc_uq.predictions.base import Prediction
 _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
 
 
-def checked(prediction: Prediction) -> Prediction:
-    """The prediction itself, once its numbers are checked.
+def checked(prediction: Prediction, head: str) -> Prediction:
+    """The prediction of a head itself, once its numbers are checked.
 
     Raises:
         NonFiniteError: a number in it is not finite, except for classes that the model masks.
@@ -22,12 +22,12 @@ def checked(prediction: Prediction) -> Prediction:
     if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
         return prediction
     numbers = {name: value for name, value in prediction.numbers().items() if value.is_floating_point()}
-    check_finite(numbers, "prediction")
+    check_finite(numbers, "prediction", head)
     return prediction
 
 
-def check_finite(answers: Mapping[str, Tensor], what: str) -> None:
-    """Check tensors ``(samples, ...)``, all with one wait for the device.
+def check_finite(answers: Mapping[str, Tensor], what: str, head: str) -> None:
+    """Check tensors ``(samples, ...)`` of a head, all with one wait for the device.
 
     Raises:
         NonFiniteError: a number in them is not finite; the message counts the samples.
@@ -39,11 +39,12 @@ def check_finite(answers: Mapping[str, Tensor], what: str) -> None:
         return
     rows = torch.stack([_finite(name, tensor).flatten(1).all(1) for name, tensor in answers.items()]).all(0)
     bad = (~rows).nonzero().flatten().tolist()
+    others = " or layers='last'" if head == "linearized" else ", layers='last' or head='linearized'"
     raise NonFiniteError(
         f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}): these inputs, "
         f"or the model's outputs under the posterior's weights, are not finite or too large for {_dtype(answers)}. "
-        f"Check the inputs; a narrower posterior (a larger prior_precision or scale), layers='last' or "
-        f"head='linearized' keeps the weights nearer to the trained ones."
+        f"Check the inputs, or predict without them; a narrower posterior (a larger prior_precision or "
+        f"scale){others} keeps the weights nearer to the trained ones."
     )
 
 

@@ -233,7 +233,7 @@ class LinearizedPredictor(Linearizing):
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
-        batch = Batch(args, None, kwargs)
+        batch = self._batch(args, kwargs)
         with self.explaining(batch):
             if self._differentiated:
                 return self._with_graph(self._snapshot(), batch)[0]
@@ -247,14 +247,14 @@ class LinearizedPredictor(Linearizing):
             NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
-        batch = Batch(args, None, kwargs)
+        batch = self._batch(args, kwargs)
         if self._differentiated:
             with self.explaining(batch):
                 return self._distribution(self._snapshot(), batch).variance
         with without_gradients(), self.explaining(batch):
             linearization = self._linearized(self._snapshot(), batch)
             variance = linearization.variance().reshape(linearization.mean.shape)
-            check_finite({"variance": variance}, "functional variance")
+            check_finite({"variance": variance}, "functional variance", self.head)
             return variance
 
     def functional_covariance(self, *args: Any, joint: bool = False, **kwargs: Any) -> Tensor:
@@ -273,13 +273,13 @@ class LinearizedPredictor(Linearizing):
             NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
-        batch = Batch(args, None, kwargs)
+        batch = self._batch(args, kwargs)
         if self._differentiated:
             with self.explaining(batch):
                 return self._with_graph(self._snapshot(), batch, joint)[1]
         with without_gradients(), self.explaining(batch):
             covariance = self._linearized(self._snapshot(), batch).covariance(joint)
-            check_finite({"covariance": covariance}, "functional covariance")
+            check_finite({"covariance": covariance}, "functional covariance", self.head)
             return covariance
 
     def functional_trace(self, *args: Any, n_probes: int | None = None, **kwargs: Any) -> Tensor:
@@ -299,10 +299,10 @@ class LinearizedPredictor(Linearizing):
         probes = self._n_probes if n_probes is None else n_probes
         if probes < 1:
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
-        batch = Batch(args, None, kwargs)
+        batch = self._batch(args, kwargs)
         with without_gradients(), self.explaining(batch):
             trace = self._linearized(self._snapshot(), batch).trace(probes)
-            check_finite({"trace": trace}, "functional trace")
+            check_finite({"trace": trace}, "functional trace", self.head)
             return trace
 
 

@@ -224,7 +224,7 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function has no rule, or writes into an activation.
         """
-        return self._propagate(self._follow(self._snapshot()), Batch(args, None, kwargs))
+        return self._propagate(self._follow(self._snapshot()), self._batch(args, kwargs))
 
     def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         parameters = dict(self.network.named_parameters())
@@ -286,7 +286,7 @@ class MomentsPredictor(Predictor):
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
-        batch = Batch(args, None, kwargs)
+        batch = self._batch(args, kwargs)
         with self.explaining(batch):
             return self._moments(self._follow(self._snapshot()), batch)[0]
 
@@ -296,11 +296,11 @@ class MomentsPredictor(Predictor):
         Raises:
             NonFiniteError: it is not finite.
         """
-        prepared, batch = self._follow(self._snapshot()), Batch(args, None, kwargs)
+        prepared, batch = self._follow(self._snapshot()), self._batch(args, kwargs)
         with self.explaining(batch):
             _, variance, _ = self._moments(prepared, batch)
         variance = variance if prepared.calibration is None else prepared.calibration.apply(variance)
-        check_finite({"variance": variance}, "functional variance")
+        check_finite({"variance": variance}, "functional variance", self.head)
         return variance
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:

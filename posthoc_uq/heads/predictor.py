@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.arguments import explained
+from posthoc_uq.arguments import batch_of_call, explained
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import NotAnsweredError, PosthocUQError
 from posthoc_uq.heads.drawing import DrawnFunctions
@@ -32,7 +32,7 @@ from posthoc_uq.posteriors.capabilities import DRAWS, QUADRATIC
 from posthoc_uq.predictions.base import Prediction, cat
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import apart, model_device, replicate, unwrap
+from posthoc_uq.replica import apart, model_device, model_dtype, replicate, unwrap
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -160,19 +160,23 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             NonFiniteError: an input's prediction is not finite.
             PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
-        return self._answer(self._snapshot(), Batch(args, None, kwargs))
+        return self._answer(self._snapshot(), self._batch(args, kwargs))
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
         Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
         """
-        return self._distribution(self._snapshot(), Batch(args, None, kwargs))
+        return self._distribution(self._snapshot(), self._batch(args, kwargs))
 
     def prediction_of(self, distribution: Any) -> Prediction:
         """The prediction from a `distribution` of this head, at the posterior's present temperature and noise variance.
         Other values of these need no further run of the model.
         """
         return self._prediction_of(self._snapshot(), distribution)
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """The arguments of a call; arrays become tensors, as in a loader."""
+        return batch_of_call(args, kwargs, self._model[0], self.device)
 
     def _snapshot(self) -> Posterior:
         """The posterior's settings of one moment; the copies of the network get its mean, where an update moved it."""
@@ -194,7 +198,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         with self.explaining(batch):
             prediction = self._predict(posterior, batch)
         # on the CPU the check waits for no device
-        return checked(prediction.to("cpu") if on_cpu else prediction)
+        return checked(prediction.to("cpu") if on_cpu else prediction, self.head)
 
     @abstractmethod
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
@@ -251,7 +255,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             ReplayError: the model took another route than when the features were made; predict from the batch.
             NonFiniteError: an input's prediction is not finite.
         """
-        return checked(self.prediction_of(self.distribution_from(features)))
+        return checked(self.prediction_of(self.distribution_from(features)), self.head)
 
     def novelty(
         self,
@@ -289,7 +293,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             PosthocUQError: the posterior keeps nothing for ``"class"``, or has no quadratic forms for the others; a
                 setting is out of range, or the outputs are not of shape ``(batch,)`` or ``(batch, outputs)``.
         """
-        batch = Batch(args, None, kwargs)
+        batch = self._batch(args, kwargs)
         form = checked_of(of, self._posterior)
         if form != "class":
             remedy = "ask for of='class'" if self._posterior.features is not None else ""
@@ -298,7 +302,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         if form == "class":
             with self.explaining(batch):
                 novelty = class_novelty(network, self._posterior, batch, smoothing)
-            check_finite({"novelty": novelty}, "novelty")
+            check_finite({"novelty": novelty}, "novelty", self.head)
             return novelty
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
             raise PosthocUQError(
@@ -307,7 +311,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             )
         settings = RatioSettings(form, float(prior_precision), float(residual_weight))
         novelty = self._posterior_ratio(settings, batch)(batch)
-        check_finite({"novelty": novelty}, "novelty")
+        check_finite({"novelty": novelty}, "novelty", self.head)
         return novelty
 
     def _posterior_ratio(self, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
@@ -377,7 +381,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             PosthocUQError: the loader is none, yields no batch, or batches of an unknown form.
         """
         check_loader(loader)
-        reader = BatchReader(self.device, batch_to_inputs)
+        reader = BatchReader(self.device, batch_to_inputs, dtype=model_dtype(self._model[0]))
         predictions, posterior = list[Prediction](), self._snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):

@@ -179,7 +179,7 @@ class SamplingPredictor(Predictor):
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.
         """
-        batch = Batch(args, None, kwargs)
+        batch = self._batch(args, kwargs)
         with self.explaining(batch):
             return torch.cat(list(self._blocks(self._snapshot(), batch)))
 

@@ -16,7 +16,7 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.loaders import Bar, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate
+from posthoc_uq.replica import replicate
 from posthoc_uq.sparsity.median import median_means
 from posthoc_uq.wrapping import check_match
 
@@ -93,7 +93,7 @@ def recalibrated(
     statistics = {name: _Statistics() for name in layers}
     for name, layer in layers.items():
         layer.register_forward_pre_hook(partial(_observe, statistics[name]))
-    reader = BatchReader(model_device(running), batch_to_inputs)
+    reader = BatchReader.of(running, batch_to_inputs)
     with torch.no_grad(), isolated_random_state(), Bar(loader, "recalibrate", progress) as bar:
         for batch in batches(loader, reader):
             samples = count_samples(batch)
