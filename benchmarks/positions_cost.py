@@ -58,16 +58,18 @@ def peak(work: Callable[[], Any], unit: float) -> float:
     return (peak_memory() - held) / unit
 
 
-def passes(work: Callable[[], Any], plain: Callable[[], Any], repeats: int) -> float:
-    """Processor time of some work over that of the plain passes before and after it, the median."""
+def seconds(work: Callable[[], Any]) -> float:
+    """Processor time of some work."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
-    def seconds(call: Callable[[], Any]) -> float:
-        start = time.process_time()
-        call()
-        return time.process_time() - start
 
-    return median(
-        2 * seconds(work) / (before + seconds(plain)) for before in (seconds(plain) for _ in range(repeats))
+def interleaved(work: Callable[[], Any], plain: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Processor time of some work, and the same over that of the plain passes before and after it; medians."""
+    times = [(seconds(plain), seconds(work), seconds(plain)) for _ in range(repeats)]
+    return median(own for _, own, _ in times), median(
+        2 * own / (before + after) for before, own, after in times
     )
 
 
@@ -81,7 +83,15 @@ def rows(size: int, classes: int, draws: int, method: str, only: str | None, rep
         with torch.no_grad():
             model(image)
 
-    found: list[Row] = [{"what": "plain pass", "passes": 1.0, "memory": peak(plain, unit)}]
+    memory = peak(plain, unit)
+    found: list[Row] = [
+        {
+            "what": "plain pass",
+            "seconds": interleaved(plain, plain, repeats)[0],
+            "passes": 1.0,
+            "memory": memory,
+        }
+    ]
     posterior = uq.fit(model, [(image, labels)], method, layers="last", prior_precision=100.0, progress=False)
     for name, (head, options) in HEADS.items():
         if only is not None and head != only:
@@ -95,7 +105,8 @@ def rows(size: int, classes: int, draws: int, method: str, only: str | None, rep
         with torch.no_grad():
             for what, work in works.items():
                 memory = peak(work, unit)
-                line |= {f"{what}passes": passes(work, plain, repeats), f"{what}memory": memory}
+                taken, passes = interleaved(work, plain, repeats)
+                line |= {f"{what}seconds": taken, f"{what}passes": passes, f"{what}memory": memory}
         found.append(line)
         print(found[-1], flush=True)
     return found
@@ -111,11 +122,6 @@ def fits(size: int, classes: int, method: str, images: int) -> list[Row]:
             model.zero_grad()
             nn.functional.cross_entropy(model(image), labels).backward()
         model.zero_grad()
-
-    def seconds(work: Callable[[], Any]) -> float:
-        start = time.process_time()
-        work()
-        return time.process_time() - start
 
     plain()
     found: list[Row] = []
