@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO, StringIO
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
 
 import torch
 from PIL import Image
@@ -197,7 +198,7 @@ def _picture(figure: Figure, name: str) -> str:
         r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.S
     )
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)
-    prefix = re.sub(r"[^\w]+", "-", name)
+    prefix = f"plot-{crc32(name.encode()):x}"
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
     inks = {"#000000": "--text", GREY: "--dim", "#E5E5E5": "--line", "#DDDDDD": "--line", "#FFFFFF": "--back"}
     for colour, variable in (inks | _series()).items():
