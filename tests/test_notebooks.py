@@ -48,6 +48,8 @@ for place in ("photos", "letters"):
     assert table.loc[place, "entropy or novelty"] > table.loc[place, "the network's entropy"]
 assert table.loc["photos", "novelty"] == table.loc["photos"].max()
 assert right[~kept].float().mean() < right[kept].float().mean() - 0.1
+assert right[kept].float().mean() > alone["accuracy"] + 0.01
+assert foreign_by["tuned"]["photos"]["entropy"]["AUROC"] > 0.65 and metrics["tuned"]["NLL"] < 0.28
 assert same
 """,
     "choosing_a_posterior": """
@@ -72,6 +74,7 @@ assert evaluation.metrics["inf, tuned"]["NLL"] < evaluation.metrics["inf"]["NLL"
 assert evaluation.metrics["inf, tuned"]["ECE"] < evaluation.metrics["inf"]["ECE"]
 assert table.loc["inf, tuned", "AUROC, entropy"] > table.loc["inf", "AUROC, entropy"] + 0.01
 assert min(files["kfac"], files["efb"]) > 9 * files["inf"]
+assert likelihoods[0] < alone["NLL"] - 0.015
 assert min(files, key=files.get) == "inf, last layer" and files["inf, last layer"] < files["inf"] / 3
 assert evaluation.metrics["inf, evidence, sampling"]["accuracy"] < alone["accuracy"] - 0.1
 novelty = table["AUROC, novelty"].dropna()
@@ -85,6 +88,9 @@ assert times["last layer, linearised"] < 2 * plain < times["all layers, linearis
 assert times["all layers, moments"] < times["all layers, linearised, top 3 classes"]
 assert (entropy - closed(request).entropy()).abs().max() < 1e-4
 assert agree > 0.9
+last_layer = [count for name, count in times.items() if name.startswith("last layer")]
+every_layer = [count for name, count in times.items() if name.startswith("all layers")]
+assert max(last_layer) < 4 * plain < min(every_layer) and max(every_layer) < 20 * plain
 assert (alarms["false alarms in 10"] == 0).all() and alarms["first alarm"].notna().all()
 turned = alarms.loc["turned by 2 degrees more each window"]
 assert turned["accuracy around it"][1] < turned["accuracy before"][1] - 0.1
@@ -132,6 +138,7 @@ def test_notebook_is_stored_as_run(name: str) -> None:
     assert all(output.output_type != "error" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert all(len(str(output)) < 200_000 for output in outputs)
+    assert notebook.cells[-1].source.startswith("## What it showed\n")
     assert "/home/" not in str(outputs) and "site-packages" not in str(outputs)
 
 
