@@ -33,7 +33,7 @@ def cnn() -> nn.Module:
 def vit() -> nn.Module:
     torch.manual_seed(0)
     return timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=48, num_heads=2, num_classes=5
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, embed_dim=48, num_heads=2, num_classes=5
     ).eval()
 
 
