@@ -36,10 +36,10 @@ from posthoc_uq.predictions.samples import at_least_float32, by_input
 from posthoc_uq.replica import replicate
 from posthoc_uq.values import POSITIVE
 from posthoc_uq.warned import warn_user
+from posthoc_uq.widest import widest
 
 DIVERGENCE = 0.002  # nats: the default budget
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
-TOLERANCE = 0.05  # decades of the prior precision
 TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched
 _ABOVE = 3  # decades above the weights' own precision at which a search begins
 _BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
@@ -47,7 +47,6 @@ _UP = 12  # decades above it at which a search gives up
 _ZERO = 1e-12  # mean square up to which weights count as zero
 _POSITIONS, _OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
 _LEAST = 16  # ... but so many inputs in any case
-_LEAST_DIVERGENCE = 1e-9  # nats below which a divergence may be rounding
 _HALVINGS = 12  # of the interval of temperatures
 
 
@@ -223,51 +222,12 @@ class FaithfulSearch:
         return ABOUT[self.name].label
 
     def _widest(self, budget: float) -> float:
-        """Search downwards by decades from where the divergence is about zero, then between two of them."""
+        """Search downwards from where the divergence is about zero."""
         self._evaluated: dict[float, tuple[float, float]] = {}
         weights = self._weights_decade()
         # never wider than a training made it
-        decade, high = weights + _ABOVE, weights + _UP
         low = weights - (_BELOW if self._prior is not None else 0)
-        while self._divergence(decade) > budget:
-            if decade >= high:
-                return decade
-            decade += 1
-        inside = outside = decade
-        while inside > low:
-            outside = max(low, inside - self._safe_step(self._divergence(inside), budget))
-            if not self._divergence(outside) <= budget:
-                break
-            inside = outside
-        tried = 0
-        while inside - outside > TOLERANCE:
-            point = (inside + outside) / 2 if tried % 3 == 2 else self._crossing(outside, inside, budget)
-            if self._divergence(point) <= budget:
-                inside = point
-            else:
-                outside = point
-            tried += 1
-        return inside
-
-    @staticmethod
-    def _safe_step(divergence: float, budget: float) -> int:
-        """Decades down that do not exhaust the budget while the divergence grows as the square of the variances: near
-        the trained weights nothing makes it grow faster. At least one.
-        """
-        return max(1, int(log10(budget / max(divergence, _LEAST_DIVERGENCE)) / 2))
-
-    def _crossing(self, outside: float, inside: float, budget: float) -> float:
-        """Where a straight line through the logarithms of two divergences meets the budget, moved a little to the side
-        of the farther end, so that this end comes near.
-        """
-        below = log10(max(self._divergence(inside), _LEAST_DIVERGENCE) / budget)
-        above = self._divergence(outside) / budget
-        if not isfinite(above):
-            return (inside + outside) / 2
-        width, margin = inside - outside, 0.4 * TOLERANCE
-        found = inside - width * below / (below - log10(above))
-        found += margin if inside - found > found - outside else -margin
-        return min(max(found, outside + 0.1 * width), inside - 0.1 * width)
+        return widest(self._divergence, budget, weights + _ABOVE, low, weights + _UP)
 
     def _weights_decade(self) -> float:
         """The decade of the inverse mean square of the trained weights; 0 for a scale, as the training left it."""

@@ -10,11 +10,11 @@ from networks import without_training
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.faithful import TOLERANCE, FaithfulSearch
 from posthoc_uq.inference.kept_inputs import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import sample_keys
+from posthoc_uq.widest import TOLERANCE, widest
 
 
 def _classifier(inputs: int = 120, classes: int = 3, seed: int = 0):
@@ -398,19 +398,19 @@ class TestKeptInputs:
         assert sorted(len(batch.args[0]) for batch in kept.batches(torch.device("cpu"))) == [2, 4]
 
 
-class _ByLaw(FaithfulSearch):
-    """A search in which the divergence is a given function of the decade."""
+class _Law:
+    """A divergence that is a given function of the decade, and remembers its values."""
 
-    def __init__(self, law: Callable[[float], float], prior: float | None = 1.0) -> None:
-        self._law, self._prior = law, prior
+    def __init__(self, law: Callable[[float], float]) -> None:
+        self._law, self.values = law, dict[float, float]()
 
-    def _weights_decade(self) -> float:
-        return 0.0
+    def __call__(self, decade: float) -> float:
+        if decade not in self.values:
+            self.values[decade] = self._law(decade)
+        return self.values[decade]
 
-    def _divergence(self, decade: float) -> float:
-        if decade not in self._evaluated:
-            self._evaluated[decade] = self._law(decade), 1.0
-        return self._evaluated[decade][0]
+    def widest(self, budget: float) -> float:
+        return widest(self, budget, start=3.0, low=-2.0, high=12.0)
 
 
 def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
@@ -427,10 +427,24 @@ def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
                         return exact if decade > edge - 0.5 else most
                     return exact / (1 + (exact - budget) / most) if exact > budget else exact
 
-                search = _ByLaw(law)
-                found = search._widest(budget)
+                search = _Law(law)
+                found = search.widest(budget)
                 assert edge <= found <= edge + TOLERANCE
-                tried.append(len(search._evaluated))
-    assert max(tried) <= 11 and sum(tried) / len(tried) < 7  # bisection would take ten on average
-    assert _ByLaw(lambda decade: 0.0)._widest(budget) == -2  # the widest prior that is looked at
-    assert _ByLaw(lambda decade: 1.0)._widest(budget) == 12  # the narrowest
+                tried.append(len(search.values))
+    assert max(tried) <= 8 and sum(tried) / len(tried) < 4.5  # bisection would take ten on average
+    assert _Law(lambda decade: 0.0).widest(budget) == -2  # the widest prior that is looked at
+    assert _Law(lambda decade: 1.0).widest(budget) == 12  # the narrowest
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_divergence_that_stops_growing_within_the_budget_is_followed_to_the_widest(share: float) -> None:
+    search = _Law(lambda decade: 0.002 * share / (1 + 10 ** (decade - 1)))
+    assert search.widest(0.002) == -2
+    assert len(search.values) <= 8
+
+
+def test_a_cliff_is_found_from_both_sides() -> None:
+    """Draws that break the model at once, without a warning by what came before."""
+    for edge in (-1.2, 0.33, 2.99, 3.4):
+        search = _Law(lambda decade, edge=edge: 1e-7 if decade > edge else float("inf"))
+        assert edge <= search.widest(0.002) <= edge + TOLERANCE

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import rdata
 import torch
 from matplotlib.figure import Figure
 from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe
@@ -113,9 +112,39 @@ def test_a_wrong_file_is_refused(uci: Namespace, tmp_path: Path) -> None:
         uci.data.load("yacht", tmp_path)
 
 
-def _serialised(value: Any, path: Path) -> bytes:
-    rdata.write_rds(path, value, compression=None, file_format="xdr")
-    return path.read_bytes()
+def _serialised(value: Any) -> bytes:
+    """A value in R's own format (R Internals, section 1.8), as big-endian binary numbers."""
+    return b"X\n" + struct.pack(">3i", 2, 0x40000, 0x20300) + _item(value)
+
+
+def _item(value: Any) -> bytes:
+    """One value: numbers, texts, a dict (a list with names), or a data frame as a dict of columns of numbers."""
+    numbers, texts, values, with_attributes, is_object = 14, 16, 19, 0x200, 0x100
+    if isinstance(value, np.ndarray):
+        whole = value.dtype == np.int32
+        return (
+            struct.pack(">2i", 13 if whole else numbers, len(value))
+            + value.astype(">i4" if whole else ">f8").tobytes()
+        )
+    if isinstance(value, list):
+        encoded = [text.encode() for text in value]
+        characters = b"".join(struct.pack(">2i", 0x40009, len(text)) + text for text in encoded)
+        return struct.pack(">2i", texts, len(value)) + characters
+    columns = list(value.values())
+    attributes: dict[str, Any] = {"names": list(value)}
+    frame = all(isinstance(column, np.ndarray) and column.dtype == np.float64 for column in columns)
+    if frame:
+        rows = np.array([-(2**31), -len(columns[0])], dtype=np.int32)  # the missing number, and how many
+        attributes |= {"class": ["data.frame"], "row.names": rows}
+    flags = values | with_attributes | (is_object if frame else 0)
+    symbol, pair = struct.pack(">i", 1), struct.pack(">i", 0x402)
+    tail = b"".join(pair + symbol + _item([tag])[8:] + _item(held) for tag, held in attributes.items())
+    return (
+        struct.pack(">2i", flags, len(columns))
+        + b"".join(map(_item, columns))
+        + tail
+        + struct.pack(">i", 254)
+    )
 
 
 @pytest.mark.parametrize("compression", ["zlib", "xz"])
@@ -125,8 +154,7 @@ def test_data_base_of_an_r_package(uci: Namespace, tmp_path: Path, compression: 
     import lzma
 
     numbers = np.random.default_rng(1).normal(size=(30, 9))
-    frame = pd.DataFrame(numbers, columns=[f"c{index}" for index in range(9)])
-    plain = _serialised(frame, tmp_path / "frame.rds")
+    plain = _serialised({f"c{index}": numbers[:, index] for index in range(9)})
     if compression == "zlib":
         body = zlib.compress(plain)
     else:
@@ -135,7 +163,7 @@ def test_data_base_of_an_r_package(uci: Namespace, tmp_path: Path, compression: 
     packed = b"something else" + struct.pack(">I", len(plain)) + body
     (tmp_path / "Rdata.rdb").write_bytes(packed + b"more")
     place = np.array([14, len(packed) - 14], dtype=np.int32)
-    index = _serialised({"variables": {"concrete": place}}, tmp_path / "index.rds")
+    index = _serialised({"variables": {"concrete": place}})
     (tmp_path / "Rdata.rdx").write_bytes(gzip.compress(index))
     table = uci.data.load("concrete", modeldata=tmp_path)
     assert torch.equal(table.inputs, torch.from_numpy(numbers[:, :8].copy()))
