@@ -15,11 +15,13 @@ _SLOPES = (0.3, 2.0)  # decades of divergence for each decade of prior precision
 _AIM = 0.4 * TOLERANCE  # decades inside the budget where a step should end, so that this end is found near it
 _LEAST = 1e-9  # nats below which a divergence may be rounding
 
+Divergence = Callable[[float], float]
+
 
 def widest(
-    divergence: Callable[[float], float], budget: float, start: float, low: float, high: float
-) -> float:
-    """The lowest decade, to `TOLERANCE`, down to which the divergence stays within the budget.
+    divergence: Divergence, budget: float, start: float, low: float, high: float, slope: float | None = None
+) -> tuple[float, float]:
+    """The lowest decade, to `TOLERANCE`, down to which the divergence stays within the budget; and its slope there.
 
     Args:
         divergence: in nats, of a decade; it remembers its values.
@@ -27,13 +29,17 @@ def widest(
         start: the decade that is tried first; where it is outside the budget, those above it follow.
         low: the lowest decade that is tried.
         high: the decade at which the search upwards gives up, and which is returned although it is outside.
+        slope: decades by which the divergence is known to fall for each decade, near `start`.
     """
+    flat, steep = _SLOPES if slope is None else (slope, _within_slopes(slope))
     inside, outside = start, -inf
+    least = 1.0 if slope is None else TOLERANCE
     while divergence(inside) > budget:
         if inside >= high:
-            return inside
-        inside, outside = inside + 1, inside
-    (flat, steep), tried = _SLOPES, 0
+            return inside, flat
+        step = max(least, min(log10(divergence(inside) / budget) / steep + _AIM, 1.0))
+        inside, outside, least = min(high, inside + step), inside, 2 * least
+    tried = 0
     while inside > low and inside - outside > TOLERANCE:
         left = log10(budget / max(divergence(inside), _LEAST))  # decades of divergence
         across = _slope(divergence, outside, inside)
@@ -48,14 +54,18 @@ def widest(
             point = _crossing(left / across, outside, inside)
         if divergence(point) <= budget:
             flat = _slope(divergence, point, inside)
-            steep, inside = min(max(flat, _SLOPES[0]), _SLOPES[1]), point
+            steep, inside = _within_slopes(flat), point
         else:
             outside = point
         tried += isfinite(outside)
-    return inside
+    return inside, flat
 
 
-def _slope(divergence: Callable[[float], float], below: float, above: float) -> float:
+def _within_slopes(slope: float) -> float:
+    return min(max(slope, _SLOPES[0]), _SLOPES[1])
+
+
+def _slope(divergence: Divergence, below: float, above: float) -> float:
     """Decades by which the divergence falls for each decade between two; infinite where it is so below."""
     if not isfinite(below):
         return inf

