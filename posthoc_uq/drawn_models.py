@@ -24,9 +24,10 @@ def warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int) -> None:
     if not posterior.likelihood.defines("agrees"):
         return
     samples = count_samples(batch)
-    few = batch.narrow(0, min(samples, 64), samples)
-    # Fewer draws are less reliable, but draws of a large network take memory.
-    draws = 20 if sum(mean.numel() for mean in posterior.mean.values()) <= 2_000_000 else 5
+    # Fewer draws and inputs are less reliable, but draws of a large network take memory, and its passes time.
+    large = sum(mean.numel() for mean in posterior.mean.values()) > 2_000_000
+    draws, inputs = (5, 16) if large else (20, 64)
+    few = batch.narrow(0, min(samples, inputs), samples)
     with torch.no_grad():
         trained = few.call(replicate(cast(nn.Module, posterior.model)))
         drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(

@@ -313,3 +313,18 @@ def test_few_samples_of_a_wide_layer_leave_kronecker_factors_exact():
     wide = torch.cat([x, torch.ones(40, 1, dtype=torch.float64)], dim=1)
     rebuilt = (block.input_basis * block.input_values.unsqueeze(1)) @ block.input_basis.mT
     torch.testing.assert_close(rebuilt[0], wide.T @ wide / 40, atol=1e-12, rtol=1e-9)
+
+
+def test_parts_kept_for_trials_change_nothing_and_are_let_go(trained):
+    posterior = _fit(trained, "inf", rank=6)
+
+    def values() -> list[float]:
+        return [
+            float(posterior.occam_factor(name, tau)) for name in posterior.blocks for tau in (0.01, 300.0)
+        ]
+
+    fresh, block = values(), next(iter(posterior.blocks.values()))
+    with block.kept_parts():
+        assert values() == fresh
+        assert block._kept is not None
+    assert block._kept is None

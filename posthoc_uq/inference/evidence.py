@@ -6,7 +6,8 @@ does not depend on the prior precision, so its search needs no labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 import torch
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
 from posthoc_uq.warned import warn_user
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
 LIMITS = (-10.0, 12.0)  # decades beyond which the search gives up
+_BUDGETS = 2  # memory budgets that the parts of blocks may take that no setting changes
 TOLERANCE = 0.02  # decades: 5 %
 
 
@@ -136,17 +139,31 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
             f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}."
         )
     trials = Trials()
-    prior_edges, noise_edges = _set_prior(posterior, per_layer, trials), list[str]()
+    with _kept_parts(posterior):
+        prior_edges, noise_edges = _set_prior(posterior, per_layer, trials), list[str]()
+        if noise:
+            for _ in range(2):  # noise variance and prior precision in turn
+                noise_edges = _set_noise_scale(posterior, trials)
+                prior_edges = _set_prior(posterior, per_layer, trials)
     if noise:
-        for _ in range(2):  # noise variance and prior precision in turn
-            noise_edges = _set_noise_scale(posterior, trials)
-            prior_edges = _set_prior(posterior, per_layer, trials)
         posterior.history.tuning["noise variance"] = "by the log marginal likelihood"
     posterior.history.tuning["prior precision"] = "by the log marginal likelihood"
     trials.at_edge = noise_edges + prior_edges
     trials.chosen = trials.best
     warn_edges(trials)
     return trials
+
+
+@contextmanager
+def _kept_parts(posterior: Posterior) -> Generator[None]:
+    """Blocks keep what no setting changes, as many of them as memory allows."""
+    left = _BUDGETS * default_budget(posterior.device)
+    with ExitStack() as stack:
+        for block in posterior.blocks.values():
+            left -= 12 * block.numbers()
+            if left >= 0:
+                stack.enter_context(block.kept_parts())
+        yield
 
 
 def warn_edges(trials: Trials) -> None:

@@ -199,6 +199,13 @@ class Block(ABC):
     def factor(self, settings: Settings) -> Factor:
         """The block at these settings, ready for use."""
 
+    @contextmanager
+    def kept_parts(self) -> Generator[None]:
+        """While this is open, `factor` may keep what does not depend on the settings: for trials of many settings. What
+        is kept takes no more than 12 bytes for each weight.
+        """
+        yield
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The block's tensors by name: all that storage writes, with `attributes`."""

@@ -15,7 +15,8 @@ L x L system ``I + M``, ``M = V^T H V``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,7 +28,14 @@ from posthoc_uq.fields import Field, Text, Whole
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum, reached
 from posthoc_uq.posteriors.combining import Weights, combined
 from posthoc_uq.posteriors.covariance_form import CovarianceForm, LowRank
-from posthoc_uq.posteriors.numerics import cholesky, solved_plus_one
+from posthoc_uq.posteriors.numerics import (
+    CHUNK,
+    cholesky,
+    contracted_pairs,
+    pair_index,
+    pairs,
+    solved_plus_one,
+)
 from posthoc_uq.posteriors.row_covariance import InformationRows, RowCovariance
 from posthoc_uq.posteriors.specs import TensorSpec
 
@@ -35,7 +43,6 @@ Correction = Literal["rescale", "clamp", "none"]
 CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
 
 _STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
-_CHUNK = 2**20  # numbers in a temporary of the contractions below
 
 
 class InformationFactor(Factor):
@@ -79,13 +86,15 @@ class InformationFactor(Factor):
         ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
-        weights = self._scaled(self._scaled(as_double(self._inverse)))
-        first = _contract_pairs(weights, as_double(self._input_basis))
+        weights = as_double(self._inverse)
+        if self._shrink is not None:
+            weights = weights * as_double(self._shrink).square()
+        first = contracted_pairs(weights, as_double(self._input_basis))
         # Unpacked on the small side, so that the loop below copies whole (a, a) blocks.
-        first = first[..., _pair_index(width_a, first.device).flatten()]
-        packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
+        first = first[..., pair_index(width_a, first.device).flatten()]
+        packed = pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
         packed = packed.reshape(groups, packed.shape[1], width_a, width_a)
-        index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
+        index, roots = pair_index(width_g, packed.device), as_double(self._roots)
         full = packed.new_empty(groups, width_g, width_a, width_g, width_a)
         for row in range(width_g):
             block = packed[:, index[row]] * roots.unsqueeze(-2) * roots[:, row].reshape(groups, 1, -1, 1)
@@ -155,7 +164,7 @@ class InformationFactor(Factor):
         groups, size, _, width_a = inverse.shape
         basis = as_double(self._output_basis)
         roots: list[Tensor] = []
-        step = max(1, _CHUNK // max(1, groups * size * width_a))
+        step = max(1, CHUNK // max(1, groups * size * width_a))
         for start in range(0, basis.shape[1], step):
             rows = torch.einsum("grk,glka->grla", basis[:, start : start + step], inverse)
             roots.append(torch.linalg.qr(rows, mode="r").R)
@@ -165,7 +174,7 @@ class InformationFactor(Factor):
         """``T_o U_a^T diag(s H)_o`` for chunks of rows: ``(G, rows, n, a)``."""
         roots, basis = self._row_roots(), as_double(self._input_basis)
         scaled = self._scaled(as_double(self._inverse))
-        step = max(1, _CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
+        step = max(1, CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
         for start in range(0, scaled.shape[1], step):
             rows = slice(start, start + step)
             lifted = basis.unsqueeze(1) @ roots[:, rows].transpose(-1, -2)
@@ -232,6 +241,7 @@ class InformationBlock(Block):
         self.eigenvalues = eigenvalues
         self.diagonal = diagonal
         self.correction: Correction = correction
+        self._kept: tuple[Tensor | None, Tensor] | None = None
 
     def low_rank_diagonal(self) -> Tensor:
         """``l``, the diagonal of the low-rank part before any correction, ``(G, m, n)``, in float64.
@@ -241,27 +251,41 @@ class InformationBlock(Block):
         inner = as_double(self.output_basis).square() @ as_double(self.eigenvalues)
         return inner @ as_double(self.input_basis).square().transpose(-1, -2)
 
-    def shrink(self) -> Tensor | None:
-        """``s``, ``(G, m, n)``, or None where it is 1 everywhere."""
+    def shrink(self, low_rank: Tensor | None = None) -> Tensor | None:
+        """``s``, ``(G, m, n)``, or None where it is 1 everywhere; `low_rank` is ``l`` where it is known."""
         if self.correction != "rescale":
             return None
-        low_rank = self.low_rank_diagonal()
+        low_rank = self.low_rank_diagonal() if low_rank is None else low_rank
         ratio = as_double(self.diagonal) / low_rank.clamp(min=torch.finfo(low_rank.dtype).tiny)
-        return torch.where(low_rank > 0, ratio.sqrt().clamp(max=1.0), torch.ones_like(ratio)).to(
-            self.diagonal
-        )
+        return torch.where(low_rank > 0, ratio.sqrt_().clamp_(max=1.0), 1.0).to(self.diagonal)
 
-    def residual(self) -> Tensor:
-        """``D``, ``(G, m, n)``, in float64."""
+    def residual(self, low_rank: Tensor | None = None) -> Tensor:
+        """``D``, ``(G, m, n)``, in float64; `low_rank` is ``l`` where it is known."""
         if self.correction == "none":
             return torch.zeros_like(as_double(self.diagonal))
-        return (as_double(self.diagonal) - self.low_rank_diagonal()).clamp(min=0)
+        low_rank = self.low_rank_diagonal() if low_rank is None else low_rank
+        return (as_double(self.diagonal) - low_rank).clamp_(min=0)
+
+    def _parts(self) -> tuple[Tensor | None, Tensor]:
+        """``s`` and ``D``, which no setting changes."""
+        if self._kept is not None:
+            return self._kept
+        low_rank = None if self.correction == "none" else self.low_rank_diagonal()
+        return self.shrink(low_rank), self.residual(low_rank)
+
+    @contextmanager
+    def kept_parts(self) -> Generator[None]:
+        self._kept = self._parts()
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def factor(self, settings: Settings) -> InformationFactor:
-        residual = self.residual() * settings.residual_weight
-        precision = settings.scale * residual + settings.prior_precision
+        shrink, residual = self._parts()
+        precision = settings.scale * (residual * settings.residual_weight) + settings.prior_precision
         roots = self.eigenvalues.sqrt() * settings.scale**0.5
-        return InformationFactor(self.input_basis, self.output_basis, roots, self.shrink(), precision)
+        return InformationFactor(self.input_basis, self.output_basis, roots, shrink, precision)
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -362,32 +386,3 @@ class InformationBlock(Block):
             "corrected": 0.0 if self.correction == "none" else float((excess > 0).float().mean()),
             "change": 0.0 if self.correction == "none" else float(torch.linalg.vector_norm(excess) / norm),
         }
-
-
-def _pairs(basis: Tensor) -> Tensor:
-    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``."""
-    first, second = torch.triu_indices(basis.shape[-1], basis.shape[-1], device=basis.device)
-    return basis[..., first] * basis[..., second]
-
-
-def _pair_index(width: int, device: torch.device) -> Tensor:
-    """Where the pair of two directions stands in the packed order, ``(width, width)``."""
-    first, second = torch.triu_indices(width, width, device=device)
-    index = torch.empty(width, width, dtype=torch.long, device=device)
-    order = torch.arange(first.shape[0], device=device)
-    index[first, second] = order
-    index[second, first] = order
-    return index
-
-
-def _contract_pairs(weights: Tensor, basis: Tensor) -> Tensor:
-    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of
-    inputs.
-    """
-    pairs = basis.shape[-1] * (basis.shape[-1] + 1) // 2
-    step = max(1, _CHUNK // max(1, basis.shape[0] * pairs))
-    total = weights.new_zeros(*weights.shape[:2], pairs)
-    for start in range(0, basis.shape[1], step):
-        part = slice(start, start + step)
-        total = total + weights[:, :, part] @ _pairs(basis[:, part])
-    return total

@@ -18,6 +18,9 @@ _RANGE_SIZE, _RANGE_SHARE = 512, 0.3
 _OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by all of its directions
 _SOLVED = 256  # rows of `solved_plus_one` at once
 
+CHUNK = 2**20
+"""Numbers in a temporary of the contractions of INF."""
+
 
 def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of
@@ -82,9 +85,9 @@ def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     # Torch's algorithm (divide and conquer) has failed; scipy's "evr" (relatively robust representations) differs.
     from scipy.linalg import eigh
 
-    pairs = [eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
-    values = torch.stack([torch.from_numpy(value) for value, _ in pairs])
-    return values.to(wide), torch.stack([torch.from_numpy(vector) for _, vector in pairs]).to(wide)
+    found = [eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
+    values = torch.stack([torch.from_numpy(value) for value, _ in found])
+    return values.to(wide), torch.stack([torch.from_numpy(vector) for _, vector in found]).to(wide)
 
 
 def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,3 +168,38 @@ def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
         left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
         solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
     return solved
+
+
+def pairs(basis: Tensor) -> Tensor:
+    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``."""
+    width = basis.shape[-1]
+    products = basis.new_empty(*basis.shape[:-1], width * (width + 1) // 2)
+    start = 0
+    for first in range(width):
+        stop = start + width - first
+        torch.mul(basis[..., first : first + 1], basis[..., first:], out=products[..., start:stop])
+        start = stop
+    return products
+
+
+def pair_index(width: int, device: torch.device) -> Tensor:
+    """Where the pair of two directions stands in the packed order, ``(width, width)``."""
+    first, second = torch.triu_indices(width, width, device=device)
+    index = torch.empty(width, width, dtype=torch.long, device=device)
+    order = torch.arange(first.shape[0], device=device)
+    index[first, second] = order
+    index[second, first] = order
+    return index
+
+
+def contracted_pairs(weights: Tensor, basis: Tensor) -> Tensor:
+    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of
+    inputs.
+    """
+    width = basis.shape[-1] * (basis.shape[-1] + 1) // 2
+    step = max(1, CHUNK // max(1, basis.shape[0] * width))
+    total = weights.new_zeros(*weights.shape[:2], width)
+    for start in range(0, basis.shape[1], step):
+        part = slice(start, start + step)
+        total = total + weights[:, :, part] @ pairs(basis[:, part])
+    return total

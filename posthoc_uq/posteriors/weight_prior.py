@@ -62,7 +62,7 @@ class WeightPrior:
         """``theta - mu`` and ``r`` of one parameter, in float64."""
         own = as_double(weights.detach())
         mean = self.mean[name].to(own) if isinstance(self.mean, Mapping) else self.mean
-        precision = self.precision[name].to(own) if self.precision else torch.ones_like(own)
+        precision = self.precision[name].to(own) if self.precision else own.new_ones(()).expand_as(own)
         return own - mean, precision
 
 
