@@ -22,6 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kfac": {"method": "kfac"},
     "efb": {"method": "efb"},
     "inf": {"method": "inf"},
+    "inf, bases of a tenth": {"method": "inf", "basis_fraction": 0.1},
     "inf, exact basis": {"method": "inf", "basis": "exact"},
     "inf, labels auto": {"method": "inf", "fisher": "auto"},
     "inf, sketch": {"method": "inf", "basis": "sketch"},

@@ -15,9 +15,9 @@ laplace-torch and curvlinops are measured beside ours where ``python benchmarks/
 has made an environment for them. A peer that fails is listed with its error.
 
 "sweeps" is what grows with the data, "eigen & sparsify" the linear algebra that does not, and "dry run & rest"
-what remains, above all the dry run on the first samples. ``--evidence`` adds what ``prior_precision="evidence"``
-(the default of a fit) costs on top. "saved" is the posterior's numbers in float32, and "allowed" three times
-that and the memory budget, which "fit +" should not pass.
+what remains, above all the dry run on the first samples. ``--evidence`` adds the search for the prior precision by
+the evidence. "saved" is the posterior's numbers in float32, and "allowed" three times that and the memory budget,
+which "fit +" should not pass.
 """
 
 from __future__ import annotations

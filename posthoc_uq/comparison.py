@@ -38,6 +38,7 @@ class Comparison:
         predictor: predicts them.
         seed: of the draws of a head that draws weights.
         matched: whether predictions have the temperature at which their mean entropy is the network's.
+        predicted: is told of every batch that was predicted, by its number of inputs.
 
     Attributes:
         samples: how many inputs there are.
@@ -51,10 +52,12 @@ class Comparison:
         inputs: Sequence[Batch],
         predictor: Predictor,
         *,
-        seed: int = 0,
-        matched: bool = False,
+        seed: int,
+        matched: bool,
+        predicted: Callable[[int], None],
     ) -> None:
         self._posterior, self._predictor, self._seed = posterior, predictor, seed
+        self._predicted = predicted
         self._temperature, self._matched = posterior.temperature, matched
         with torch.no_grad():
             model = replicate(cast(Any, posterior.model), posterior.centre)
@@ -80,7 +83,10 @@ class Comparison:
         try:
             self._predictor.refresh(self._seed)
             with torch.no_grad():
-                distributions = [distribution for distribution, _ in self._cache.distributions()]
+                distributions = list[Any]()
+                for own, (distribution, _) in zip(self._compared, self._cache.distributions(), strict=True):
+                    distributions.append(distribution)
+                    self._predicted(len(own.outputs))
                 temperature = self._match(distributions) if self._matched else temperature
                 self._posterior.temperature = temperature
                 value = self._mean(distributions, self._posterior.likelihood.divergence)

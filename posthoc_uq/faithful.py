@@ -25,7 +25,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.likelihoods.counted import nothing_counts
-from posthoc_uq.loaders import Batch
+from posthoc_uq.loaders import Bar, Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.values import POSITIVE
@@ -78,9 +78,10 @@ class Reached:
 
     def __str__(self) -> str:
         edge = "; the widest prior that is looked at" if self.at_edge else ""
+        times = "once" if self.evaluations == 1 else f"{self.evaluations} times"
         return (
             f"divergence {self.divergence:.3g} of at most {self.budget:g} nats, on {self.inputs} training inputs "
-            f"predicted {self.evaluations} times{edge}"
+            f"predicted {times}{edge}"
         )
 
 
@@ -93,6 +94,7 @@ class FaithfulSearch:
         predictor: predicts them.
         seed: of the draws of a head that draws weights.
         matched: whether each prior precision has its own temperature.
+        progress: whether `run` shows a bar.
     """
 
     def __init__(
@@ -103,15 +105,18 @@ class FaithfulSearch:
         *,
         seed: int = 0,
         matched: bool = False,
+        progress: bool = False,
     ) -> None:
         self.posterior, self.trials = posterior, Trials()
+        self._progress = progress
+        self._bar: Bar | None = None
         self.name = widening(posterior)
         self._prior = posterior.prior_precision if posterior.takes_prior else None
         self._scale = posterior.scale
         matched = matched and posterior.likelihood.logits
 
         def comparison(some: Sequence[Batch]) -> Comparison:
-            return Comparison(posterior, some, predictor, seed=seed, matched=matched)
+            return Comparison(posterior, some, predictor, seed=seed, matched=matched, predicted=self._advance)
 
         self._all, self._few = comparison(inputs), None
         if not self._all.rows:
@@ -122,7 +127,8 @@ class FaithfulSearch:
 
     def run(self, budget: float) -> Reached:
         """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
-        decade = self.set_widest(budget)
+        with Bar((), "faithful prior", self._progress) as self._bar:
+            decade = self.set_widest(budget)
         divergence, _ = self._evaluated[decade]
         self.trials.chosen = self.trials.trials[list(self._evaluated).index(decade)]
         if not divergence <= budget:
@@ -142,6 +148,10 @@ class FaithfulSearch:
         self._set(decade)
         self.posterior.temperature = self._evaluated[decade][1]
         return decade
+
+    def _advance(self, inputs: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(inputs)
 
     @property
     def _label(self) -> str:

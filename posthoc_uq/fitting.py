@@ -105,7 +105,7 @@ def fit(
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
             known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
-        progress: show a bar per sweep, on rank 0.
+        progress: show a bar for each sweep and for the search of the prior precision, on rank 0.
         **options: the method's fields, if it is given by name (``rank=50``); ``divergence``, the budget of a
             `Faithful`, in nats; ``noise_variance`` of a regression, in squared units of the targets, one number or one
             an output, by default the mean squared residual of the training data (1 without targets, with a warning).
@@ -247,7 +247,8 @@ def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: 
         head["criterion"] = "faithful"
         inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
         began = time.perf_counter()
-        settle_faithful(posterior, inputs, predictor, request.faithful, seed=seed)
+        progress = task.settings.progress
+        settle_faithful(posterior, inputs, predictor, request.faithful, seed=seed, progress=progress)
         posterior.history.fit["seconds, faithful prior"] = time.perf_counter() - began
     elif not posterior.takes_prior:
         head["criterion"] = "given"

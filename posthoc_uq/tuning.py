@@ -195,7 +195,13 @@ def _by_faithfulness(
     inputs = sampled_inputs(posterior, loader, reader, request.seed, request.progress)
     budget = DIVERGENCE if request.divergence is None else request.divergence
     return settle_faithful(
-        posterior, inputs, predictor, budget, seed=request.seed, matched=bool(request.temperature)
+        posterior,
+        inputs,
+        predictor,
+        budget,
+        seed=request.seed,
+        matched=bool(request.temperature),
+        progress=request.progress,
     )
 
 
@@ -207,6 +213,7 @@ def settle_faithful(
     *,
     seed: int = 0,
     matched: bool = False,
+    progress: bool = False,
 ) -> Trials:
     """Set the faithful prior (or scale) and its temperature, and record how far the predictions moved.
 
@@ -217,12 +224,13 @@ def settle_faithful(
         divergence: the budget in nats.
         seed: of the draws.
         matched: whether each prior precision has its own temperature.
+        progress: whether to show a bar.
     """
     earlier = posterior.history.faithful
     if earlier and posterior.temperature == earlier["temperature"]:  # matched by that search: take it back
         posterior.temperature = earlier["network_temperature"]
     network_temperature = posterior.temperature
-    search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched)
+    search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched, progress=progress)
     reached = search.run(divergence)
     history, name = posterior.history, search.name
     history.tuning[ABOUT[name].label] = f"faithful through head={predictor.head!r}: {reached}"

@@ -472,6 +472,13 @@ def test_the_search_on_few_inputs_changes_nothing_but_its_cost(classifier):
     assert reached.evaluations <= other.evaluations
 
 
+def test_the_search_shows_a_bar_where_the_fit_shows_bars(classifier, capsys):
+    model, x, y = classifier
+    for progress in (False, True):
+        uq.fit(model, [(x, y)], progress=progress)
+        assert ("faithful prior" in capsys.readouterr().err) == progress
+
+
 def test_a_cliff_is_found_from_both_sides() -> None:
     """Draws that break the model at once, without a warning by what came before."""
     for edge in (-1.2, 0.33, 2.99, 3.4):
