@@ -448,6 +448,7 @@ class TestEvaluate:
         assert alone["NLL"] == pytest.approx(
             -float(Poisson().log_prob(network(x).detach(), y).mean()), rel=1e-5
         )
+        assert own["coverage of 50 %"] < own["coverage of 90 %"] <= own["coverage of 95 %"]
         assert own["coverage of 95 %"] > 0.85 and own["sharpness of 95 %"] > 0
         assert found.foreign["posterior"]["foreign"]["functional_variance"]["AUROC"] > 0.7
         assert found.default_score == "standard_deviation"

@@ -19,7 +19,7 @@ from posthoc_uq.devices import as_double, moved
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.draws import output_draws
-from posthoc_uq.predictions.measures import interval_quality, retained_losses, squared_errors
+from posthoc_uq.predictions.measures import LEVELS, interval_quality, retained_losses, squared_errors
 from posthoc_uq.predictions.rows import check_rows
 from posthoc_uq.predictions.samples import (
     AT_ONCE,
@@ -318,8 +318,8 @@ class DrawnPrediction(Prediction):
         measures["NLL"] = -float(self.log_prob(targets).double().mean())
         if self.likelihood.defines("draw"):
             drawn = min(_OBSERVATIONS, max(_FEWER, _IN_ALL // max(1, len(self))))
-            bounds = self._intervals((0.5, 0.95), drawn)
-            shape = bounds[0.5][0].shape
+            bounds = self._intervals(LEVELS, drawn)
+            shape = bounds[LEVELS[0]][0].shape
             if shape.numel() == targets.numel():
                 measures |= interval_quality(bounds.__getitem__, targets.reshape(shape).double())
         return measures

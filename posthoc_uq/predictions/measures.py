@@ -35,18 +35,24 @@ def class_quality(
     return measures
 
 
+LEVELS = (0.5, 0.9, 0.95)
+"""Of the intervals whose coverage is measured."""
+
+
 def interval_quality(interval: Callable[[float], tuple[Tensor, Tensor]], targets: Tensor) -> dict[str, float]:
     """Measures of prediction intervals: how often they contain the target, and how wide they are.
 
     Args:
-        interval: from a level to lower and upper bounds.
+        interval: from a level, one of `LEVELS`, to lower and upper bounds.
         targets: of the shape of the bounds.
     """
-    lower, upper = interval(0.95)
-    return {
-        "coverage of 50 %": metrics.interval_coverage(*interval(0.5), targets),
-        "coverage of 95 %": metrics.interval_coverage(lower, upper, targets),
-        "sharpness of 95 %": metrics.interval_sharpness(lower, upper),
+    bounds = {level: interval(level) for level in LEVELS}
+    coverages = {
+        f"coverage of {100 * level:g} %": metrics.interval_coverage(*pair, targets)
+        for level, pair in bounds.items()
+    }
+    return coverages | {
+        f"sharpness of {100 * LEVELS[-1]:g} %": metrics.interval_sharpness(*bounds[LEVELS[-1]])
     }
 
 
