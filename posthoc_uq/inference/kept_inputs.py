@@ -21,7 +21,7 @@ from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
 from posthoc_uq.randomness import sample_keys
 
 KEPT = 256  # inputs, where the memory budget allows that many
-_LARGE = 2_000_000  # with more weights a quarter of that: every input is predicted ten times
+_LARGE = 2_000_000  # with more weights a quarter of that: every prediction of them is long
 _BATCH = 64  # kept inputs in one batch
 
 
