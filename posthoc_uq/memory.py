@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import time
+from functools import lru_cache
 
 import psutil
 import torch
@@ -10,6 +12,12 @@ import torch
 SHARE = 1 / 8  # of the free memory that one temporary may take by default
 MOST = 256 * 2**20  # bytes at most: larger temporaries are not faster
 LEAST = 2**20
+
+
+@lru_cache(maxsize=1)
+def _available(second: int) -> int:
+    """Free bytes of the machine, asked for once a second: to ask takes as long as a small network's forward pass."""
+    return int(psutil.virtual_memory().available)
 
 
 def default_budget(device: torch.device) -> int:
@@ -21,7 +29,7 @@ def default_budget(device: torch.device) -> int:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = int(psutil.virtual_memory().available)
+        free = _available(int(time.monotonic()))
     share = max(LEAST, min(MOST, int(SHARE * free)))
     return 1 << (share.bit_length() - 1)
 
