@@ -91,7 +91,7 @@ class Comparison:
                 self._posterior.temperature = temperature
                 value = self._mean(distributions, self._posterior.likelihood.divergence)
         except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
-            pass
+            self._posterior.temperature = temperature
         return (value if isfinite(value) else inf), temperature
 
     def _mean(self, distributions: Sequence[Any], score: Callable[[Tensor, Any], Tensor]) -> float:

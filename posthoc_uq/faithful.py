@@ -30,7 +30,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.values import POSITIVE
 from posthoc_uq.warned import warn_user
-from posthoc_uq.widest import widest
+from posthoc_uq.widest import TOLERANCE, widest_within
 
 DIVERGENCE = 0.002  # nats: the default budget
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
@@ -108,6 +108,7 @@ class FaithfulSearch:
         progress: bool = False,
     ) -> None:
         self.posterior, self.trials = posterior, Trials()
+        self._evaluated = dict[float, tuple[float, float]]()
         self._progress = progress
         self._bar: Bar | None = None
         self.name = widening(posterior)
@@ -162,13 +163,14 @@ class FaithfulSearch:
         weights = self._weights_decade()
         # never wider than a training made it
         low, high = weights - (_BELOW if self._prior is not None else 0), weights + _UP
-        start, slope = float(weights + _ABOVE), None
+        start, slope, upwards = float(weights + _ABOVE), None, 1.0
         if self._few is not None:
             of_few = partial(self._divergence, comparison=self._few, evaluated={})
-            start, slope = widest(of_few, budget, start, low, high)
-        self._evaluated = dict[float, tuple[float, float]]()
+            start, slope = widest_within(of_few, budget, start, low, high)
+            upwards = TOLERANCE
+        self._evaluated, self.trials = {}, Trials()
         of_all = partial(self._divergence, comparison=self._all, evaluated=self._evaluated)
-        return widest(of_all, budget, start, low, high, slope)[0]
+        return widest_within(of_all, budget, start, low, high, slope=slope, upwards=upwards)[0]
 
     def _weights_decade(self) -> float:
         """The decade of the inverse mean square of the trained weights; 0 for a scale, as the training left it."""
@@ -206,7 +208,7 @@ class FaithfulSearch:
 
 
 def _first(inputs: Sequence[Batch], number: int) -> list[Batch]:
-    """The first so many of the inputs, or a few more."""
+    """The first so many of the inputs, or all."""
     chosen, taken = list[Batch](), 0
     for batch in inputs:
         samples = count_samples(batch)

@@ -9,8 +9,8 @@ _SCORES = {
     "entropy": "How undecided the predicted probabilities are, in nats; 0 is certain.",
     "mutual_information": "The part of the entropy that comes from not knowing the weights, in nats.",
     "max_probability": "1 minus the largest probability.",
-    "functional_variance": "How far the outputs vary because the weights are not known. Of classifiers it also grows with "
-    "the size of the features, and may rank foreign inputs below familiar ones: compare it with novelty.",
+    "functional_variance": "How far the outputs vary because the weights are not known. Of classifiers it also grows "
+    "with the size of the features, and may rank foreign inputs below familiar ones: compare it with novelty.",
     "variation_ratio": "The share of the drawn networks that vote for another class.",
     "novelty": "How unlike the training data an input is: the share of the prior's uncertainty that the data left "
     "there. Between 0 and 1; compare it with held-out inputs, not with a fixed number.",

@@ -12,16 +12,25 @@ from math import inf, isfinite, log10
 
 TOLERANCE = 0.05  # decades of the prior precision
 _SLOPES = (0.3, 2.0)  # decades of divergence for each decade of prior precision that a step may assume
-_AIM = 0.4 * TOLERANCE  # decades inside the budget where a step should end, so that this end is found near it
+_AIM = 0.4 * TOLERANCE  # decades by which a step ends above the place where the budget should be met
 _LEAST = 1e-9  # nats below which a divergence may be rounding
+_NEAR = 1.0  # decades: a slope seen across more says little of its end
 
 Divergence = Callable[[float], float]
 
 
-def widest(
-    divergence: Divergence, budget: float, start: float, low: float, high: float, slope: float | None = None
-) -> tuple[float, float]:
-    """The lowest decade, to `TOLERANCE`, down to which the divergence stays within the budget; and its slope there.
+def widest_within(
+    divergence: Divergence,
+    budget: float,
+    start: float,
+    low: float,
+    high: float,
+    *,
+    slope: float | None = None,
+    upwards: float = 1.0,
+) -> tuple[float, float | None]:
+    """The lowest decade, to `TOLERANCE`, down to which the divergence stays within the budget; and the slope of the
+    last step that ended within it, None where it was longer than a decade.
 
     Args:
         divergence: in nats, of a decade; it remembers its values.
@@ -30,47 +39,51 @@ def widest(
         low: the lowest decade that is tried.
         high: the decade at which the search upwards gives up, and which is returned although it is outside.
         slope: decades by which the divergence is known to fall for each decade, near `start`.
+        upwards: the first step upwards, in decades; the following ones are longer.
     """
-    flat, steep = _SLOPES if slope is None else (slope, _within_slopes(slope))
+
+    def logarithm(decade: float) -> float:
+        return log10(max(divergence(decade), min(_LEAST, budget / 10)) / budget)
+
+    def between(below: float, above: float) -> float:
+        """Decades by which the divergence falls for each decade; infinite where it is so below."""
+        return (logarithm(below) - logarithm(above)) / (above - below) if isfinite(below) else inf
+
+    flat, steep = (0.0, _SLOPES[1]) if slope is None else (slope, _usable(slope))
     inside, outside = start, -inf
-    least = 1.0 if slope is None else TOLERANCE
-    while divergence(inside) > budget:
+    while not divergence(inside) <= budget:
         if inside >= high:
-            return inside, flat
-        step = max(least, min(log10(divergence(inside) / budget) / steep + _AIM, 1.0))
-        inside, outside, least = min(high, inside + step), inside, 2 * least
+            return inside, slope
+        step = max(upwards, min(logarithm(inside) / steep + _AIM, 1.0))
+        inside, outside, upwards = min(high, inside + step), inside, 2 * upwards
     tried = 0
     while inside > low and inside - outside > TOLERANCE:
-        left = log10(budget / max(divergence(inside), _LEAST))  # decades of divergence
-        across = _slope(divergence, outside, inside)
+        left, across = -logarithm(inside), between(outside, inside)
         if left <= TOLERANCE * min(flat, across):
             break
         if not isfinite(outside):
-            least = TOLERANCE / 2 if flat >= _SLOPES[0] else 1.0  # where it hardly grows, a whole decade
+            # where it hardly grows, a whole decade
+            least = 1.0 if flat < _SLOPES[0] else TOLERANCE / 2
             point = max(low, inside - max(left / steep - _AIM, least))
         elif tried % 3 == 2:
             point = (inside + outside) / 2
         else:
             point = _crossing(left / across, outside, inside)
         if divergence(point) <= budget:
-            flat = _slope(divergence, point, inside)
-            steep, inside = _within_slopes(flat), point
+            flat, slope = between(point, inside), None
+            steep = _usable(flat)
+            if inside - point <= _NEAR:
+                slope = flat
+            inside = point
         else:
             outside = point
         tried += isfinite(outside)
-    return inside, flat
+    return inside, slope
 
 
-def _within_slopes(slope: float) -> float:
+def _usable(slope: float) -> float:
+    """A slope that a step may assume."""
     return min(max(slope, _SLOPES[0]), _SLOPES[1])
-
-
-def _slope(divergence: Divergence, below: float, above: float) -> float:
-    """Decades by which the divergence falls for each decade between two; infinite where it is so below."""
-    if not isfinite(below):
-        return inf
-    lower, upper = (max(divergence(decade), _LEAST) for decade in (below, above))
-    return log10(lower / upper) / (above - below) if isfinite(lower) else inf
 
 
 def _crossing(step: float, outside: float, inside: float) -> float:

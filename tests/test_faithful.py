@@ -15,7 +15,7 @@ from posthoc_uq.inference.kept_inputs import KeptInputs
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import sample_keys
-from posthoc_uq.widest import TOLERANCE, widest
+from posthoc_uq.widest import TOLERANCE, widest_within
 
 
 def _classifier(inputs: int = 120, classes: int = 3, seed: int = 0):
@@ -411,7 +411,7 @@ class _Law:
         return self.values[decade]
 
     def widest(self, budget: float) -> float:
-        return widest(self, budget, start=3.0, low=-2.0, high=12.0)[0]
+        return widest_within(self, budget, start=3.0, low=-2.0, high=12.0)[0]
 
 
 def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
@@ -444,11 +444,18 @@ def test_a_divergence_that_stops_growing_within_the_budget_is_followed_to_the_wi
     assert len(search.values) <= 8
 
 
+def test_a_start_just_within_the_budget_is_not_the_end_by_itself():
+    search = _Law(lambda decade: 0.00197 / (1 + 10 ** (2 * (decade - 6.95))))
+    assert search.widest(0.002) == -2
+    search = _Law(lambda decade: 10 ** (-2 * decade))
+    assert 5 <= search.widest(1e-10) <= 5 + TOLERANCE
+
+
 @pytest.mark.parametrize("wrong", [-0.6, -0.2, 0.0, 0.02, 0.3, 1.1])
 def test_a_good_start_with_its_slope_saves_evaluations(wrong: float) -> None:
     """As on all inputs, once a few of them were searched."""
     search = _Law(lambda decade: 0.002 * 10 ** (1.7 * (0.4 - decade)))
-    found, slope = widest(search, 0.002, 0.4 + wrong, -2.0, 12.0, 1.8)
+    found, slope = widest_within(search, 0.002, 0.4 + wrong, -2.0, 12.0, slope=1.8, upwards=TOLERANCE)
     assert 0.4 <= found <= 0.4 + TOLERANCE
     assert slope == pytest.approx(1.7, abs=0.11)
     assert len(search.values) <= (1 if wrong == 0.02 else 3 if wrong > -0.5 else 4)
@@ -465,6 +472,7 @@ def test_the_search_on_few_inputs_changes_nothing_but_its_cost(classifier):
         if not few:
             search._few = None
         reached = search.run(0.003)
+        assert len(search.trials.trials) == reached.evaluations == len(search._evaluated)
         found.append((posterior.prior_precision, reached))
     (some, reached), (all_only, other) = found
     assert some == pytest.approx(all_only, rel=10**TOLERANCE - 1)

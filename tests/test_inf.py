@@ -9,6 +9,7 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.inference.evidence import maximise_evidence
 from posthoc_uq.inference.sparsify import kept_entries, sparsify
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.numerics import eigh_descending
@@ -328,3 +329,20 @@ def test_parts_kept_for_trials_change_nothing_and_are_let_go(trained):
         assert values() == fresh
         assert block._kept is not None
     assert block._kept is None
+
+
+def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, monkeypatch):
+    """Once for each block where memory allows, and at every trial where not; the result is the same."""
+    called, found = list[InformationBlock](), list[float]()
+    own = InformationBlock.low_rank_diagonal
+    monkeypatch.setattr(
+        InformationBlock, "low_rank_diagonal", lambda block: called.append(block) or own(block)
+    )
+    for budget in (2**28, 0):
+        posterior = _fit(trained, "inf", rank=6)
+        monkeypatch.setattr("posthoc_uq.inference.evidence.default_budget", lambda device, b=budget: b)
+        called.clear()
+        trials = maximise_evidence(posterior)
+        assert len(called) == len(posterior.blocks) * (1 if budget else len(trials.trials))
+        found.append(posterior.prior_precision)
+    assert found[0] == found[1] and len(trials.trials) > 3

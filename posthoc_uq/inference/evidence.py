@@ -22,7 +22,7 @@ from posthoc_uq.warned import warn_user
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
 LIMITS = (-10.0, 12.0)  # decades beyond which the search gives up
-_BUDGETS = 2  # memory budgets that the parts of blocks may take that no setting changes
+_BUDGETS = 2  # what blocks keep between trials may take so many memory budgets
 TOLERANCE = 0.02  # decades: 5 %
 
 
@@ -160,8 +160,9 @@ def _kept_parts(posterior: Posterior) -> Generator[None]:
     left = _BUDGETS * default_budget(posterior.device)
     with ExitStack() as stack:
         for block in posterior.blocks.values():
-            left -= 12 * block.numbers()
-            if left >= 0:
+            needed = block.kept_bytes()
+            if 0 < needed <= left:
+                left -= needed
                 stack.enter_context(block.kept_parts())
         yield
 

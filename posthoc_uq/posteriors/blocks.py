@@ -199,11 +199,13 @@ class Block(ABC):
     def factor(self, settings: Settings) -> Factor:
         """The block at these settings, ready for use."""
 
+    def kept_bytes(self) -> int:
+        """Bytes that `kept_parts` keeps; 0 where it keeps nothing."""
+        return 0
+
     @contextmanager
     def kept_parts(self) -> Generator[None]:
-        """While this is open, `factor` may keep what does not depend on the settings: for trials of many settings. What
-        is kept takes no more than 12 bytes for each weight.
-        """
+        """While this is open, `factor` may keep what does not depend on the settings: for trials of many settings."""
         yield
 
     @abstractmethod

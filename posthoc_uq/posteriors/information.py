@@ -273,6 +273,9 @@ class InformationBlock(Block):
         low_rank = None if self.correction == "none" else self.low_rank_diagonal()
         return self.shrink(low_rank), self.residual(low_rank)
 
+    def kept_bytes(self) -> int:
+        return self.diagonal.numel() * (8 + self.diagonal.element_size())
+
     @contextmanager
     def kept_parts(self) -> Generator[None]:
         self._kept = self._parts()

@@ -171,7 +171,7 @@ def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
 
 
 def pairs(basis: Tensor) -> Tensor:
-    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``."""
+    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``, outside of autograd."""
     width = basis.shape[-1]
     products = basis.new_empty(*basis.shape[:-1], width * (width + 1) // 2)
     start = 0
