@@ -48,7 +48,16 @@ class _Sums:
         return temporary_limit(self._budget, tensor.device)
 
 
-class InputGram(_Sums):
+class _Gram(_Sums):
+    """Sums with a Gram, and with the number of rows in it."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows were added: no more eigenvalues are positive."""
+        return int(self._sums["rows"])
+
+
+class InputGram(_Gram):
     """``A = 1/N sum_{s,t} a a^T``, ``(groups, inputs, inputs)``."""
 
     def __init__(
@@ -64,17 +73,12 @@ class InputGram(_Sums):
             activations.add_gram(self._sums["gram"], self._limit(gradients), _on_device(weights, gradients))
             self._sums["rows"] += activations.samples * activations.positions
 
-    @property
-    def rows(self) -> int:
-        """How many rows were added: no more eigenvalues are positive."""
-        return int(self._sums["rows"])
-
     def mean(self, samples: float) -> Tensor:
         """The Gram over `samples`."""
         return self._sums["gram"] / samples
 
 
-class GradientGram(_Sums):
+class GradientGram(_Gram):
     """``G = 1/(N T) sum_{s,t} g g^T``, ``(groups, outputs, outputs)``, with T positions a sample."""
 
     def __init__(
@@ -90,11 +94,6 @@ class GradientGram(_Sums):
         self._sums["rows"] += gradients.shape[0] * gradients.shape[2]
         if first_pass:
             self._sums["positions"] += _total(gradients, weights) * gradients.shape[2]
-
-    @property
-    def rows(self) -> int:
-        """How many rows were added: no more eigenvalues are positive."""
-        return int(self._sums["rows"])
 
     def mean(self, samples: float) -> Tensor:
         """The Gram over all positions."""
