@@ -1,17 +1,19 @@
-"""How the cost of a fit grows with the number of samples, the width of the network and the rank.
+"""How the cost of a fit grows with samples, width, layers, outputs and rank.
 
 Every number is a median over interleaved repeats, each fit between two plain forward-backward passes. Slopes are
 those of straight lines through the logarithms, by least squares: 1 is linear growth, 2 quadratic. Small networks
 have costs that do not grow, so "last" also gives the slope between the two largest values. "/ plain" is the
 slope of the multiples of the plain pass, which the rest of the machine disturbs least.
 
-    python benchmarks/scaling.py                              samples, width and rank
+    python benchmarks/scaling.py                              samples, width, layers, outputs and rank
     python benchmarks/scaling.py --studies samples --repeats 5
     python benchmarks/scaling.py --smoke                      two values each; seconds
 
 * samples: LeNet and a small residual network at 32 px. Besides the times, the peak memory of fresh processes
   above what they held before the fit (network, data), which must not grow.
 * width: a perceptron with two hidden layers of equal width.
+* layers: a perceptron with more and more hidden layers of 256 units.
+* outputs: a perceptron with more and more outputs.
 * rank: the small residual network.
 """
 
@@ -86,6 +88,19 @@ def perceptron(width: int) -> nn.Module:
     )
 
 
+def deep_perceptron(layers: int) -> nn.Module:
+    """So many hidden layers of 256 units."""
+    hidden = [part for _ in range(layers) for part in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(
+        nn.AvgPool2d(4), nn.Flatten(), nn.Linear(49, 256), nn.ReLU(), *hidden, nn.Linear(256, CLASSES)
+    )
+
+
+def many_outputs(outputs: int) -> nn.Module:
+    """A hidden layer of 64 units and so many outputs."""
+    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(49, 64), nn.ReLU(), nn.Linear(64, outputs))
+
+
 def smooth_images(count: int) -> Tensor:
     """Random images at 32 px whose neighbouring pixels are alike, as in photographs, with a little noise."""
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +113,11 @@ NETS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Tensor]]] = {
     "LeNet": (lambda width: lenet(), digits),
     "small ResNet": (small_resnet, smooth_images),
     "perceptron": (perceptron, digits),
+    "deep perceptron": (deep_perceptron, digits),
+    "many outputs": (many_outputs, digits),
 }
+SIZES = ("width", "layers", "outputs")
+"""What grows by the number that a network is built with."""
 METHODS: dict[str, dict[str, Any]] = {
     "diag": {"method": "diag"},
     "kfac": {"method": "kfac"},
@@ -122,14 +141,14 @@ class Study:
     def at(self, value: int) -> tuple[int, int, dict[str, Any]]:
         """Width, samples and options where that which grows has a value."""
         return (
-            value if self.grows == "width" else self.width,
+            value if self.grows in SIZES else self.width,
             value if self.grows == "samples" else self.samples,
             {"rank": value} if self.grows == "rank" else {},
         )
 
     def smaller(self) -> Study:
         """The same in seconds."""
-        values = {"samples": (64, 128), "width": (16, 32), "rank": (5, 10)}[self.grows]
+        values = {"samples": (64, 128), "rank": (5, 10), "layers": (1, 2)}.get(self.grows, (16, 32))
         return Study(self.grows, self.net, values, self.methods[-2:], 8, 128)
 
 
@@ -144,6 +163,8 @@ STUDIES = (
         ("diag", "kfac", "inf, exact basis", "inf, sketch"),
         samples=1024,
     ),
+    Study("layers", "deep perceptron", (2, 4, 8, 16), ("diag", "kfac", "inf"), samples=2048),
+    Study("outputs", "many outputs", (100, 300, 1000, 3000), ("diag", "inf"), samples=2048),
     Study("rank", "small ResNet", (10, 30, 100, 300), ("inf, exact basis", "inf, sketch"), 32, 256),
 )
 

@@ -258,7 +258,7 @@ def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "Slopes" in capsys.readouterr().out
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     found = json.loads(path.read_text())
-    assert {row["study"] for row in found["rows"]} == {"samples", "width", "rank"}
+    assert {row["study"] for row in found["rows"]} == {"samples", "width", "layers", "outputs", "rank"}
     assert all(row["fit, s"] >= row["sweeps, s"] > 0 for row in found["rows"])
     assert len(found["slopes"]) == len(found["rows"]) // 2
     assert all(isfinite(line[cost]) for line in found["slopes"] for cost in ("plain", "sweeps", "fit"))
