@@ -221,37 +221,3 @@ def test_no_test_imports_another() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not [name for name in names if name.split(".")[-1].startswith("test_")], file.name
-
-
-# fit: 15 with `output`, which says where the outputs are and so belongs to the model, not to a method or a reader
-LONG = {
-    "fit",
-    "tune",
-    "evaluate",
-    "LinearizedPredictor.__init__",
-    "MomentsPredictor.__init__",
-    "SamplingPredictor.__init__",
-}
-"""What users call by keywords: its parameters are its options, and its docstring explains each."""
-
-
-def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function of a module with its qualified name."""
-    for node in ast.iter_child_nodes(tree):
-        name = f"{prefix}{getattr(node, 'name', '')}"
-        if isinstance(node, ast.FunctionDef):
-            yield name, node
-        yield from functions_of(node, f"{name}." if isinstance(node, ast.ClassDef) else prefix)
-
-
-def test_modules_and_functions_stay_small() -> None:
-    """At most 400 lines a module, and 60 lines and 10 parameters a function."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        code = file.read_text(encoding="utf-8")
-        assert code.count("\n") <= 400, file
-        for name, node in functions_of(ast.parse(code)):
-            if any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in node.decorator_list):
-                continue  # one of the ways to call a function, for type checkers
-            count = len(node.args.args) + len(node.args.kwonlyargs) - ("." in name)
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert name in LONG or (count <= 10 and lines <= 60), (file, name, count, lines)

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fields import Number
@@ -20,6 +21,8 @@ from posthoc_uq.warned import warn_user
 Value = TypeVar("Value")
 
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
+_CHANGES = WeakKeyDictionary["Adjustable", str]()
+"""The posteriors that a call is changing now, and the name of that call."""
 _WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
 
 
@@ -208,6 +211,29 @@ class Adjustable:
             self._searching = False
         if self.history.referral is referral:  # no new ones were set meanwhile
             self._warn_of_thresholds(basis, way_out)
+
+    @contextmanager
+    def changing(self, call: str) -> Generator[None]:
+        """For a call that reads this posterior, computes for a while and then changes it: no other such call meanwhile.
+
+        Args:
+            call: its name, for the message of the other.
+
+        Raises:
+            PosthocUQError: another thread is in such a call on this posterior.
+        """
+        with _SETTING:
+            if self in _CHANGES:
+                raise PosthocUQError(
+                    f"{call} needs this posterior for itself, and {_CHANGES[self]} in another thread is changing it; "
+                    f"wait until that returns, or work on a copy.deepcopy(posterior)."
+                )
+            _CHANGES[self] = call
+        try:
+            yield
+        finally:
+            with _SETTING:
+                del _CHANGES[self]
 
     def _basis_of_thresholds(self, settings: Hyperparameters) -> dict[str, Any]:
         """What the thresholds of a referral depend on: these settings and, with the moments head, its calibration."""
