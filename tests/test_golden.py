@@ -4,8 +4,8 @@ Every method on four tiny float64 networks (linear layers, grouped convolutions,
 and every likelihood on the first of them, through every head. Kept are variances, log-determinants, evidence, draws,
 predictions, novelty and the hyperparameters that searches find.
 
-``python tests/test_golden.py`` writes the file anew. Only do that for a change that is meant to change numbers, and say in
-its commit which and why.
+``python tests/test_golden.py`` writes the file anew: for a change that is meant to change numbers, whose commit says
+which ones and why.
 """
 
 from __future__ import annotations
