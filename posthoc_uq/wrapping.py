@@ -45,7 +45,7 @@ def wrap(
     antithetic: bool = False,
     dtype: torch.dtype | None = None,
     batched: Batched = "auto",
-    novelty: bool = False,
+    novelty: bool = True,
     drawn: Drawn = "weights",
 ) -> SamplingPredictor: ...
 
@@ -114,7 +114,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
             drawn weights and the forward pass;
             ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
-            ``novelty`` (False), whether predictions have a novelty, for one more forward pass;
+            ``novelty`` (True), whether predictions have a novelty, for one more forward pass at most;
             ``drawn`` (``"weights"``), or ``"outputs"`` to draw each layer's outputs by local reparametrisation, where
             weights are independent.
         **options: of the head; an unknown one is an error that names those that the head takes.

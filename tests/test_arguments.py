@@ -244,7 +244,9 @@ def _least_squares() -> nn.Sequential:
         model[0].weight.copy_(solution[:-1].T)
         model[0].bias.copy_(solution[-1])
         outputs = model(_x())
-    assert bool(((outputs >= 0) & (outputs <= 1)).all()) and torch.allclose(outputs.sum(1), torch.ones(len(_x())))
+    assert bool(((outputs >= 0) & (outputs <= 1)).all()) and torch.allclose(
+        outputs.sum(1), torch.ones(len(_x()))
+    )
     return model
 
 

@@ -298,7 +298,7 @@ class TestFiles:
         parser = _Page()
         parser.feed(page)
         panels = [name for name in parser.drawn if name not in ("Reliability", "Risk over coverage")]
-        assert len(parser.drawn) == len(set(parser.drawn)) and len(panels) == 4
+        assert len(parser.drawn) == len(set(parser.drawn)) and len(panels) == 5
         assert {"entropy, network", "entropy, INF", "mutual information, INF"} < set(panels)
         assert len(parser.ids) == len(set(parser.ids)) and parser.used <= {f"#{name}" for name in parser.ids}
         drawings = "".join(re.findall("<svg.*?</svg>", page, flags=re.S))

@@ -50,7 +50,7 @@ def head_of(
         {name: _option(name, value) for name, value in head_options.items()} if head == file_head else {}
     )
     if head == "sampling":
-        head_options = {"seed": options["seed"], "novelty": posterior.features is not None} | head_options
+        head_options = {"seed": options["seed"]} | head_options
     return head, head_options | {name: _option(name, value) for name, value in settings.items()} | flags
 
 

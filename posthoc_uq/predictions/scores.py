@@ -37,6 +37,6 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
         raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.")
     raise PosthocUQError(
         f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information and the "
-        f"variation ratio need head='sampling' or link='mc', novelty a posterior that keeps what it takes and, with "
-        f"head='sampling', the option novelty=True."
+        f"variation ratio need head='sampling' or link='mc', novelty a posterior that keeps what it takes, and a head "
+        f"without novelty=False."
     )
