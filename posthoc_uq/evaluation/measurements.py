@@ -22,6 +22,7 @@ from posthoc_uq.heads.referral import (
 from posthoc_uq.metrics import referral_threshold
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.scores import CLASS_SCORES, score_of
+from posthoc_uq.values import meant
 
 FAMILIAR = "test"
 """The name of the first loader's data."""
@@ -198,7 +199,9 @@ class Measurements:
 
     def _row(self, name: str | None) -> str:
         if name is not None and name not in self.predictions:
-            raise PosthocUQError(f"There is no row {name!r}; there are {self.names}.")
+            raise PosthocUQError(
+                f"There is no row {name!r}; there are {self.names}.{meant(name, self.names)}"
+            )
         return self.names[-1] if name is None else name
 
     def _test(self, name: str | None) -> Prediction:
