@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc_uq.errors import PosthocUQError
+
 _WITHOUT_DOUBLE = ("mps",)
 
 
@@ -77,6 +79,39 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()  # a transfer from pageable memory makes the host wait
     return tensor.to(device, non_blocking=True)
+
+
+def usable_device(name: torch.device | str, shown: str, way_out: str) -> torch.device:
+    """A device on which tensors can be made.
+
+    Args:
+        name: of the device, or the device.
+        shown: what the user wrote, for the error.
+        way_out: what else to do, for the error.
+
+    Raises:
+        PosthocUQError: there is no such device.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise PosthocUQError(
+            f"{shown} is not there: torch knows none of this name; use cpu, cuda or cuda:1."
+        ) from None
+    if device.type == "meta":
+        raise PosthocUQError(f"{shown} is no place for numbers: tensors there have a shape alone; {way_out}.")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+        if not count:  # torch's own text gives advice on drivers, or lists all that it was built for
+            reason = f"torch finds no {device.type} device that it can use"
+        elif (device.index or 0) >= count:
+            reason = f"torch finds {count} GPU{'' if count == 1 else 's'}, numbered from 0"
+        else:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise PosthocUQError(f"{shown} is not there: {reason}; {way_out}.") from None
+    return device
 
 
 class Checks:

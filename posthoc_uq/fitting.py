@@ -13,6 +13,7 @@ from posthoc_uq.curvature.content import batch_hash
 from posthoc_uq.curvature.selection import Selection
 from posthoc_uq.distributed import together, world
 from posthoc_uq.drawn_models import warn_if_draws_differ
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import Faithful
 from posthoc_uq.inference.checkpoint import Checkpoint
 from posthoc_uq.inference.evidence import maximise_evidence
@@ -21,7 +22,7 @@ from posthoc_uq.inference.first_batch import missing_decoder_inputs, other_dispe
 from posthoc_uq.inference.identity import fit_identity
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.inference.observation_noise import set_observation_noise
-from posthoc_uq.inference.probabilities import PROBABILITIES, gives_probabilities
+from posthoc_uq.inference.probabilities import PROBABILITIES_MEANT, gives_probabilities, refusal
 from posthoc_uq.inference.row_check import check_log_prob
 from posthoc_uq.inference.task import Task, check_common
 from posthoc_uq.likelihoods import Likelihood
@@ -174,20 +175,20 @@ def _prepared_task(
         output=request.output,
     )
 
-    def look() -> tuple[bool, list[str | None]]:
+    def look() -> list[str | None]:
         with isolated_random_state(seed):
             check_log_prob(task.model, task.batch, likelihood)
             seen = [unshifted_labels(unwrap(model), task.batch, likelihood)]
             seen += [missing_decoder_inputs(unwrap(model), task.batch)]
             seen += [other_dispersion(task.model, task.batch, likelihood)] if request.by_name else []
-            return gives_probabilities(task.model, task.batch, likelihood), seen
+            if gives_probabilities(task.model, task.batch, likelihood):
+                if request.by_name:
+                    raise PosthocUQError(refusal(likelihood))
+                seen += [PROBABILITIES_MEANT]
+            return seen
 
-    probabilities, seen = together(look, "the dry run")
-    if task.prepared.warning is not None:
-        warn_user(task.prepared.warning)
-    if probabilities:
-        warn_user(PROBABILITIES)
-    for warning in seen:
+    seen = together(look, "the dry run")
+    for warning in (task.prepared.warning, *seen):
         if warning is not None:
             warn_user(warning)
     return task

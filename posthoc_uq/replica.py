@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.devices import has_double
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.values import meant
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
@@ -102,6 +103,21 @@ def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
     return ""
 
 
+def check_numbers(model: nn.Module) -> None:
+    """Refuse a model with weights on the meta device.
+
+    Raises:
+        PosthocUQError: a parameter or a buffer has a shape and no numbers.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise PosthocUQError(
+                f"'{name}' is on the meta device, where a tensor has a shape and no numbers; build the model on the "
+                f"CPU or a GPU, outside of torch.device('meta'), and load its weights there (in transformers, "
+                f"from_pretrained without device_map)."
+            )
+
+
 def check_differentiable(model: nn.Module) -> None:
     """Refuse a model that was made under ``torch.inference_mode()``.
 
@@ -133,7 +149,9 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     twin = replicate(model)
     modules = dict(twin.named_modules())
     if layer not in modules:
-        raise PosthocUQError(f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...")
+        raise PosthocUQError(
+            f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{meant(layer, modules)}"
+        )
     elsewhere = {
         id(parameter)
         for module in twin.modules()

@@ -19,7 +19,7 @@ from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.outputs import Output, checked_output
 from posthoc_uq.posteriors.blocks import BLOCKS
-from posthoc_uq.replica import check_differentiable, unwrap
+from posthoc_uq.replica import check_differentiable, check_numbers, unwrap
 from posthoc_uq.values import POSITIVE, SEED
 from posthoc_uq.wrapping import head_class
 
@@ -111,11 +111,13 @@ def requested(
     Raises:
         PosthocUQError: a value is not valid, or two do not fit together; the message says how to go on.
     """
+    own_names = [*(set(locals()) - {"others", "options"}), *others, "divergence", "noise_variance"]
     if torch.is_inference_mode_enabled():
         raise PosthocUQError(
             "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
         )
     network = unwrap(model)
+    check_numbers(network)
     if layers is not None:
         check_selection(layers)
     seed = SEED("seed", others["seed"])
@@ -123,7 +125,7 @@ def requested(
     divergence = {name: method_options.pop(name) for name in ("divergence",) if name in method_options}
     noise_variance = method_options.pop("noise_variance", None)
     resolved = resolve_likelihood(likelihood, noise_variance)
-    chosen, prior_mean = _chosen(method, method_options, layers, others["prior_mean"])
+    chosen, prior_mean = _chosen(method, method_options, layers, others["prior_mean"], own_names)
     own_prior = _own_prior(chosen, prior_precision, prior_mean)
     prior_precision = 1.0 if own_prior.precision is not None else prior_precision
     asked = bool(divergence) or (isinstance(prior_precision, str) and prior_precision == "faithful")
@@ -184,15 +186,19 @@ def _has_field(method: str, name: str) -> bool:
 
 
 def _chosen(
-    method: str | Method, options: dict[str, Any], layers: Selection | None, prior_mean: Any
+    method: str | Method,
+    options: dict[str, Any],
+    layers: Selection | None,
+    prior_mean: Any,
+    own_names: list[str],
 ) -> tuple[Method, Any]:
     """The method, with those of the fit's own arguments that are its options, too; and the prior mean if it is not."""
     if isinstance(method, str):
         if takes_layers(method) and layers in ("last", "all"):
             options.setdefault("layers", layers)
         if prior_mean is not None and _has_field(method, "prior_mean"):
-            return method_of(method, options | {"prior_mean": prior_mean}), None
-    return method_of(method, options), prior_mean
+            return method_of(method, options | {"prior_mean": prior_mean}, own_names), None
+    return method_of(method, options, own_names), prior_mean
 
 
 def _own_prior(method: Method, precision: Any, mean: Any) -> OwnPrior:

@@ -9,7 +9,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.held_out import HYPERPARAMETER
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
-from posthoc_uq.values import POSITIVE, shown
+from posthoc_uq.values import POSITIVE, meant, shown
 
 PARAMETERS = ("prior_precision", "residual_weight", "scale", "noise")
 
@@ -82,5 +82,8 @@ def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, nois
     unknown = [p for p in parameters if p not in available]
     if unknown:
         allowed = f"among {available}" if available else "left out"
-        raise PosthocUQError(f"parameters must be {allowed} for this posterior; not {list(parameters)}.")
+        close = meant(unknown, available)
+        raise PosthocUQError(
+            f"parameters must be {allowed} for this posterior; not {list(parameters)}.{close}"
+        )
     return list(parameters)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import inf, isfinite
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -90,8 +91,29 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
         PosthocUQError: it is something else.
     """
     if not isinstance(value, str) or value not in allowed:
-        raise PosthocUQError(f"{name} must be one of {tuple(allowed)}, not {shown(value)}.")
+        raise PosthocUQError(
+            f"{name} must be one of {tuple(allowed)}, not {shown(value)}.{meant(value, allowed)}"
+        )
     return value
+
+
+def meant(value: Any, known: Iterable[str]) -> str:
+    """`` Did you mean 'rank'?`` for a mistyped name, or one in other letters, to follow an error; or nothing.
+
+    Args:
+        value: what was given; several names are looked at one by one.
+        known: the names that there are.
+    """
+    names = {name.lower(): name for name in known}
+    given = [value] if isinstance(value, str) else value if isinstance(value, (list, tuple)) else []
+    close = [
+        names[near]
+        for text in cast("list[Any]", given)
+        if isinstance(text, str)
+        for near in get_close_matches(text.lower(), names, n=3 if len(given) == 1 else 1)
+    ]
+    *others, last = map(repr, dict.fromkeys(close)) if close else ("",)
+    return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if close else ""
 
 
 def flag(name: str, value: Any) -> bool:

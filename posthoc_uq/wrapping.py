@@ -18,9 +18,9 @@ from posthoc_uq.heads.sampling import Drawn, SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.links import DRAWS
-from posthoc_uq.replica import other_name, unwrap
+from posthoc_uq.replica import check_numbers, other_name, unwrap
 from posthoc_uq.storage.schema import check_unchanged
-from posthoc_uq.values import one_of
+from posthoc_uq.values import meant, one_of
 from posthoc_uq.warned import warn_user
 
 # A head's options are the arguments of its class.
@@ -45,7 +45,7 @@ def wrap(
     antithetic: bool = False,
     dtype: torch.dtype | None = None,
     batched: Batched = "auto",
-    novelty: bool = False,
+    novelty: bool = True,
     drawn: Drawn = "weights",
 ) -> SamplingPredictor: ...
 
@@ -114,7 +114,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
             drawn weights and the forward pass;
             ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
-            ``novelty`` (False), whether predictions have a novelty, for one more forward pass;
+            ``novelty`` (True), whether predictions have a novelty, for one more forward pass at most;
             ``drawn`` (``"weights"``), or ``"outputs"`` to draw each layer's outputs by local reparametrisation, where
             weights are independent.
         **options: of the head; an unknown one is an error that names those that the head takes.
@@ -129,6 +129,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             its value.
     """
     check_match(model, posterior)
+    possible = _possible_heads(posterior) if head is None else [head]
     if head is None:
         head, options = _fitting_head(posterior, options)
     kind = head_class(head)
@@ -136,7 +137,10 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
     allowed = options_of(kind)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise PosthocUQError(f"head={head!r} takes no option {unknown}; it takes {allowed}.")
+        known = [*allowed, *(name for other in possible for name in options_of(_CLASSES[other]))]
+        raise PosthocUQError(
+            f"head={head!r} takes no option {unknown}; it takes {allowed}.{meant(unknown, known)}"
+        )
     _warn_of_another_head(posterior, head)
     predictor = kind(model, posterior, **options)
     return_freed_memory()
@@ -215,6 +219,7 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
             f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     check_unchanged(posterior)
+    check_numbers(unwrap(model))
     parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
     for name, mean in posterior.original.items():
         parameter = parameters.get(name)

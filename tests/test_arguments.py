@@ -22,6 +22,9 @@ from posthoc_uq import forward
 from posthoc_uq.arguments import batch_of_call
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
+from posthoc_uq.inference.probabilities import gives_probabilities
+from posthoc_uq.likelihoods import resolve_likelihood
+from posthoc_uq.loaders import BatchReader
 
 HEADS = ("linearized", "sampling", "moments")
 
@@ -224,12 +227,50 @@ def _constant(last: nn.Module) -> nn.Sequential:
     return model
 
 
+class _Softmax(nn.Module):
+    """A softmax without the function of that name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        powers = (x - x.amax(1, keepdim=True)).exp()
+        return powers / powers.sum(1, keepdim=True)
+
+
+def _least_squares() -> nn.Sequential:
+    """A linear model of one-hot labels by least squares: its outputs sum to 1 at every input, and lie in [0, 1]."""
+    design = torch.cat([_x().double(), torch.ones(len(_x()), 1)], 1)
+    solution = torch.linalg.lstsq(design, 0.5 / 3 + 0.5 * nn.functional.one_hot(_y(), 3).double()).solution
+    model = nn.Sequential(nn.Linear(4, 3))
+    with torch.no_grad():
+        model[0].weight.copy_(solution[:-1].T)
+        model[0].bias.copy_(solution[-1])
+        outputs = model(_x())
+    assert bool(((outputs >= 0) & (outputs <= 1)).all()) and torch.allclose(
+        outputs.sum(1), torch.ones(len(_x()))
+    )
+    return model
+
+
+def _thirds() -> nn.Sequential:
+    """A new last layer without weights yet, whose bias gives all classes a third."""
+    model = _net()
+    with torch.no_grad():
+        model[2].weight.zero_()
+        model[2].bias.fill_(1 / 3)
+    return model
+
+
 # model, likelihood, whether its outputs are probabilities
 ENDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     "softmax": (lambda: _net(nn.Softmax(1)), "classification", True),
     "softmax of constant logits": (lambda: _constant(nn.Softmax(1)), "classification", True),
     "sigmoid": (lambda: _Binary(torch.sigmoid), "binary", True),
+    "sigmoids of several labels": (lambda: _net(nn.Sigmoid()), "multilabel", True),
+    "softmax by hand": (lambda: _net(_Softmax()), "classification", True),
+    "softmax within a model": (lambda: nn.Sequential(_net(nn.Softmax(1))), "classification", True),
     "log_softmax": (lambda: _net(nn.LogSoftmax(1)), "classification", False),
+    "log-sigmoids": (lambda: _net(nn.LogSigmoid()), "multilabel", False),
+    "least squares": (_least_squares, "classification", False),
+    "logits that are all a third": (_thirds, "classification", False),
     "logits": (_net, "classification", False),
     "positive logits": (lambda: _net(nn.Softplus()), "classification", False),
     "sigmoids of several classes": (lambda: _net(nn.Sigmoid()), "classification", False),
@@ -239,23 +280,67 @@ ENDS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
 }
 
 
+def _targets_of(likelihood: str) -> Tensor:
+    return {
+        "classification": _y(),
+        "binary": _y() % 2,
+        "multilabel": torch.stack([_y() % 2, _y() // 2, _y() % 2], 1),
+        "regression": _x()[:, :3],
+    }[likelihood]
+
+
 @pytest.mark.parametrize("case", ENDS)
 def test_a_model_that_ends_in_probabilities(case: str) -> None:
     build, likelihood, probabilities = ENDS[case]
-    targets = {"classification": _y(), "binary": _y() % 2, "regression": _x()[:, :3]}[likelihood]
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        _fit(build(), [(_x(), targets)], likelihood=likelihood)
-    told = [w for w in seen if "look like probabilities" in str(w.message)]
-    assert len(told) == probabilities
-    assert all(w.category is UserWarning and "model[:-1]" in str(w.message) for w in told)
-    assert all(w.filename == __file__ for w in told)
+    model, loader = build(), [(_x(), _targets_of(likelihood))]
+    if not probabilities:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _fit(model, loader, likelihood=likelihood)
+        return
+    kind = type(resolve_likelihood(likelihood))
+    _refused(
+        rf"outputs are probabilities.*likelihood='{likelihood}' takes logits.*model\[:-1\].*uq\.{kind.__name__}\(\)",
+        lambda: _fit(model, loader, likelihood=likelihood),
+    )
+    with pytest.warns(UserWarning, match="given as an object") as told:
+        posterior = _fit(model, loader, likelihood=kind())
+    assert {w.filename for w in told} == {__file__}
+    assert bool(uq.wrap(model, posterior)(_x()).probs.isfinite().all())
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_probabilities_of_few_samples(samples: int) -> None:
-    with pytest.warns(UserWarning, match="look like probabilities"):
-        _fit(_net(nn.Softmax(1)), [(_x(samples), _y()[:samples])])
+    _refused("outputs are probabilities", lambda: _fit(_net(nn.Softmax(1)), [(_x(samples), _y()[:samples])]))
+
+
+class _Troubled(nn.Module):
+    """A network for whole batches of 40 samples, which may run out of memory, or have a fault of its own."""
+
+    def __init__(self, trouble: Callable[[int], Exception | None]) -> None:
+        super().__init__()
+        self.net, self.trouble = _net(nn.Softmax(1)), trouble
+
+    def forward(self, x: Tensor) -> Tensor:
+        error = self.trouble(len(x))
+        if error is not None:
+            raise error
+        return self.net(x)
+
+
+def test_a_look_at_outputs_that_fails() -> None:
+    x, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(3)), torch.arange(40) % 3
+
+    def outcome(trouble: Callable[[int], Exception | None]) -> bool:
+        model = _Troubled(trouble)
+        batch = BatchReader.of(model).read((x, y))
+        return gives_probabilities(model, batch, uq.Categorical())
+
+    assert outcome(lambda n: None)
+    assert outcome(lambda n: None if n == 40 else ValueError("40 samples")), "then all of them are looked at"
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        outcome(lambda n: torch.cuda.OutOfMemoryError("full") if n == 16 else None)
+    _refused("own error is KeyError: 'mine'", lambda: outcome(lambda n: KeyError("mine")))
 
 
 def test_referral_of_something_else(net: nn.Sequential, posterior: uq.Posterior) -> None:

@@ -179,7 +179,7 @@ class TestEveryCommandOnData:
         for model, close in (("timm:resnt18", "resnet18"), ("torchvision:resnet81", "resnet18")):
             options = ["--model", model, "--weights", str(place / "w.pt")]
             said = failure(*_commands(place, place / "val", options)[name])
-            assert f"'{model.split(':')[1]}'. Close names: " in said and close in said
+            assert f"'{model.split(':')[1]}'. Did you mean " in said and close in said
 
     def test_a_model_without_weights(self, place: Path, name: str) -> None:
         said = failure(*_commands(place, place / "val", ["--model", "timm:test_resnet"])[name])

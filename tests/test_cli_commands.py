@@ -291,7 +291,9 @@ class TestTune:
         said = failure("tune", copy, *model_options(place), "--data", place / "flat")
         assert "Tuning needs labels" in said
         options = ["--data", place / "flat", "--no-search", "--referral-rate", 0.4]
-        assert run_json("tune", copy, *model_options(place), *options)["threshold"] > 0
+        said = run_json("tune", copy, *model_options(place), *options)
+        assert said["score"] == ["entropy", "novelty"] == list(said["threshold"])
+        assert min(said["threshold"].values()) > 0
         before = copy.read_bytes()
         said = failure("tune", copy, *model_options(place), "--data", place / "flat")
         assert said.count("\n") == 1 and copy.read_bytes() == before, "a failure voids no threshold"
@@ -331,7 +333,15 @@ class TestPredict:
     def test_every_row_is_the_librarys(self, place: Path, copy: Path) -> None:
         rate = 0.25
         options = [*model_options(place), "--n-samples", 7, "--seed", 2]
-        data = ["--data", place / "val", "--referral-rate", rate, "--no-search"]
+        data = [
+            "--data",
+            place / "val",
+            "--referral-rate",
+            rate,
+            "--referral-score",
+            "entropy",
+            "--no-search",
+        ]
         threshold = run_json("tune", copy, *options, *data)["threshold"]
         out = copy.with_suffix(".csv")
         said = run_json(
@@ -470,7 +480,7 @@ class TestPredict:
 
     def test_the_draws_of_the_threshold_are_the_default(self, place: Path, copy: Path) -> None:
         data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5]
-        data += ["--head", "sampling", "--n-samples", 7]
+        data += ["--head", "sampling", "--n-samples", 7, "--referral-score", "entropy"]
         run("tune", copy, *model_options(place), *data)
         said = run_json("predict", copy, place / "val", *model_options(place), "-o", copy.with_suffix(".csv"))
         assert said["head"]["n_samples"] == 7 and said["flagged"] == 9
@@ -538,11 +548,13 @@ class TestRegression:
         file, out = tmp_path / "line.h5", tmp_path / "out.csv"
         run("fit", f"{code}:points", *line, "-o", file, "--likelihood", "regression", "--method", "full")
         said = run_json("tune", file, *line, "--data", f"{code}:points", "--noise", "--referral-rate", 0.1)
-        assert said["score"] == "standard_deviation" and len(said["hyperparameters"]["noise variance"]) == 1
+        assert said["score"] == ["standard_deviation", "novelty"] == list(said["threshold"])
+        assert len(said["hyperparameters"]["noise variance"]) == 1
         options = ["--head", "sampling", "--n-samples", 5, "--level", 0.5]
         said = run_json("predict", file, f"{code}:points", *line, "-o", out, *options)
         rows = table(out)
-        assert list(rows[0]) == "file mean standard_deviation epistemic_sd lower upper novelty flag".split()
+        columns = "file mean standard_deviation epistemic_sd lower upper novelty flag reason tail"
+        assert list(rows[0]) == columns.split()
         assert [row["file"] for row in rows] == [str(i) for i in range(40)]
         x = torch.randn(40, 2, generator=torch.Generator().manual_seed(2))
         model = nn.Linear(2, 1)
@@ -608,9 +620,15 @@ class TestEvaluate:
         assert "model alone" in result.stdout and "inf, sampling" in result.stdout
         assert f"kept in {copy}" in result.stdout
         out = copy.with_suffix(".csv")
-        assert run_json("predict", copy, place / "val", *options, "-o", out)["flagged"] == math.floor(
-            0.3 * 18
+        said = run_json("predict", copy, place / "val", *options, "-o", out)
+        assert math.floor(0.3 * 18) - 1 <= said["flagged"] <= math.floor(0.3 * 18), (
+            "by entropy and novelty together"
         )
+        assert {reason for row in table(out) for reason in row["reason"].split("+")} <= {
+            "",
+            "entropy",
+            "novelty",
+        }
 
     def test_a_table_and_thresholds_on_two_scores(self, place: Path, copy: Path) -> None:
         options = [*model_options(place), "--n-samples", 6, "--ood", f"noise={place / 'flat'}"]
@@ -657,7 +675,7 @@ def test_a_function_space_posterior_goes_through_every_command_on_a_file(
     said = run_json("tune", file, *options, *search, "--referral-rate", 0.25)
     posterior.scale = said["hyperparameters"]["scale"]
     posterior.temperature = said["hyperparameters"]["temperature"]
-    assert uq.load(file, model).scale == posterior.scale and said["threshold"] > 0
+    assert uq.load(file, model).scale == posterior.scale and min(said["threshold"].values()) > 0
 
     said = run_json("predict", file, place / "val", *options, "-o", out)
     x, y = tensors(place / "val")

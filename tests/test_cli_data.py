@@ -298,7 +298,7 @@ class TestTorchvision:
 
     def test_what_is_wrong_is_said(self, tmp_path: Path) -> None:
         root = {"data_root": str(tmp_path)}
-        assert "Close names: FashionMNIST" in complaint(lambda: read("torchvision:FashonMNIST", **root))
+        assert "Did you mean 'FashionMNIST'" in complaint(lambda: read("torchvision:FashonMNIST", **root))
         said = complaint(lambda: read("torchvision:FashionMNIST", **root))
         assert f"cannot be read from '{tmp_path}' (Dataset not found)" in said and "--data-root" in said
         assert "has the splits train and test" in complaint(

@@ -73,7 +73,7 @@ class TestPlaces:
     def test_what_is_wrong_is_said(self, nets: Path) -> None:
         assert "There is no file 'gone.py'" in complaint(lambda: import_object("gone.py:net"))
         assert "no Python module 'gone.away'" in complaint(lambda: import_object("gone.away:net"))
-        assert "has no 'nett'. Close names: net" in complaint(lambda: import_object(f"{nets}:nett"))
+        assert "has no 'nett'. Did you mean 'net'" in complaint(lambda: import_object(f"{nets}:nett"))
         assert "is a int; it must be a function" in complaint(lambda: call_imported(f"{nets}:pi"))
         assert "needs arguments" in complaint(lambda: call_imported(f"{nets}:needy"))
         (nets.parent / "broken.py").write_text("import os\n1 / 0\n")
@@ -146,10 +146,10 @@ class TestWeights:
 class TestModels:
     def test_names_that_do_not_exist(self) -> None:
         weights = {"weights": "w.pt"}
-        assert "timm has no model 'vit_tiny'. Close names: " in complaint(
+        assert "timm has no model 'vit_tiny'. Did you mean " in complaint(
             lambda: source("timm:vit_tiny", **weights)
         )
-        assert "Close names: resnet18" in complaint(lambda: source("torchvision:resnet1", **weights))
+        assert "Did you mean 'resnet18'" in complaint(lambda: source("torchvision:resnet1", **weights))
         assert "no classification or segmentation model 'fcn_resnet5'" in complaint(
             lambda: source("torchvision:fcn_resnet5", **weights)
         )

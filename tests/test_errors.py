@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"likelihood": "regression", "noise_variance": -1.0},
         "noise_variance must be positive",
     ),
+    "a mistyped method": ({"method": "kfca"}, r"Did you mean 'kfac'\?"),
+    "a mistyped likelihood": ({"likelihood": "clasification"}, r"Did you mean 'classification'\?"),
+    "a mistyped option": ({"method": "inf", "rnk": 5}, r"does not take \['rnk'\].* Did you mean 'rank'\?"),
+    "two mistyped options": ({"method": "inf", "rnk": 5, "basi": 1}, r"Did you mean 'rank' or 'basis'\?"),
+    "a mistyped argument": ({"liklihood": "binary"}, r"Did you mean 'likelihood'\?"),
+    "a mistyped head": ({"head": "linearised"}, r"head must be one of .* Did you mean 'linearized'\?"),
+    "a word for all layers": ({"layers": "al"}, r"no weighted layer 'al'.* Did you mean 'all'\?"),
+    "a word for the last layer": ({"layers": "lst"}, r"there are \['0', '2'\]\. Did you mean 'last'\?"),
     "unknown layer": ({"layers": ["3"]}, r"no weighted layer '3'"),
 }
 
@@ -96,14 +105,66 @@ def test_options(case: str) -> None:
     _refused(PosthocUQError, message, lambda: _fit(**options))
 
 
+_WORDS = {"a word for all layers", "a word for the last layer"}  # which may be the names of layers
+
+
 def test_options_are_refused_before_any_data_are_read() -> None:
     class Untouchable:
         def __iter__(self) -> Any:
             raise AssertionError("the loader was read")
 
-    for case in set(OPTIONS) - {"residual weight", "unsupported", "unknown layer"}:
+    for case in set(OPTIONS) - {"residual weight", "unsupported", "unknown layer", *_WORDS}:
         with pytest.raises(PosthocUQError):
             _fit(loader=Untouchable(), **OPTIONS[case][0])
+
+
+@pytest.mark.parametrize(
+    ("labels", "advice"),
+    [
+        (torch.zeros(12), r"pass y\.long\(\), or batch_to_targets=lambda batch: batch\[1\]\.long\(\)\."),
+        (torch.zeros(12, 1), r"pass y\.long\(\)\.squeeze\(1\)"),
+        (torch.zeros(12, 1).long(), r"pass y\.squeeze\(1\)"),
+        (torch.full((12,), 0.5), r"float32 of shape \(12,\)\.$"),
+    ],
+)
+def test_labels_of_another_type(labels: torch.Tensor, advice: str) -> None:
+    x = torch.randn(12, 4)
+    _refused(PosthocUQError, rf"Labels must be integers.*{advice}", lambda: _fit(loader=[(x, labels)]))
+    if labels.ndim == 1 and not bool(labels.any()):
+        loader = [(x, labels)]
+        posterior = _fit(loader=loader, batch_to_targets=lambda batch: batch[1].long())
+        assert posterior.evidence.total == 12
+
+
+def test_weights_without_numbers(tmp_path: Path) -> None:
+    net = _net()
+    posterior = _fit(net)
+    uq.save(posterior, tmp_path / "p.h5")
+    empty, partly = _net().to("meta"), _net()
+    partly[2].to("meta")
+    for model in (empty, partly):
+        for call in (
+            lambda model=model: _fit(model),
+            lambda model=model: uq.wrap(model, posterior),
+            lambda model=model: uq.load(tmp_path / "p.h5", model),
+        ):
+            _refused(PosthocUQError, r"weight' is on the meta device.*CPU or a GPU", call)
+
+
+def test_devices_that_are_not_there(tmp_path: Path) -> None:
+    net = _net()
+    uq.save(_fit(net), tmp_path / "p.h5")
+    for device, message in {
+        "xpu:90": r"device='xpu:90' is not there: .*leave device out",
+        "graphics": "device='graphics' is not there: torch knows none of this name",
+        "meta": "device='meta' is no place for numbers",
+    }.items():
+        _refused(
+            PosthocUQError, message, lambda device=device: uq.load(tmp_path / "p.h5", net, device=device)
+        )
+    if not torch.cuda.is_available():
+        said = "device='cuda' is not there: torch finds no cuda device that it can use"
+        _refused(PosthocUQError, said, lambda: uq.load(tmp_path / "p.h5", net, device="cuda"))
 
 
 def test_an_empty_loader() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
@@ -298,7 +299,7 @@ class TestFiles:
         parser = _Page()
         parser.feed(page)
         panels = [name for name in parser.drawn if name not in ("Reliability", "Risk over coverage")]
-        assert len(parser.drawn) == len(set(parser.drawn)) and len(panels) == 4
+        assert len(parser.drawn) == len(set(parser.drawn)) and len(panels) == 5
         assert {"entropy, network", "entropy, INF", "mutual information, INF"} < set(panels)
         assert len(parser.ids) == len(set(parser.ids)) and parser.used <= {f"#{name}" for name in parser.ids}
         drawings = "".join(re.findall("<svg.*?</svg>", page, flags=re.S))
@@ -389,6 +390,52 @@ class TestReferral:
         with torch.no_grad():
             assert torch.equal(uq.refer(again, again(x)), flags)
         assert "mutual_information above" in str(loaded.report())
+
+    def test_by_default_hard_and_foreign_inputs(self):
+        """White pictures and noise are referred beside digits, at the rate that was set for digits."""
+        generator, digits = torch.Generator().manual_seed(0), load_digits()
+        order = torch.randperm(len(digits.target), generator=generator)
+        inputs = torch.tensor(digits.data / 16, dtype=torch.float32)[order]
+        labels = torch.tensor(digits.target)[order]
+        x, y, held_out, fresh = inputs[:900], labels[:900], inputs[900:1400], inputs[1400:]
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        optimiser = torch.optim.Adam(model.parameters(), 0.003)
+        for _ in range(20):
+            for chosen in torch.randperm(900, generator=generator).split(60):
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+                optimiser.step()
+        noise = torch.rand(200, 64, generator=generator)
+        sets = {"held out": held_out, "fresh": fresh, "noise": noise, "white": 1 - 0.05 * noise}
+        posterior = uq.fit(model, [(x, y)], method="diag", layers="last", progress=False)
+        for head in ("linearized", "sampling", "moments"):
+            predictor = uq.wrap(model, posterior, head)
+            predictions = {name: predictor.predict([data], progress=False) for name, data in sets.items()}
+
+            def shares(predictor=predictor, predictions=predictions):
+                return {
+                    name: uq.refer(predictor, p).double().mean().item() for name, p in predictions.items()
+                }
+
+            uq.set_referral(predictor, predictions["held out"], 0.05, "entropy")
+            alone = shares()
+            thresholds = uq.set_referral(predictor, predictions["held out"], 0.05)
+            both = shares()
+            assert list(thresholds) == ["entropy", "novelty"]
+            assert 0.04 < both["held out"] <= 0.05 and both["fresh"] < 0.08
+            assert min(both["noise"], both["white"]) > 0.75, (alone, both)
+            assert min(alone["noise"], alone["white"]) < 0.5, (alone, both)
+
+            without = uq.wrap(model, posterior, head, novelty=False)
+            prediction = without.predict([held_out], progress=False)
+            assert list(uq.set_referral(without, prediction, 0.05)) == ["entropy"]
+            assert int(uq.refer(without, prediction).sum()) == 25
+            assert uq.referral_tail(without, prediction).shape == (500,)
+
+        data = [(held_out, labels[900:1400])]
+        evaluation = uq.evaluate(predictor, data, score="max_probability", progress=False)
+        assert list(evaluation.set_referral(0.05)) == ["max_probability", "novelty"]
 
     def test_another_head_or_setting_is_refused(self, images, compared):
         model, posterior, (x, _), _ = images

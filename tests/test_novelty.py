@@ -148,6 +148,49 @@ def test_also_where_the_posterior_does_not_cover_the_last_layer(layers: str, eng
     torch.testing.assert_close(prediction.novelty().double(), wanted, rtol=2e-3, atol=1e-7)
 
 
+PASSES: list[
+    int
+] = []  # sizes of the batches that went through a `Body`; one that kept them could not be replayed
+
+
+class Body(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        PASSES.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+@pytest.mark.parametrize("layers", ["last", "all", ["first", "second"]])
+def test_predictions_of_every_head_know_it(layers: Any, head: str) -> None:
+    model, x, test = make(), inputs(), inputs(20, seed=2)
+    posterior = fitted(model, x, layers=layers)
+    whole = expected(model, x, test, posterior.features.smoothing).float()
+    for options in (
+        [{}] if head != "sampling" else [{}, {"batched": False}, {"keep": "seeds", "batched": False}]
+    ):
+        predictor = uq.wrap(model, posterior, head, **options)
+        assert torch.allclose(predictor(test).novelty(), whole, rtol=1e-3)
+        assert torch.allclose(predictor.predict([test], progress=False).novelty(), whole, rtol=1e-3)
+        without = uq.wrap(model, posterior, head, novelty=False, **options)
+        with pytest.raises(PosthocUQError, match="novelty=False"):
+            without(test).novelty()
+
+
+def test_draws_of_a_last_layer_know_it_without_another_pass() -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh()]
+    model, x = nn.Sequential(Body(*parts), nn.Linear(7, 3)).eval(), inputs()
+    passes: dict[Any, int] = {}
+    for layers, novelty in [("last", False), ("last", True), ("all", False), ("all", True)]:
+        posterior = fitted(model, x, layers=layers)
+        predictor = uq.wrap(model, posterior, "sampling", n_samples=5, batched=False, novelty=novelty)
+        predictor(inputs(20, seed=2))  # finds out which part is fixed
+        PASSES.clear()
+        predictor(inputs(20, seed=3))
+        passes[layers, novelty] = len(PASSES)
+    assert passes == {("last", False): 1, ("last", True): 1, ("all", False): 5, ("all", True): 6}
+
+
 def test_neither_batches_nor_order_matter() -> None:
     model, x = make(), inputs()
     reference = fitted(model, x, "kfac").features
@@ -541,8 +584,8 @@ def test_files_without_it_load(tmp_path: Path) -> None:
         predictor.novelty(x[:3])
     with pytest.raises(PosthocUQError, match="fit again"):
         predictor(x[:3]).novelty()
-    with pytest.raises(PosthocUQError, match="Fit again"):
-        uq.wrap(model, loaded, head="sampling", novelty=True)
+    sampled = uq.wrap(model, loaded, head="sampling")(x[:3])
+    assert "novelty" not in sampled.scores()
     assert predictor.novelty(x[:3], of="top").shape == (3,)
 
 
@@ -606,7 +649,7 @@ def test_the_model_is_not_touched() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     posterior = fitted(model, x)
     state = torch.get_rng_state()
-    predictor = uq.wrap(model, posterior, head="sampling", n_samples=2, novelty=True)
+    predictor = uq.wrap(model, posterior, head="sampling", n_samples=2)
     for of in ("class", "top", "all"):
         predictor.novelty(x[:4], of=of)
     predictor(x[:4])

@@ -328,7 +328,7 @@ def test_sampled_prediction(kind: str) -> None:
 def test_moments_head_gives_maps(kind: str) -> None:
     own = case(kind)
     posterior = fit(own, "diag", fisher="exact", layers="last")
-    head = uq.wrap(own.model, posterior, head="moments", novelty=True)
+    head = uq.wrap(own.model, posterior, head="moments")
     truth = uq.wrap(own.model, posterior, head="linearized").functional_variance(own.x)
     torch.testing.assert_close(head.functional_variance(own.x), truth, rtol=1e-9, atol=1e-12)
     prediction = head(own.x)

@@ -285,6 +285,10 @@ def test_an_option_of_another_head_is_an_error_that_names_the_own(setting, head)
     foreign = "link" if head == "sampling" else "antithetic"
     with pytest.raises(PosthocUQError, match=rf"takes no option \['{foreign}'\]"):
         uq.wrap(model, posterior, head=head, **{foreign: True})
+    mistyped, meant = ("n_sample", "n_samples") if head == "sampling" else ("lnk", "link")
+    for named in ({"head": head}, {}):
+        with pytest.raises(PosthocUQError, match=rf"Did you mean '{meant}'\?"):
+            uq.wrap(model, posterior, **named, **{mistyped: 3})
 
 
 def test_a_model_that_was_trained_on_is_refused(tmp_path: Path) -> None:

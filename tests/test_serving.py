@@ -53,7 +53,7 @@ def predictor() -> uq.Predictor:
         posterior = uq.fit(model, [(x, y)], progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the prior precision was found for another head
-        made = uq.wrap(model, posterior, head="sampling", n_samples=5, novelty=True)
+        made = uq.wrap(model, posterior, head="sampling", n_samples=5)
     uq.set_referral(made, made.predict([x], progress=False), 0.3, ("entropy", "novelty"))
     return made
 

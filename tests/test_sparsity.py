@@ -351,7 +351,7 @@ def test_what_was_measured_on_the_full_posterior_does_not_come_along() -> None:
     assert median.features is posterior.features is not None
     uq.tune(median, batches(x, y), parameters=())
     assert median.temperature != posterior.temperature
-    assert float(uq.wrap(model, median, novelty=True)(x).novelty().max()) <= 1
+    assert float(uq.wrap(model, median)(x).novelty().max()) <= 1
 
 
 @pytest.mark.parametrize("certain", [False, True])

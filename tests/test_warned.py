@@ -30,7 +30,8 @@ def _no_targets() -> Any:
 
 
 def _probabilities() -> Any:
-    return uq.fit(nn.Sequential(_net(), nn.Softmax(1)), _loader(), prior_precision=1.0, progress=False)
+    model = nn.Sequential(_net(), nn.Softmax(1))
+    return uq.fit(model, _loader(), likelihood=uq.Categorical(), prior_precision=1.0, progress=False)
 
 
 def _another_head() -> Any:

@@ -183,11 +183,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (str, int, bool)) else str(value)
-
-
-def close_names(name: str, names: list[str]) -> str:
-    """`` Close names: a, b.`` for a mistyped one, or nothing."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, names, n=4, cutoff=0.6)
-    return f" Close names: {', '.join(close)}." if close else ""

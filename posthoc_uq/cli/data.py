@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
-from posthoc_uq.cli.console import close_names
 from posthoc_uq.cli.folders import read_folder
 from posthoc_uq.cli.images import ImageLoader, Trouble, WrappedImages
 from posthoc_uq.cli.importing import import_object, is_import_path
@@ -22,6 +21,7 @@ from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.tables import as_it_is, is_table, read_table
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.values import meant
 
 _SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
 _SMALL = 256  # items that are read faster than worker processes start
@@ -155,9 +155,7 @@ def _torchvision(
 
     name, library = spec.partition(":")[2], cast(Any, torchvision.datasets)
     if name not in library.__all__ or not isinstance(getattr(library, name, None), type):
-        raise PosthocUQError(
-            f"torchvision has no data set '{name}'.{close_names(name, list(library.__all__))}"
-        )
+        raise PosthocUQError(f"torchvision has no data set '{name}'.{meant(name, list(library.__all__))}")
     kind: Any = getattr(library, name)
     parameters = inspect.signature(kind).parameters
     arguments: dict[str, Any] = {"root": options["data_root"]} if "root" in parameters else {}

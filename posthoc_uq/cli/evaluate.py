@@ -41,7 +41,7 @@ from posthoc_uq.cli.registry import RegistryCommand
     "--referral-rate",
     type=click.FloatRange(0, 1, max_open=True),
     metavar="SHARE",
-    help="Set the threshold above which this share of DATA lies, in FILE; predict flags by it.",
+    help="Set thresholds above which this share of DATA lies, in FILE; predict flags by them.",
 )
 @referral_score_option
 @names_option

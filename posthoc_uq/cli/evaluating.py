@@ -65,7 +65,7 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
     return {
         **evaluation.to_dict(),
         "threshold": threshold,
-        "score": (score or evaluation.default_score) if threshold is not None else None,
+        "score": score or (None if threshold is None else list(threshold)),
         "rule": rule_of(posterior.history.referral) if threshold is not None else None,
         "head": predictor.identity(),
         "written": outputs,

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posthoc_uq.cli.console import close_names
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.values import meant
 
 
 def is_import_path(text: str) -> bool:
@@ -34,9 +34,7 @@ def import_object(path: str) -> Any:
     value: Any = module
     for name in names.split("."):
         if not hasattr(value, name):
-            close = close_names(
-                name, [attribute for attribute in dir(value) if not attribute.startswith("_")]
-            )
+            close = meant(name, [attribute for attribute in dir(value) if not attribute.startswith("_")])
             raise PosthocUQError(f"'{where}' has no '{name}'.{close}")
         value = getattr(value, name)
     return value

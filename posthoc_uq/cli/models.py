@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from posthoc_uq.cli.console import close_names
 from posthoc_uq.cli.importing import call_imported, is_import_path
 from posthoc_uq.cli.transforms import ImageTransform, resolve_transform
 from posthoc_uq.cli.weights import load_weights, read_state
+from posthoc_uq.devices import usable_device
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.replica import bare_name
+from posthoc_uq.values import meant
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _timm(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, 
 
     library = cast(Any, timm)
     if ":" not in name and not library.is_model(name):  # timm itself resolves hf-hub:... and the like
-        close = close_names(name.split(".")[0], library.list_models())
+        close = meant(name.split(".")[0], library.list_models())
         raise PosthocUQError(f"timm has no model '{name}'.{close}")
     arguments = {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
     with _fetching(spec, options):
@@ -99,7 +100,7 @@ def _torchvision(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.M
     names = [*library.list_models(module=torchvision.models), *maps]
     if name not in names:
         raise PosthocUQError(
-            f"torchvision has no classification or segmentation model '{name}'.{close_names(name, names)}"
+            f"torchvision has no classification or segmentation model '{name}'.{meant(name, names)}"
         )
     arguments: dict[str, Any] = (
         {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
@@ -154,26 +155,7 @@ def device_named(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise PosthocUQError(
-            f"--device {name} is not there: torch knows none of this name; use cpu, cuda or cuda:1."
-        ) from None
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
-        if not count:  # torch's own text gives advice on drivers, or lists all that it was built for
-            reason = f"torch finds no {device.type} device that it can use"
-        elif (device.index or 0) >= count:
-            reason = f"torch finds {count} GPU{'' if count == 1 else 's'}, numbered from 0"
-        else:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise PosthocUQError(
-            f"--device {name} is not there: {reason}; leave --device out, or use cpu."
-        ) from None
-    return device
+    return usable_device(name, f"--device {name}", "leave --device out, or use cpu")
 
 
 _IMAGE = ("an image", "see --image-size and --transform")

@@ -175,7 +175,8 @@ referral_score_option = click.option(
     "--referral-score",
     type=Scores(),
     metavar="SCORE[,SCORE]",
-    help="Which uncertainty; entropy, or standard_deviation of values. Of several, any may refer an input.",
+    help="Which uncertainty; by default entropy, or standard_deviation of values, and novelty if the file knows it. "
+    "Of several, any may refer an input.",
 )
 
 unlabelled_option = click.option(

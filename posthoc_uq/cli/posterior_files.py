@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -88,8 +88,3 @@ def output_names(
     facts = posterior.history.fit
     kept = facts.get(NAMES, facts.get(CLASSES))
     return (None if data is None else data.class_names) or kept or source.categories
-
-
-def prediction_kind(posterior: Posterior) -> Literal["classes", "values"]:
-    """What kind of prediction a posterior gives."""
-    return "values" if posterior.noise_variance is not None else "classes"

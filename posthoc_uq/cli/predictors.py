@@ -10,6 +10,7 @@ from posthoc_uq.cli.models import Source
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.values import meant
 from posthoc_uq.wrapping import HEADS, head_class, options_of, recorded_head, wrap
 
 _NO_OPTIONS = ("head", "calibrated")  # entries of a threshold's head that are no options of it
@@ -50,7 +51,7 @@ def head_of(
         {name: _option(name, value) for name, value in head_options.items()} if head == file_head else {}
     )
     if head == "sampling":
-        head_options = {"seed": options["seed"], "novelty": posterior.features is not None} | head_options
+        head_options = {"seed": options["seed"]} | head_options
     return head, head_options | {name: _option(name, value) for name, value in settings.items()} | flags
 
 
@@ -73,6 +74,7 @@ def _check_settings(head: str, names: Sequence[str]) -> None:
     if unknown is not None:
         raise PosthocUQError(
             f"--head-option {unknown}: the head {head} takes no such option; it takes {', '.join(allowed)}."
+            f"{meant(unknown, allowed)}"
         )
 
 

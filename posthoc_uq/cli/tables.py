@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from posthoc_uq.cli.console import close_names
 from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.meaning import CLASSES, COLUMNS, TARGETS, Meaning
 from posthoc_uq.cli.models import Source, count_outputs, run_on
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.values import meant
 
 ENDINGS = (".csv", ".tsv")
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
@@ -148,7 +148,7 @@ def _columns(
     for name in [*inputs, *(targets if labels else [])]:
         if name not in header:
             raise PosthocUQError(
-                f"'{path}' has no column '{name}'; it has {_listed(header)}.{close_names(name, header)}"
+                f"'{path}' has no column '{name}'; it has {_listed(header)}.{meant(name, header)}"
             )
     twice = next((name for name in inputs if name in targets or inputs.count(name) > 1), None)
     if twice is not None or not inputs:

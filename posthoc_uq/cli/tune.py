@@ -61,7 +61,7 @@ def _heads() -> Choices:
     "--referral-rate",
     type=click.FloatRange(0, 1, max_open=True),
     metavar="SHARE",
-    help="Set the threshold above which this share of the held-out data lies; predict flags by it.",
+    help="Set thresholds above which this share of the held-out data lies; predict flags by them.",
 )
 @referral_score_option
 @click.option("--calibrate", is_flag=True, help="Mend the scale of the moments head by Monte Carlo.")

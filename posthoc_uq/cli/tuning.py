@@ -12,7 +12,6 @@ from posthoc_uq.cli.posterior_files import (
     check_output,
     check_posterior_file,
     model_and_posterior,
-    prediction_kind,
     rewrite,
 )
 from posthoc_uq.cli.predictors import head_of, predictor_of
@@ -123,6 +122,5 @@ def _threshold(
         predictor.calibrate(data.loader, progress=progress)
     if options["referral_rate"] is None:
         return None
-    default = "entropy" if prediction_kind(posterior) == "classes" else "standard_deviation"
     prediction = predictor.predict(data.loader, progress=progress)
-    return set_referral(predictor, prediction, options["referral_rate"], options["referral_score"] or default)
+    return set_referral(predictor, prediction, options["referral_rate"], options["referral_score"])

@@ -16,6 +16,7 @@ from posthoc_uq.contexts.from_data import Monochrome, Pool, TrainingBatch
 from posthoc_uq.contexts.generated import Callback, Draw, UniformBox
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch
+from posthoc_uq.values import meant
 
 
 class Mixture(Context):
@@ -109,6 +110,7 @@ def resolve_context(context: Any) -> Context:
             raise PosthocUQError(
                 f"context must be one of {sorted(named)}, a loader or tensor of inputs, a callable (n, generator), a "
                 f"list of pairs (share, context), or a Context, not {context!r}."
+                f"{meant(context, named)}"
             )
         return named[context]()
     if isinstance(context, (list, tuple)) and context and all(_is_share(part) for part in cast(Any, context)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.values import shown
+from posthoc_uq.values import meant, shown
 
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -52,7 +51,8 @@ def asked_by_name(wanted: Iterable[str], names: Iterable[str]) -> bool:
 
 def no_such_layer(want: str, names: list[str]) -> PosthocUQError:
     """The error for a name or pattern that fits no layer."""
-    near = difflib.get_close_matches(want, names, n=3, cutoff=0.3)
-    known = f"the nearest are {near}" if near else f"there are {names[:5]}"
-    more = ", ..." if not near and len(names) > 5 else ""
-    return PosthocUQError(f"There is no weighted layer '{want}' in the forward pass; {known}{more}.")
+    more = ", ..." if len(names) > 5 else ""
+    close = meant(want, [*names, "last", "all"])
+    return PosthocUQError(
+        f"There is no weighted layer '{want}' in the forward pass; there are {names[:5]}{more}.{close}"
+    )

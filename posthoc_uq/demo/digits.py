@@ -114,7 +114,7 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
     for name, method in TRAINED.items():
         with step(f"uq.fit(model, train_loader, {_written(method)})"):
             trained = uq.fit(model, _loader(training, shuffle=True), method, seed=seed, progress=False)
-            predictor = uq.wrap(model, trained, novelty=True)
+            predictor = uq.wrap(model, trained)
             predictions[name] = {name: predictor(images) for name, images in inputs.items()}
 
     identical = _fresh_process_agrees(

@@ -13,10 +13,16 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.evaluation.gallery import Example
 from posthoc_uq.evaluation.measures import foreignness, selection
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import referral_applies, referral_reasons, set_referral
+from posthoc_uq.heads.referral import (
+    referral_applies,
+    referral_reasons,
+    referral_scores,
+    set_referral,
+)
 from posthoc_uq.metrics import referral_threshold
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.scores import CLASS_SCORES, score_of
+from posthoc_uq.values import meant
 
 FAMILIAR = "test"
 """The name of the first loader's data."""
@@ -121,23 +127,30 @@ class Measurements:
         return referral_threshold(score_of(self._test(name), score or self.default_score), rate)
 
     @overload
-    def set_referral(self, rate: float, score: str | None = None, name: str | None = None) -> float: ...
+    def set_referral(  # pyright: ignore[reportOverlappingOverload] a text is a sequence of texts, too
+        self, rate: float, score: str, name: str | None = None
+    ) -> float: ...
 
     @overload
     def set_referral(
-        self, rate: float, score: Sequence[str], name: str | None = None
+        self, rate: float, score: Sequence[str] | None = None, name: str | None = None
     ) -> dict[str, float]: ...
 
     def set_referral(
         self, rate: float, score: str | Sequence[str] | None = None, name: str | None = None
     ) -> float | dict[str, float]:
-        """Keep the threshold for referring a share `rate` in the posterior of a row, for `refer` and the command line.
+        """Keep the thresholds for referring a share `rate` in the posterior of a row, for `refer` and the command line.
 
-        Args: as `threshold`; several scores, ``("entropy", "mutual_information")``, give a threshold each, by the
-            smallest of an input's tail probabilities (`posthoc_uq.set_referral`). Save the posterior afterwards.
+        Args:
+            rate: in [0, 1), of all scores together.
+            score: one score, or several, which have a threshold each, by the smallest of an input's tail probabilities
+                (`posthoc_uq.set_referral`). By default the one of `evaluate`, or entropy (standard deviation for
+                values), and novelty where the row knows it.
+            name: the row; by default the last.
 
         Returns:
-            The threshold, or that of each score by name.
+            The threshold of each score by name, or of one score that is given by its name that number. Save the
+            posterior afterwards.
 
         Raises:
             PosthocUQError: as `threshold`, or the row has no posterior, or its posterior was tuned since.
@@ -149,7 +162,9 @@ class Measurements:
             raise PosthocUQError(
                 "The posterior's hyperparameters changed after these predictions were made; evaluate again."
             )
-        return set_referral(predictor, self._test(name), rate, score or self.default_score)
+        prediction = self._test(name)
+        scores = referral_scores(prediction, self.score) if score is None else score
+        return set_referral(predictor, prediction, rate, scores)
 
     def referral_reasons(self, name: str | None = None) -> dict[str, dict[str, Tensor]]:
         """By data set and score, (inputs,) of booleans: which the score refers by the thresholds in a row's posterior.
@@ -184,7 +199,9 @@ class Measurements:
 
     def _row(self, name: str | None) -> str:
         if name is not None and name not in self.predictions:
-            raise PosthocUQError(f"There is no row {name!r}; there are {self.names}.")
+            raise PosthocUQError(
+                f"There is no row {name!r}; there are {self.names}.{meant(name, self.names)}"
+            )
         return self.names[-1] if name is None else name
 
     def _test(self, name: str | None) -> Prediction:

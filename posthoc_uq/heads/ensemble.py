@@ -175,9 +175,19 @@ class Ensemble(nn.Module):
 
     def blocks(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """The outputs of all draws in order, as blocks ``(draws, batch, ...)``."""
+        yield from self.blocks_after(self.recorded(*args, **kwargs), args, kwargs)
+
+    def recorded(self, *args: Any, **kwargs: Any) -> Features | None:
+        """What enters the part of the model that the draws change, where recording it makes them faster; else None."""
+        inputs = Inputs(args, kwargs, self._input_dtype())
+        return self.fixed_part.features(*inputs.arguments, self._wants)
+
+    def blocks_after(
+        self, features: Features | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[Tensor]:
+        """The `blocks`, from what was `recorded` of these arguments."""
         inputs = Inputs(args, kwargs, self._input_dtype())
         start = 0
-        features = self.fixed_part.features(*inputs.arguments, self._wants)
         if features is not None:
             try:
                 for block in self.from_features(features):

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.cost import Cost, cost_of
 from posthoc_uq.heads.interception import ReplayError, intercept
 from posthoc_uq.heads.recording import FunctionRecorder, RewrittenError
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.stand_ins import writable_copy
+from posthoc_uq.layers import Call as LayerCall
+from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import output_tensor
 from posthoc_uq.randomness import device_generators, isolated_random_state
@@ -129,6 +132,16 @@ class FixedPart:
         """
         with self._lent() as twin, twin.holding(weights):
             return output_tensor(features.call_any(twin.model))
+
+    def calls_of(self, layer: Layer, features: Features) -> list[LayerCall]:
+        """The calls of a layer in a replay with the model's own weights.
+
+        Raises:
+            ReplayError: the pass took another route than the recorded one.
+        """
+        with self._lent() as twin, watching(twin.model, layer) as calls:
+            features.call_any(twin.model)
+        return calls
 
     @contextmanager
     def _lent(self) -> Generator[_Twin]:

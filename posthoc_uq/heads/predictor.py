@@ -91,7 +91,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
         self._tells_novelty = False
-        self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
+        self._plain: tuple[tuple[torch.device, torch.dtype], tuple[nn.Module]] | None = None
         self._centre = posterior.centre  # that of the copies of the network
         self._ratio: tuple[Any, PosteriorRatio] | None = None
 
@@ -342,15 +342,18 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
     def _network(self) -> nn.Module:
         """The model at the posterior's mean, on the predictor's device."""
         self._snapshot()
-        device, cached = self.device, self._plain
-        if cached is None or cached[0] != device:
+        place, cached = (self.device, self._network_dtype()), self._plain
+        if cached is None or cached[0] != place:
             with _PREPARING, isolated_random_state():
                 network = replicate(self._model[0], self._posterior.centre)
-                self._plain = cached = (
-                    device,
-                    (network if model_device(network) == device else network.to(device),),
-                )
+                if (model_device(network), model_dtype(network)) != place:
+                    network = network.to(*place)
+                self._plain = cached = place, (network,)
         return cached[1][0]
+
+    def _network_dtype(self) -> torch.dtype:
+        """The number type that the model's own weights have here."""
+        return model_dtype(self._model[0])
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

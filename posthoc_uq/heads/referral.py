@@ -24,34 +24,38 @@ from posthoc_uq.predictions.scores import score_of
 
 
 @overload
-def set_referral(predictor: Predictor, prediction: Prediction, rate: float, score: str = ...) -> float: ...
+def set_referral(  # pyright: ignore[reportOverlappingOverload] a text is a sequence of texts, too
+    predictor: Predictor, prediction: Prediction, rate: float, score: str
+) -> float: ...
 
 
 @overload
 def set_referral(
-    predictor: Predictor, prediction: Prediction, rate: float, score: Sequence[str]
+    predictor: Predictor, prediction: Prediction, rate: float, score: Sequence[str] | None = None
 ) -> dict[str, float]: ...
 
 
 def set_referral(
-    predictor: Predictor, prediction: Prediction, rate: float, score: str | Sequence[str] = "entropy"
+    predictor: Predictor, prediction: Prediction, rate: float, score: str | Sequence[str] | None = None
 ) -> float | dict[str, float]:
     """Choose the thresholds above which an input is referred, and keep them in the posterior's history.
 
     With several scores, an input is judged by the smallest of its tail probabilities, each the share of familiar inputs
-    whose score is at least as large; `posthoc_uq.metrics.referral_thresholds` has the rule. Quantiles are kept
-    too, for `referral_tail`. All of it is saved with the posterior, together with the head and the hyperparameters that
-    it belongs to.
+    whose score is at least as large; `posthoc_uq.metrics.referral_thresholds` has the rule. So the scores share the
+    rate: together they refer at most that share of the familiar inputs. Quantiles are kept too, for `referral_tail`.
+    All of it is saved with the posterior, together with the head and the hyperparameters that it belongs to.
 
     Args:
         predictor: made the prediction, with the posterior's present hyperparameters.
         prediction: of inputs like those in production (held-out data); foreign ones would raise the threshold.
         rate: the share of such inputs to refer, in [0, 1).
-        score: one of `posthoc_uq.predictions.scores.SCORES`, or several.
+        score: one of `posthoc_uq.predictions.scores.SCORES`, or several. By default entropy, or of values the standard
+            deviation, and novelty where the prediction knows it: the first finds inputs that are hard, the second such
+            as are foreign.
 
     Returns:
-        The threshold, or by several scores that of each by name: at most a share `rate` of the prediction's inputs
-        has a score above its threshold.
+        The threshold of each score by name, or of one score that is given by its name that number: at most a share
+        `rate` of the prediction's inputs has any score above its threshold.
 
     Raises:
         PosthocUQError: a rate out of range, a score that does not exist or that this head does not know, or a score
@@ -59,6 +63,7 @@ def set_referral(
         NonFiniteError: a score is NaN, or one of several is infinite.
     """
     _check_kinds(predictor, prediction)
+    score = referral_scores(prediction) if score is None else score
     if isinstance(score, str):
         threshold = referral_threshold(_numbers(prediction, score), rate)
         rule: dict[str, Any] = {"score": score, "rate": float(rate), "threshold": threshold}
@@ -84,6 +89,19 @@ def set_referral(
         "posterior": predictor.hyperparameters(),
     }
     return thresholds
+
+
+def referral_scores(prediction: Prediction, hard: str | None = None) -> tuple[str, ...]:
+    """The scores that a referral goes by where none are named: one that finds hard inputs, and novelty if the
+    prediction knows it.
+
+    Args:
+        prediction: of any inputs.
+        hard: the first of them; by default entropy, or of values the standard deviation.
+    """
+    known = prediction.scores()
+    hard = hard or prediction.default_score
+    return (hard, "novelty") if "novelty" in known and hard != "novelty" else (hard,)
 
 
 def refer(predictor: Predictor, prediction: Prediction) -> Tensor:

@@ -10,17 +10,19 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
-from posthoc_uq.heads.novelty import NOT_KEPT
+from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.output_draws import OutputDraws
 from posthoc_uq.heads.prediction import divisor_of, summarise
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.replay import Features
+from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import INDEPENDENT, SYMMETRY
 from posthoc_uq.posteriors.settings import ABOUT
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.predictions.samples import at_least_float32
+from posthoc_uq.replica import model_dtype
 from posthoc_uq.values import COUNT, SEED, flag, one_of, shown
 
 Drawn = Literal["weights", "outputs"]
@@ -58,7 +60,8 @@ class SamplingPredictor(Predictor):
         batched: run many draws in one pass with `torch.func.vmap`: True, False, or ``"auto"`` where that is
             expected to be faster (small models on small batches; the rule is in `posthoc_uq.heads.ensemble`). A model
             that cannot be run like that is run draw by draw; `repr` says so, and why.
-        novelty: whether predictions know their novelty, if the posterior does: one forward pass more.
+        novelty: whether predictions know their novelty, if the posterior does: one forward pass beside those of the
+            draws, or next to nothing where the part before the weights with a posterior runs once anyway.
         drawn: ``"weights"``, or ``"outputs"`` for those of every layer with a posterior, from the mean and the variance
             that independent weights give them, by two products in place of one: local reparametrisation (Kingma,
             Salimans, Welling 2015), as trainings of latent binary networks draw. Every sample and position then has
@@ -86,13 +89,11 @@ class SamplingPredictor(Predictor):
         antithetic: bool = False,
         dtype: torch.dtype | None = None,
         batched: Batched = "auto",
-        novelty: bool = False,
+        novelty: bool = True,
         drawn: Drawn = "weights",
     ) -> None:
         super().__init__(model, posterior)
         self._tells_novelty = flag("novelty", novelty)
-        if self._tells_novelty and posterior.features is None:
-            raise PosthocUQError(NOT_KEPT)
         if antithetic:
             posterior.require([SYMMETRY], "antithetic=True", "leave it out")
         one_of("keep", keep, ("weights", "seeds"))
@@ -127,7 +128,7 @@ class SamplingPredictor(Predictor):
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = [1, -1] * pairs
-        self._drawn_with = posterior.settings.plain()
+        self._drawn_with, self._drawn_around = posterior.settings.plain(), self._posterior.centre
         if self._drawn_outputs:
             self.ensemble = OutputDraws(self._model[0], posterior, seeds)
             return
@@ -140,6 +141,10 @@ class SamplingPredictor(Predictor):
             dtype=self._dtype,
             batched=self._batched,
         )
+
+    def _network_dtype(self) -> torch.dtype:
+        """That of the drawn models, which may have been moved, but for draws in a type of their own."""
+        return super()._network_dtype() if self._dtype is not None else model_dtype(self.ensemble.template)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`; without the seed."""
@@ -165,9 +170,15 @@ class SamplingPredictor(Predictor):
         refused = self.ensemble.refused
         return text + (repr(self._batched) if refused is None else f"False ({refused})")
 
-    def _blocks(self, posterior: Posterior, batch: Batch) -> Iterator[Tensor]:
-        divisor = divisor_of(posterior)
-        for block in self.ensemble.blocks(*batch.args, **batch.kwargs):
+    def _blocks(
+        self, posterior: Posterior, batch: Batch, features: Features | None = None
+    ) -> Iterator[Tensor]:
+        divisor, ensemble = divisor_of(posterior), self.ensemble
+        if features is not None and isinstance(ensemble, Ensemble):
+            blocks = ensemble.blocks_after(features, batch.args, batch.kwargs)
+        else:
+            blocks = ensemble.blocks(*batch.args, **batch.kwargs)
+        for block in blocks:
             block = at_least_float32(block)
             yield block if divisor == 1.0 else block / divisor
 
@@ -196,8 +207,28 @@ class SamplingPredictor(Predictor):
         return torch.cat([at_least_float32(block) for block in ensemble.blocks(*batch.args, **batch.kwargs)])
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
-        return summarise(self._blocks(posterior, batch), posterior).with_novelty(ratio)
+        ensemble = self.ensemble
+        recorded = None
+        if isinstance(ensemble, Ensemble):
+            recorded = ensemble.recorded(*batch.args, **batch.kwargs)
+        # before the draws: a model may change its inputs in place
+        ratio = self._known_novelty(batch, self._last_calls(recorded))
+        return summarise(self._blocks(posterior, batch, recorded), posterior).with_novelty(ratio)
+
+    def _last_calls(self, recorded: Features | None) -> list[Call] | None:
+        """The calls of the last layer at the posterior's mean by what was recorded for the draws, which saves a pass
+        through the part before the weights with a posterior; None where a pass of its own is needed.
+        """
+        grams, around = self._posterior.features, self._posterior.centre
+        if recorded is None or grams is None or not self._tells_novelty:
+            return None
+        if self._dtype is not None or self._drawn_around is not around:  # other numbers than in the fit
+            return None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return self.ensemble.fixed_part.calls_of(grams.layer, recorded)
+        except ReplayError:
+            return None
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> Tensor:
         return torch.cat([at_least_float32(b) for b in self.ensemble.blocks(*batch.args, **batch.kwargs)])

@@ -19,7 +19,7 @@ from posthoc_uq.likelihoods import positions
 from posthoc_uq.likelihoods.base import Fisher, Likelihood
 from posthoc_uq.likelihoods.outputs import divergence_of_classes, entropy_of_logits, last_function, wide
 from posthoc_uq.predictions.classification import ClassPrediction
-from posthoc_uq.predictions.labels import are_probabilities, checked_soft, soft_log_prob
+from posthoc_uq.predictions.labels import are_probabilities, checked_soft, in_whole_numbers, soft_log_prob
 from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.links import DRAWS, classes_of_gaussian
 from posthoc_uq.predictions.positions import (
@@ -162,6 +162,7 @@ class Categorical(Likelihood):
             raise PosthocUQError(
                 f"Labels must be integers of shape ({outputs.shape[0]},), or probabilities of shape "
                 f"{tuple(outputs.shape)}, not {targets.dtype} of shape {tuple(targets.shape)}."
+                f"{in_whole_numbers(targets)}"
             )
         return ((targets < 0) | (targets >= outputs.shape[1])).any()
 

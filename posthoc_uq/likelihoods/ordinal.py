@@ -17,6 +17,7 @@ from posthoc_uq.likelihoods.categorical import AGREEMENT
 from posthoc_uq.likelihoods.outputs import divergence_of_classes, wide
 from posthoc_uq.likelihoods.quadrature import gaussian_log_mean_exp, gaussian_mean
 from posthoc_uq.predictions.draws import output_draws
+from posthoc_uq.predictions.labels import in_whole_numbers
 from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.predictions.ordinal import OrdinalPrediction
 from posthoc_uq.predictions.samples import at_least_float32
@@ -107,7 +108,7 @@ class Ordinal(Likelihood):
         if targets.shape != outputs.shape[:1] or targets.is_floating_point():
             raise PosthocUQError(
                 f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape "
-                f"{tuple(targets.shape)}."
+                f"{tuple(targets.shape)}.{in_whole_numbers(targets)}"
             )
         classes = self.classes(outputs[0].numel())
         wrong = ((targets < 0) | (targets >= classes)).any().to(outputs.device)

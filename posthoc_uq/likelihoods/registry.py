@@ -18,6 +18,7 @@ from posthoc_uq.likelihoods.multilabel import Multilabel
 from posthoc_uq.likelihoods.negative_binomial import NegativeBinomial
 from posthoc_uq.likelihoods.ordinal import Ordinal
 from posthoc_uq.likelihoods.poisson import Poisson
+from posthoc_uq.values import meant
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     kind.name: kind
@@ -53,6 +54,7 @@ def resolve_likelihood(
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
         raise PosthocUQError(
             f"likelihood must be one of {sorted(LIKELIHOODS)} or a Likelihood object, not {likelihood!r}."
+            f"{meant(likelihood, LIKELIHOODS)}"
         )
     if likelihood == Gaussian.name:
         return Gaussian(1.0 if noise_variance is None else noise_variance)

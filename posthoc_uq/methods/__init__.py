@@ -6,9 +6,8 @@ To add one, write a subclass of `Method` (or of `Curvature`, if it sums up gradi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from posthoc_uq.errors import PosthocUQError
@@ -25,7 +24,7 @@ from posthoc_uq.methods.message_passing import MessagePassing
 from posthoc_uq.methods.subnetwork import Subnetwork
 from posthoc_uq.methods.utvi import UTVI
 from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.values import shown
+from posthoc_uq.values import meant, shown
 
 __all__ = [
     "EFB",
@@ -78,16 +77,18 @@ for _kind in (INF, EFB, KFAC, Diagonal, Dense, Subnetwork, FunctionSpace, Latent
 def _meant(method: object) -> str:
     """`` Did you mean 'inf'?`` for a name in other letters, that of a class, or a mistyped one; or nothing."""
     known = {name: name for name in METHODS} | {kind.__name__.lower(): name for name, kind in METHODS.items()}
-    close = get_close_matches(method.lower(), known, n=1) if isinstance(method, str) else []
-    return f" Did you mean {known[close[0]]!r}?" if close else ""
+    return meant(known.get(method.lower(), method) if isinstance(method, str) else method, METHODS)
 
 
-def method_of(method: str | Method, options: Mapping[str, Any] | None = None) -> Method:
+def method_of(
+    method: str | Method, options: Mapping[str, Any] | None = None, others: Iterable[str] = ()
+) -> Method:
     """The method of that name with these options, or the object itself.
 
     Args:
         method: a name out of `METHODS`, or an object.
         options: of a method that is given by name; None is a value like any other.
+        others: names of arguments beside those options, one of which may have been meant.
 
     Raises:
         PosthocUQError: the name is unknown, or the method does not take an option or its value.
@@ -110,5 +111,6 @@ def method_of(method: str | Method, options: Mapping[str, Any] | None = None) ->
     names = sorted(f.name for f in fields(kind))
     stray = [name for name in chosen if name not in names]
     if stray:
-        raise PosthocUQError(f"method={method!r} does not take {stray}; it takes {names}.")
+        close = meant(stray, [*names, *others])
+        raise PosthocUQError(f"method={method!r} does not take {stray}; it takes {names}.{close}")
     return kind(**chosen)

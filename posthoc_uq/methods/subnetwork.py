@@ -21,7 +21,7 @@ from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.dense import LARGEST_BYTES
 from posthoc_uq.posteriors.median_model import packed
 from posthoc_uq.posteriors.subnetwork import SubnetworkBlock
-from posthoc_uq.values import COUNT, put_numbers
+from posthoc_uq.values import COUNT, meant, put_numbers
 
 _JOINT = "joint"  # name of the block of all layers
 
@@ -118,6 +118,7 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
         if name not in shapes:
             raise PosthocUQError(
                 f"The mask names '{name}', no parameter of the layers; those are {list(shapes)[:6]}."
+                f"{meant(name, shapes)}"
             )
         if not isinstance(own, Tensor) or own.dtype != torch.bool or tuple(own.shape) != shapes[name]:
             raise PosthocUQError(f"The mask of '{name}' must be a bool tensor of shape {shapes[name]}.")

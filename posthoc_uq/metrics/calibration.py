@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.metrics.checks import classified
+from posthoc_uq.values import one_of
 
 Binning = Literal["equal_width", "equal_mass"]
 """How confidences are cut into bins."""
@@ -115,5 +116,4 @@ def _gap(parts: CalibrationBins) -> float:
 def _check_bins(bins: int, binning: str) -> None:
     if bins < 1:
         raise PosthocUQError(f"A calibration needs at least one bin, not {bins}.")
-    if binning not in BINNINGS:
-        raise PosthocUQError(f"binning must be one of {', '.join(map(repr, BINNINGS))}, not {binning!r}.")
+    one_of("binning", binning, BINNINGS)

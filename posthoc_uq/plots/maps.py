@@ -18,6 +18,7 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.plots.style import COLOURS, MARKERS, new_figure
 from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.scores import CLASS_SCORES, score_of
+from posthoc_uq.values import one_of
 
 _LABELS = {
     "entropy": "entropy in nats",
@@ -115,8 +116,8 @@ def class_uncertainty_map(
 
 
 def _check_choices(score: str | Callable[[ClassPrediction], Tensor], resolution: int, margin: float) -> None:
-    if isinstance(score, str) and score not in CLASS_SCORES:
-        raise PosthocUQError(f"score must be one of {', '.join(map(repr, CLASS_SCORES))}, not {score!r}.")
+    if isinstance(score, str):
+        one_of("score", score, CLASS_SCORES)
     if resolution < 2 or margin < 0:
         raise PosthocUQError(
             f"class_uncertainty_map needs a resolution of at least 2 and a margin that is not negative, "

@@ -33,6 +33,15 @@ def soft_log_prob(targets: Tensor, log_probs: Tensor) -> Tensor:
     return torch.where(shares > 0, shares * log_probs, torch.zeros_like(log_probs)).sum(-1)
 
 
+def in_whole_numbers(targets: Tensor) -> str:
+    """Advice on labels that are refused, but are whole numbers of another type or shape; else nothing."""
+    floats, column = targets.is_floating_point(), targets.ndim == 2 and targets.shape[1] == 1
+    if (not floats and not column) or (floats and not bool((targets == targets.round()).all())):
+        return ""
+    change = f"{'.long()' if floats else ''}{'.squeeze(1)' if column else ''}"
+    return f" They are whole numbers: pass y{change}, or batch_to_targets=lambda batch: batch[1]{change}."
+
+
 def checked_soft(targets: Tensor) -> Tensor:
     """The soft labels.
 

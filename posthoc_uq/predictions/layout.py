@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.predictions.labels import in_whole_numbers
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Layout:
         advice = (
             f" They would fit class_dim={other.class_dim}: likelihood=uq.Categorical(class_dim={other.class_dim})."
             if tuple(targets.shape) == swapped
+            else in_whole_numbers(targets)
+            if tuple(targets.shape) == wanted
             else ""
         )
         raise PosthocUQError(

@@ -20,6 +20,7 @@ from posthoc_uq.predictions.measures import class_quality
 from posthoc_uq.predictions.spread import Spread
 from posthoc_uq.predictions.streaming import ClassStatistics
 from posthoc_uq.predictions.tensors import ClassTensors
+from posthoc_uq.values import meant
 
 _NUMBERS = 2**17  # logits of one draw that are summed at once
 
@@ -155,7 +156,9 @@ class PositionPrediction(Prediction):
         if isinstance(score, str):
             known = self.scores_by_position()
             if score not in known:
-                raise PosthocUQError(f"The scores of positions are {tuple(known)}, not {score!r}.")
+                raise PosthocUQError(
+                    f"The scores of positions are {tuple(known)}, not {score!r}.{meant(score, known)}"
+                )
             values = known[score]
         else:
             values = score

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.values import meant
 
 CLASS_SCORES = (
     "entropy",
@@ -34,9 +35,9 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
     if name in known:
         return known[name]
     if name not in SCORES:
-        raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.")
+        raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.{meant(name, SCORES)}")
     raise PosthocUQError(
         f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information and the "
-        f"variation ratio need head='sampling' or link='mc', novelty a posterior that keeps what it takes and, with "
-        f"head='sampling', the option novelty=True."
+        f"variation ratio need head='sampling' or link='mc', novelty a posterior that keeps what it takes, and a head "
+        f"without novelty=False."
     )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.devices import has_double
+from posthoc_uq.devices import has_double, usable_device
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
@@ -31,7 +31,7 @@ from posthoc_uq.posteriors.state import (
     posterior_from_state,
     state_blocks,
 )
-from posthoc_uq.replica import apart, model_device, unwrap
+from posthoc_uq.replica import apart, check_numbers, model_device, unwrap
 from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.attributes import check_attributes
 from posthoc_uq.storage.consistency import checked_layers
@@ -82,13 +82,19 @@ def load(
             in the file.
 
     Raises:
-        PosthocUQError: the file is missing or cannot be read, or the likelihood or the output's function is missing or
+        PosthocUQError: the file is missing or cannot be read, there is no such device, the model's weights have no
+            numbers, or the likelihood or the output's function is missing or
             another one.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
         PosteriorMismatchError: it belongs to another model, or to other values of the weights that have a posterior.
     """
     model = unwrap(model)
-    place = torch.device(device) if device is not None else model_device(model)
+    check_numbers(model)
+    place = model_device(model)
+    if device is not None:
+        place = usable_device(
+            device, f"device={str(device)!r}", "leave device out for the model's own, or use 'cpu'"
+        )
     mean = parameters_of(model)
     data, header = _read(path, lambda kind: size_limit(kind, model))
     with _translated(path):

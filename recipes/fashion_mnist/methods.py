@@ -138,7 +138,7 @@ def trained_rows(
         small = path.with_suffix(".median.h5")
         posterior = uq.median_model(fitted())
         uq.save(posterior, small)
-        predictor = uq.wrap(model, posterior, novelty=True)
+        predictor = uq.wrap(model, posterior)
         density = uq.density(posterior).total.density
         return Method(partial(in_batches, predictor), small.stat().st_size, {"density": density})
 
