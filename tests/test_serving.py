@@ -270,6 +270,73 @@ class TestRefusals:
         for host in ("127.0.0.1:9", "[::1]:9", "LOCALHOST"):
             assert client.get("/health", headers={"Host": host}).status_code == 200
 
+    @pytest.mark.parametrize(
+        "host",
+        [
+            "evil.com:80@localhost",
+            "localhost:80@evil.com",
+            "me@localhost",
+            "@localhost",
+            "[::1]evil",
+            "[::1",
+            "::1",
+            "localhost:",
+            "localhost:port",
+            "localhost:80:80",
+            "localhost/x",
+            "localhost?x",
+            "localhost#x",
+            "localhost, evil.com",
+            "http://localhost",
+            "",
+        ],
+    )
+    def test_a_host_is_a_name_with_a_port_and_nothing_else(self, client: TestClient, host: str) -> None:
+        answer = client.get("/health", headers={"Host": host})
+        assert answer.status_code == 400 and "header Host" in answer.json()["error"]
+
+    def test_several_hosts_are_refused(self, client: TestClient, service: Service) -> None:
+        twice = client.get("/health", headers=[("Host", "localhost"), ("Host", "localhost")])
+        assert twice.status_code == 400
+        anyone = TestClient(application(service, None))
+        assert anyone.get("/health", headers={"Host": "evil.com"}).status_code == 200
+        assert anyone.get("/health", headers={"Host": "evil.com@localhost"}).status_code == 400
+
+    def test_posts_from_pages_of_other_sites_are_refused_by_their_origin(
+        self, client: TestClient, service: Service
+    ) -> None:
+        x = {"input": torch.zeros(3, 12, 12).tolist()}
+
+        def status(*headers: tuple[str, str], to: TestClient = client) -> int:
+            return to.post("/predict", json=x, headers=list(headers)).status_code
+
+        assert status() == status(("Origin", "http://localhost:3000")) == 200
+        assert status(("Origin", "http://localhost"), ("Sec-Fetch-Site", "same-origin")) == 200
+        for origin in (
+            "http://evil.com",
+            "null",
+            "",
+            "localhost",
+            "file://",
+            "http://localhost.evil.com",
+            "http://evil.com:80@localhost",
+            "http://localhost@evil.com",
+            "http://localhost, http://evil.com",
+        ):
+            assert status(("Origin", origin)) == 403, origin
+            assert status(("Origin", origin), ("Sec-Fetch-Site", "same-origin")) == 403, origin
+        assert status(("Origin", "http://localhost"), ("Origin", "http://evil.com")) == 403
+        for site in ("cross-site", "Cross-Site", "", "none, cross-site"):
+            assert status(("Sec-Fetch-Site", site)) == 403, site
+        proxied = TestClient(application(service, ("testserver", "photos.example")))
+        assert (
+            status(("Origin", "https://photos.example"), to=proxied) == 200
+        )  # the proxy's name, by --allow-host
+        assert status(("Origin", "https://evil.com"), to=proxied) == 403
+        anyone = TestClient(application(service, None))
+        assert status(("Origin", "http://testserver:80"), to=anyone) == 200
+        assert status(("Origin", "http://evil.com"), to=anyone) == 403
+
     def test_a_full_queue_says_so(self, client: TestClient, service: Service) -> None:
         x = {"input": torch.zeros(3, 12, 12).tolist()}
         service.under_way = service.settings.queue
