@@ -437,6 +437,59 @@ class TestWhatIsKept:
         with pytest.raises(uq.PosthocUQError, match="other columns"):
             ScoreLog(str(tmp_path / "other.csv"))
 
+    def test_a_torn_log_goes_on_with_a_whole_row(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        before = _logged(path, [("cat", 1.0), ('the "emu", größer\nor so', 2.0)])
+        whole = _logged(path, [("größer, «so»", 3.0)])
+        for cut in range(
+            len(before) + 1, len(whole)
+        ):  # a row that lacks but its newline may lack digits, too
+            path.write_bytes(whole[:cut])
+            with pytest.warns(UserWarning, match=f"these {cut - len(before)} bytes were cut off"):
+                log = ScoreLog(str(path))
+            log.close()
+            assert path.read_bytes() == before
+        path.write_bytes(whole + b"\0" * 5000)  # what some file systems leave after a power cut
+        with pytest.warns(UserWarning, match="5,000 bytes"):
+            ScoreLog(str(path)).close()
+        assert path.read_bytes() == whole
+        assert Records.read(str(path), "rows").scores["novelty"].tolist() == [1.0, 2.0, 3.0]
+
+    def test_a_torn_header_is_written_again(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        header = (",".join(COLUMNS) + "\n").encode()
+        for cut in range(len(header)):
+            for rest in (b"", b"\0" * 300):
+                path.write_bytes(header[:cut] + rest)
+                assert len(_logged(path, [("cat", 1.0)]).splitlines()) == 2
+                assert Records.read(str(path), "rows").scores["novelty"].tolist() == [1.0]
+        for other in (b"time,file\n", b"time\n", b"times", header[:-1] + b",more\n", b"\n"):
+            path.write_bytes(other)
+            with pytest.raises(uq.PosthocUQError, match="other columns"):
+                ScoreLog(str(path))
+            assert path.read_bytes() == other
+
+    def test_a_full_disk_tears_no_row(self, tmp_path: Path) -> None:
+        import resource
+
+        path = tmp_path / "log.csv"
+        log = ScoreLog(str(path))
+        log.add([_row("cat", 1.0)])
+        before, kept = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, kept[1]))
+            with pytest.raises(OSError):
+                log.add([_row("dog", 2.0)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        assert path.read_bytes() == before
+        log.add([_row("emu", 3.0)])
+        assert Records.read(str(path), "rows").scores["novelty"].tolist() == [1.0, 3.0]
+        path.write_bytes(b"")  # rotated in place
+        log.add([_row("emu", 4.0)])
+        log.close()
+        assert Records.read(str(path), "rows").scores["novelty"].tolist() == [4.0]
+
     def test_thumbnails_are_bounded_and_bare(self) -> None:
         pictures = Pictures(2)
         for score in (0.1, 0.5, 0.3, 0.2, float("nan")):
@@ -456,6 +509,25 @@ class TestWhatIsKept:
             and "default-src 'none'" in page.headers["content-security-policy"]
         )
         _check_self_contained(page.text)
+
+
+def _row(label: str, novelty: float) -> dict[str, Any]:
+    return {
+        "time": "2030-01-02",
+        "label_1": label,
+        "entropy": 0.5,
+        "novelty": novelty,
+        "flag": True,
+        "tail": 0.25,
+    }
+
+
+def _logged(path: Path, rows: list[tuple[str, float]]) -> bytes:
+    """What a log holds with these rows at its end."""
+    log = ScoreLog(str(path))
+    log.add(_row(label, novelty) for label, novelty in rows)
+    log.close()
+    return path.read_bytes()
 
 
 def _check_self_contained(page: str) -> None:
@@ -537,6 +609,44 @@ class TestMonitoring:
         rows = [{"standard_deviation_1": "1", "standard_deviation_2": "3", "mean_1": "7"}]
         assert Records.of(rows).scores["standard_deviation"].tolist() == [2.0]
 
+    def test_rows_that_are_torn_are_left_out_and_said(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        first = _logged(path, [("cat", 1.0), ('the "emu"', 2.0)])
+        rest = _logged(path, [("dog, big", 3.0), (', "emu"', 4.0)])[len(first) :]
+        row = rest.splitlines(keepends=True)[0]
+        faults = {
+            row[:16] + b"\n": "torn or garbled",  # in the middle of a quote
+            row[:12] + b"\n": "has not 12 values, but 3",
+            row[:12] + row: "has not 12 values, but 14",  # two rows in one line
+            b"\0" * 100 + b"\n": "torn or garbled",
+            b"B\xc3\n": "has not 12 values, but 1",
+            row.replace(b"3", b"3e"): "'3e' as novelty, which must be a number",
+            row.replace(b",,1,", b",,yes,"): "'yes' as flag, which must be a number",
+        }
+        for fault, words in faults.items():
+            path.write_bytes(first + fault + rest)
+            with pytest.warns(UserWarning, match=re.escape(words)) as said:
+                found = Records.read(str(path), "rows")
+            assert "line 4 " in str(said[0].message) and len(said) == 1 and found.left_out == 1, fault
+            assert found.scores["novelty"].tolist() == [1.0, 2.0, 3.0, 4.0]
+        path.write_bytes(b"".join([first, *faults, rest]))
+        with pytest.warns(UserWarning, match="7 rows of") as said:
+            assert len(Records.read(str(path), "rows")) == 4
+        for cut in range(len(first), len(first) + len(rest)):  # as `monitor` finds it while nothing mends it
+            path.write_bytes((first + rest)[:cut])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = Records.read(str(path), "rows").scores["novelty"].tolist()
+            assert found == [1.0, 2.0, 3.0, 4.0][: len(found)] and len(found) in (2, 3, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert Records.read(str(path), "rows", last=1).left_out == 0  # the newest alone
+        path.write_text('file,entropy\n"two\nlines",0.5\n\nlast,0.25')  # as others write CSVs
+        assert Records.read(str(path), "rows").files == ["two\nlines", "last"]
+        with pytest.raises(uq.PosthocUQError, match="UTF-8"):
+            path.write_bytes(b"\x89PNG\r\n")
+            Records.read(str(path), "rows")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, predictor: uq.Predictor) -> Path:
@@ -566,6 +676,12 @@ def test_from_predict_to_the_page(place: Path) -> None:
     assert text.count("data:image/png;base64,") == 12
     assert "no sign of drift" in run("monitor", place / "new.csv", *options).stdout
     assert run_json("monitor", place / "new.csv", *options, "--last", 21)["inputs"] == 21
+    with (place / "new.csv").open("ab") as file:
+        file.write(b"torn,cat,0.")
+    torn = run("monitor", place / "new.csv", *options)
+    assert "A row of" in torn.stderr and "left out: line 26 has" in torn.stderr and "24 inputs" in torn.stdout
+    assert "torn or garbled, and are left out: 1." in page.read_text()
+    assert run_json("monitor", place / "new.csv", *options)["left_out"] == 1
     (place / "bad.csv").write_text("file,entropy\na,x\n")
     assert "Row 1 of" in failure("monitor", place / "bad.csv", *options)
     (place / "none.csv").write_text("file,colour\na,x\n")
