@@ -6,6 +6,8 @@ import json
 import re
 import threading
 import warnings
+import weakref
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -21,7 +23,7 @@ from scipy.stats import ks_2samp
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli.images import FolderImages, image_files
+from posthoc_uq.cli.images import FolderImages, Trouble, image_files
 from posthoc_uq.cli.transforms import resolve_transform
 from posthoc_uq.monitoring import Pictures, Records, ScoreLog, drifts, monitor_page
 from posthoc_uq.monitoring.drift import windows
@@ -219,6 +221,11 @@ BAD = {
 }
 
 
+def _chunk(name: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG file."""
+    return len(content).to_bytes(4, "big") + name + content + zlib.crc32(name + content).to_bytes(4, "big")
+
+
 class TestRefusals:
     @pytest.mark.parametrize("case", BAD)
     def test_a_bad_request_gets_one_sentence(self, client: TestClient, case: str) -> None:
@@ -236,6 +243,113 @@ class TestRefusals:
         assert len(small.getvalue()) < LIMITS.bytes
         answer = client.post("/predict/image", content=small.getvalue(), headers=PNG)
         assert answer.status_code == 413 and "too many pixels" in answer.json()["error"]
+
+    @pytest.mark.parametrize("size", [(1, 10_000), (10_000, 1), (2, 5000)])
+    def test_a_strip_that_resizing_makes_huge_is_refused(
+        self,
+        client: TestClient,
+        predictor: uq.Predictor,
+        size: tuple[int, int],
+        transform: Any,
+        tmp_path: Path,
+    ) -> None:
+        strip = BytesIO()
+        Image.new("1", size).save(strip, "png")
+        answer = client.post("/predict/image", content=strip.getvalue(), headers=PNG)
+        assert answer.status_code == 413 and f"{size[0]:,} x {size[1]:,} pixels" in answer.json()["error"]
+        # the command line's folders; the longer side would have 2,240,000 pixels, or 560,000
+        (tmp_path / "strip.png").write_bytes(strip.getvalue())
+        resized = resolve_transform(predictor.model, "nets.py:net", None, 224, None, None)
+        assert resized.shorter == 224 and transform.shorter == 0
+        item = FolderImages(str(tmp_path), ["strip.png"], None, resized)[0]
+        assert isinstance(item, Trouble) and "Crop it" in str(item) and not item.readable
+        assert not isinstance(FolderImages(str(tmp_path), ["strip.png"], None, transform)[0], Trouble)
+
+    def test_long_images_pass_where_they_stay_small(self, predictor: uq.Predictor, transform: Any) -> None:
+        long = _png(16 * 12, 12)  # 16 times its shorter side, whatever the limit
+        longer = _png(30 * 12, 12)
+        for shorter, expected in ((0, (200, 200)), (512, (200, 413)), (12, (200, 200))):
+            limits = Limits(pixels=10_000, shorter=shorter)
+            client = TestClient(application(Service(predictor, transform, Settings(limits=limits)), None))
+            found = [
+                client.post("/predict/image", content=c, headers=PNG).status_code for c in (long, longer)
+            ]
+            assert tuple(found) == expected, shorter
+
+    def test_one_image_at_a_time_is_decoded(self, predictor: uq.Predictor, transform: Any) -> None:
+        decoded: list[weakref.ref[Image.Image]] = []
+        alive: list[int] = []
+
+        def watching(image: Image.Image) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in decoded))
+            decoded.append(weakref.ref(image))
+            return transform(image)
+
+        service = Service(predictor, watching, Settings(limits=LIMITS, keep_images=8))
+        client = TestClient(application(service, None))
+        contents = [_png(seed=seed) for seed in range(8)]
+        answer = client.post("/predict/batch", files=[("a", (str(i), c)) for i, c in enumerate(contents)])
+        assert answer.status_code == 200 and alive == [0] * 8
+        assert sum(ref() is not None for ref in decoded) == 0
+
+    def test_images_of_a_form_are_bounded_together(
+        self, client: TestClient, predictor: uq.Predictor, transform: Any
+    ) -> None:
+        files = [("a", ("a", _png(40, 40)))] * 6  # 28,800 numbers, and the limit is 30,000
+        assert client.post("/predict/batch", files=files).status_code == 200
+        answer = client.post("/predict/batch", files=[*files, files[0]])
+        assert answer.status_code == 413 and "30,000 numbers" in answer.json()["error"]
+
+        def small(image: Image.Image) -> Any:
+            return transform(image.resize((12, 12)))
+
+        client = TestClient(
+            application(Service(predictor, small, Settings(limits=Limits(pixels=10_000))), None)
+        )
+        files = [("a", ("a", _png(100, 100)))] * 8
+        assert client.post("/predict/batch", files=files).status_code == 200
+        answer = client.post("/predict/batch", files=[*files, files[0]])
+        assert answer.status_code == 413 and "80,000 pixels together" in answer.json()["error"]
+
+    def test_a_jpeg_of_many_scans_is_refused(self, client: TestClient) -> None:
+        buffer = BytesIO()
+        Image.new("RGB", (40, 40)).save(buffer, "jpeg", progressive=True)
+        file = buffer.getvalue()
+        last, end = file.rindex(b"\xff\xda"), file.rindex(b"\xff\xd9")
+        marks = b"\xff\xda" * 500
+        comment = (
+            b"\xff\xfe" + (len(marks) + 2).to_bytes(2, "big") + marks
+        )  # no scans, as is what follows the end
+
+        def status(content: bytes) -> int:
+            return client.post(
+                "/predict/image", content=content, headers={"Content-Type": "image/jpeg"}
+            ).status_code
+
+        assert status(file) == status(file[:2] + comment + file[2:] + marks) == 200
+        assert status(file[:end] + file[last:end] * 50 + file[end:]) == 200
+        answer = client.post("/predict/batch", files={"a": file[:end] + file[last:end] * 200 + file[end:]})
+        assert answer.status_code == 413 and "scans; the limit is 100" in answer.json()["error"]
+
+    def test_pictures_of_other_kinds(self, client: TestClient) -> None:
+        """Several frames, large chunks of metadata, and texts that inflate, are answered or refused by a sentence."""
+        frames, small = BytesIO(), _png()
+        first, *more = (Image.new("RGB", (30, 30), (n, n, n)) for n in range(9))
+        first.save(frames, "png", save_all=True, append_images=more)
+        inflating = b"a\0\0" + zlib.compress(b" " * 2**26, 9)
+        profile = b"\xff\xe2" + (60_000).to_bytes(2, "big") + b"ICC_PROFILE\0\1\1" + b"\0" * 59_984
+        jpeg = _png(kind="jpeg")
+        for content, expected in (
+            (frames.getvalue(), 200),
+            (small[:33] + _chunk(b"zTXt", inflating) + small[33:], 400),
+            (small[:33] + _chunk(b"iCCP", inflating) + small[33:], 400),
+            (small[:33] + _chunk(b"eXIf", b"\0" * 100_000) + small[33:], 200),
+            (small[:33] + _chunk(b"teXt", b"") * 5000 + small[33:], 200),
+            (jpeg[:2] + profile + jpeg[2:], 200),
+        ):
+            answer = client.post("/predict/batch", files={"a": content})
+            assert answer.status_code == expected, answer.text
+            assert expected == 200 or answer.json()["error"].startswith("The image cannot be decoded")
 
     def test_forms(self, client: TestClient) -> None:
         two = client.post("/predict/image", files=[("a", ("a", _png())), ("b", ("b", _png()))])
