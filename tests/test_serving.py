@@ -6,6 +6,8 @@ import json
 import re
 import threading
 import warnings
+import weakref
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -21,7 +23,7 @@ from scipy.stats import ks_2samp
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli.images import FolderImages, image_files
+from posthoc_uq.cli.images import FolderImages, Trouble, image_files
 from posthoc_uq.cli.transforms import resolve_transform
 from posthoc_uq.monitoring import Pictures, Records, ScoreLog, drifts, monitor_page
 from posthoc_uq.monitoring.drift import windows
@@ -219,6 +221,11 @@ BAD = {
 }
 
 
+def _chunk(name: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG file."""
+    return len(content).to_bytes(4, "big") + name + content + zlib.crc32(name + content).to_bytes(4, "big")
+
+
 class TestRefusals:
     @pytest.mark.parametrize("case", BAD)
     def test_a_bad_request_gets_one_sentence(self, client: TestClient, case: str) -> None:
@@ -236,6 +243,113 @@ class TestRefusals:
         assert len(small.getvalue()) < LIMITS.bytes
         answer = client.post("/predict/image", content=small.getvalue(), headers=PNG)
         assert answer.status_code == 413 and "too many pixels" in answer.json()["error"]
+
+    @pytest.mark.parametrize("size", [(1, 10_000), (10_000, 1), (2, 5000)])
+    def test_a_strip_that_resizing_makes_huge_is_refused(
+        self,
+        client: TestClient,
+        predictor: uq.Predictor,
+        size: tuple[int, int],
+        transform: Any,
+        tmp_path: Path,
+    ) -> None:
+        strip = BytesIO()
+        Image.new("1", size).save(strip, "png")
+        answer = client.post("/predict/image", content=strip.getvalue(), headers=PNG)
+        assert answer.status_code == 413 and f"{size[0]:,} x {size[1]:,} pixels" in answer.json()["error"]
+        # the command line's folders; the longer side would have 2,240,000 pixels, or 560,000
+        (tmp_path / "strip.png").write_bytes(strip.getvalue())
+        resized = resolve_transform(predictor.model, "nets.py:net", None, 224, None, None)
+        assert resized.shorter == 224 and transform.shorter == 0
+        item = FolderImages(str(tmp_path), ["strip.png"], None, resized)[0]
+        assert isinstance(item, Trouble) and "Crop it" in str(item) and not item.readable
+        assert not isinstance(FolderImages(str(tmp_path), ["strip.png"], None, transform)[0], Trouble)
+
+    def test_long_images_pass_where_they_stay_small(self, predictor: uq.Predictor, transform: Any) -> None:
+        long = _png(16 * 12, 12)  # 16 times its shorter side, whatever the limit
+        longer = _png(30 * 12, 12)
+        for shorter, expected in ((0, (200, 200)), (512, (200, 413)), (12, (200, 200))):
+            limits = Limits(pixels=10_000, shorter=shorter)
+            client = TestClient(application(Service(predictor, transform, Settings(limits=limits)), None))
+            found = [
+                client.post("/predict/image", content=c, headers=PNG).status_code for c in (long, longer)
+            ]
+            assert tuple(found) == expected, shorter
+
+    def test_one_image_at_a_time_is_decoded(self, predictor: uq.Predictor, transform: Any) -> None:
+        decoded: list[weakref.ref[Image.Image]] = []
+        alive: list[int] = []
+
+        def watching(image: Image.Image) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in decoded))
+            decoded.append(weakref.ref(image))
+            return transform(image)
+
+        service = Service(predictor, watching, Settings(limits=LIMITS, keep_images=8))
+        client = TestClient(application(service, None))
+        contents = [_png(seed=seed) for seed in range(8)]
+        answer = client.post("/predict/batch", files=[("a", (str(i), c)) for i, c in enumerate(contents)])
+        assert answer.status_code == 200 and alive == [0] * 8
+        assert sum(ref() is not None for ref in decoded) == 0
+
+    def test_images_of_a_form_are_bounded_together(
+        self, client: TestClient, predictor: uq.Predictor, transform: Any
+    ) -> None:
+        files = [("a", ("a", _png(40, 40)))] * 6  # 28,800 numbers, and the limit is 30,000
+        assert client.post("/predict/batch", files=files).status_code == 200
+        answer = client.post("/predict/batch", files=[*files, files[0]])
+        assert answer.status_code == 413 and "30,000 numbers" in answer.json()["error"]
+
+        def small(image: Image.Image) -> Any:
+            return transform(image.resize((12, 12)))
+
+        client = TestClient(
+            application(Service(predictor, small, Settings(limits=Limits(pixels=10_000))), None)
+        )
+        files = [("a", ("a", _png(100, 100)))] * 8
+        assert client.post("/predict/batch", files=files).status_code == 200
+        answer = client.post("/predict/batch", files=[*files, files[0]])
+        assert answer.status_code == 413 and "80,000 pixels together" in answer.json()["error"]
+
+    def test_a_jpeg_of_many_scans_is_refused(self, client: TestClient) -> None:
+        buffer = BytesIO()
+        Image.new("RGB", (40, 40)).save(buffer, "jpeg", progressive=True)
+        file = buffer.getvalue()
+        last, end = file.rindex(b"\xff\xda"), file.rindex(b"\xff\xd9")
+        marks = b"\xff\xda" * 500
+        comment = (
+            b"\xff\xfe" + (len(marks) + 2).to_bytes(2, "big") + marks
+        )  # no scans, as is what follows the end
+
+        def status(content: bytes) -> int:
+            return client.post(
+                "/predict/image", content=content, headers={"Content-Type": "image/jpeg"}
+            ).status_code
+
+        assert status(file) == status(file[:2] + comment + file[2:] + marks) == 200
+        assert status(file[:end] + file[last:end] * 50 + file[end:]) == 200
+        answer = client.post("/predict/batch", files={"a": file[:end] + file[last:end] * 200 + file[end:]})
+        assert answer.status_code == 413 and "scans; the limit is 100" in answer.json()["error"]
+
+    def test_pictures_of_other_kinds(self, client: TestClient) -> None:
+        """Several frames, large chunks of metadata, and texts that inflate, are answered or refused by a sentence."""
+        frames, small = BytesIO(), _png()
+        first, *more = (Image.new("RGB", (30, 30), (n, n, n)) for n in range(9))
+        first.save(frames, "png", save_all=True, append_images=more)
+        inflating = b"a\0\0" + zlib.compress(b" " * 2**26, 9)
+        profile = b"\xff\xe2" + (60_000).to_bytes(2, "big") + b"ICC_PROFILE\0\1\1" + b"\0" * 59_984
+        jpeg = _png(kind="jpeg")
+        for content, expected in (
+            (frames.getvalue(), 200),
+            (small[:33] + _chunk(b"zTXt", inflating) + small[33:], 400),
+            (small[:33] + _chunk(b"iCCP", inflating) + small[33:], 400),
+            (small[:33] + _chunk(b"eXIf", b"\0" * 100_000) + small[33:], 200),
+            (small[:33] + _chunk(b"teXt", b"") * 5000 + small[33:], 200),
+            (jpeg[:2] + profile + jpeg[2:], 200),
+        ):
+            answer = client.post("/predict/batch", files={"a": content})
+            assert answer.status_code == expected, answer.text
+            assert expected == 200 or answer.json()["error"].startswith("The image cannot be decoded")
 
     def test_forms(self, client: TestClient) -> None:
         two = client.post("/predict/image", files=[("a", ("a", _png())), ("b", ("b", _png()))])
@@ -269,6 +383,73 @@ class TestRefusals:
         assert post.status_code == 403
         for host in ("127.0.0.1:9", "[::1]:9", "LOCALHOST"):
             assert client.get("/health", headers={"Host": host}).status_code == 200
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            "evil.com:80@localhost",
+            "localhost:80@evil.com",
+            "me@localhost",
+            "@localhost",
+            "[::1]evil",
+            "[::1",
+            "::1",
+            "localhost:",
+            "localhost:port",
+            "localhost:80:80",
+            "localhost/x",
+            "localhost?x",
+            "localhost#x",
+            "localhost, evil.com",
+            "http://localhost",
+            "",
+        ],
+    )
+    def test_a_host_is_a_name_with_a_port_and_nothing_else(self, client: TestClient, host: str) -> None:
+        answer = client.get("/health", headers={"Host": host})
+        assert answer.status_code == 400 and "header Host" in answer.json()["error"]
+
+    def test_several_hosts_are_refused(self, client: TestClient, service: Service) -> None:
+        twice = client.get("/health", headers=[("Host", "localhost"), ("Host", "localhost")])
+        assert twice.status_code == 400
+        anyone = TestClient(application(service, None))
+        assert anyone.get("/health", headers={"Host": "evil.com"}).status_code == 200
+        assert anyone.get("/health", headers={"Host": "evil.com@localhost"}).status_code == 400
+
+    def test_posts_from_pages_of_other_sites_are_refused_by_their_origin(
+        self, client: TestClient, service: Service
+    ) -> None:
+        x = {"input": torch.zeros(3, 12, 12).tolist()}
+
+        def status(*headers: tuple[str, str], to: TestClient = client) -> int:
+            return to.post("/predict", json=x, headers=list(headers)).status_code
+
+        assert status() == status(("Origin", "http://localhost:3000")) == 200
+        assert status(("Origin", "http://localhost"), ("Sec-Fetch-Site", "same-origin")) == 200
+        for origin in (
+            "http://evil.com",
+            "null",
+            "",
+            "localhost",
+            "file://",
+            "http://localhost.evil.com",
+            "http://evil.com:80@localhost",
+            "http://localhost@evil.com",
+            "http://localhost, http://evil.com",
+        ):
+            assert status(("Origin", origin)) == 403, origin
+            assert status(("Origin", origin), ("Sec-Fetch-Site", "same-origin")) == 403, origin
+        assert status(("Origin", "http://localhost"), ("Origin", "http://evil.com")) == 403
+        for site in ("cross-site", "Cross-Site", "", "none, cross-site"):
+            assert status(("Sec-Fetch-Site", site)) == 403, site
+        proxied = TestClient(application(service, ("testserver", "photos.example")))
+        assert (
+            status(("Origin", "https://photos.example"), to=proxied) == 200
+        )  # the proxy's name, by --allow-host
+        assert status(("Origin", "https://evil.com"), to=proxied) == 403
+        anyone = TestClient(application(service, None))
+        assert status(("Origin", "http://testserver:80"), to=anyone) == 200
+        assert status(("Origin", "http://evil.com"), to=anyone) == 403
 
     def test_a_full_queue_says_so(self, client: TestClient, service: Service) -> None:
         x = {"input": torch.zeros(3, 12, 12).tolist()}
@@ -370,6 +551,59 @@ class TestWhatIsKept:
         with pytest.raises(uq.PosthocUQError, match="other columns"):
             ScoreLog(str(tmp_path / "other.csv"))
 
+    def test_a_torn_log_goes_on_with_a_whole_row(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        before = _logged(path, [("cat", 1.0), ('the "emu", größer\nor so', 2.0)])
+        whole = _logged(path, [("größer, «so»", 3.0)])
+        for cut in range(
+            len(before) + 1, len(whole)
+        ):  # a row that lacks but its newline may lack digits, too
+            path.write_bytes(whole[:cut])
+            with pytest.warns(UserWarning, match=f"these {cut - len(before)} bytes were cut off"):
+                log = ScoreLog(str(path))
+            log.close()
+            assert path.read_bytes() == before
+        path.write_bytes(whole + b"\0" * 5000)  # what some file systems leave after a power cut
+        with pytest.warns(UserWarning, match="5,000 bytes"):
+            ScoreLog(str(path)).close()
+        assert path.read_bytes() == whole
+        assert Records.read(str(path), "rows").scores["novelty"].tolist() == [1.0, 2.0, 3.0]
+
+    def test_a_torn_header_is_written_again(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        header = (",".join(COLUMNS) + "\n").encode()
+        for cut in range(len(header)):
+            for rest in (b"", b"\0" * 300):
+                path.write_bytes(header[:cut] + rest)
+                assert len(_logged(path, [("cat", 1.0)]).splitlines()) == 2
+                assert Records.read(str(path), "rows").scores["novelty"].tolist() == [1.0]
+        for other in (b"time,file\n", b"time\n", b"times", header[:-1] + b",more\n", b"\n"):
+            path.write_bytes(other)
+            with pytest.raises(uq.PosthocUQError, match="other columns"):
+                ScoreLog(str(path))
+            assert path.read_bytes() == other
+
+    def test_a_full_disk_tears_no_row(self, tmp_path: Path) -> None:
+        import resource
+
+        path = tmp_path / "log.csv"
+        log = ScoreLog(str(path))
+        log.add([_row("cat", 1.0)])
+        before, kept = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, kept[1]))
+            with pytest.raises(OSError):
+                log.add([_row("dog", 2.0)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        assert path.read_bytes() == before
+        log.add([_row("emu", 3.0)])
+        assert Records.read(str(path), "rows").scores["novelty"].tolist() == [1.0, 3.0]
+        path.write_bytes(b"")  # rotated in place
+        log.add([_row("emu", 4.0)])
+        log.close()
+        assert Records.read(str(path), "rows").scores["novelty"].tolist() == [4.0]
+
     def test_thumbnails_are_bounded_and_bare(self) -> None:
         pictures = Pictures(2)
         for score in (0.1, 0.5, 0.3, 0.2, float("nan")):
@@ -389,6 +623,25 @@ class TestWhatIsKept:
             and "default-src 'none'" in page.headers["content-security-policy"]
         )
         _check_self_contained(page.text)
+
+
+def _row(label: str, novelty: float) -> dict[str, Any]:
+    return {
+        "time": "2030-01-02",
+        "label_1": label,
+        "entropy": 0.5,
+        "novelty": novelty,
+        "flag": True,
+        "tail": 0.25,
+    }
+
+
+def _logged(path: Path, rows: list[tuple[str, float]]) -> bytes:
+    """What a log holds with these rows at its end."""
+    log = ScoreLog(str(path))
+    log.add(_row(label, novelty) for label, novelty in rows)
+    log.close()
+    return path.read_bytes()
 
 
 def _check_self_contained(page: str) -> None:
@@ -470,6 +723,44 @@ class TestMonitoring:
         rows = [{"standard_deviation_1": "1", "standard_deviation_2": "3", "mean_1": "7"}]
         assert Records.of(rows).scores["standard_deviation"].tolist() == [2.0]
 
+    def test_rows_that_are_torn_are_left_out_and_said(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        first = _logged(path, [("cat", 1.0), ('the "emu"', 2.0)])
+        rest = _logged(path, [("dog, big", 3.0), (', "emu"', 4.0)])[len(first) :]
+        row = rest.splitlines(keepends=True)[0]
+        faults = {
+            row[:16] + b"\n": "torn or garbled",  # in the middle of a quote
+            row[:12] + b"\n": "has not 12 values, but 3",
+            row[:12] + row: "has not 12 values, but 14",  # two rows in one line
+            b"\0" * 100 + b"\n": "torn or garbled",
+            b"B\xc3\n": "has not 12 values, but 1",
+            row.replace(b"3", b"3e"): "'3e' as novelty, which must be a number",
+            row.replace(b",,1,", b",,yes,"): "'yes' as flag, which must be a number",
+        }
+        for fault, words in faults.items():
+            path.write_bytes(first + fault + rest)
+            with pytest.warns(UserWarning, match=re.escape(words)) as said:
+                found = Records.read(str(path), "rows")
+            assert "line 4 " in str(said[0].message) and len(said) == 1 and found.left_out == 1, fault
+            assert found.scores["novelty"].tolist() == [1.0, 2.0, 3.0, 4.0]
+        path.write_bytes(b"".join([first, *faults, rest]))
+        with pytest.warns(UserWarning, match="7 rows of") as said:
+            assert len(Records.read(str(path), "rows")) == 4
+        for cut in range(len(first), len(first) + len(rest)):  # as `monitor` finds it while nothing mends it
+            path.write_bytes((first + rest)[:cut])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = Records.read(str(path), "rows").scores["novelty"].tolist()
+            assert found == [1.0, 2.0, 3.0, 4.0][: len(found)] and len(found) in (2, 3, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert Records.read(str(path), "rows", last=1).left_out == 0  # the newest alone
+        path.write_text('file,entropy\n"two\nlines",0.5\n\nlast,0.25')  # as others write CSVs
+        assert Records.read(str(path), "rows").files == ["two\nlines", "last"]
+        with pytest.raises(uq.PosthocUQError, match="UTF-8"):
+            path.write_bytes(b"\x89PNG\r\n")
+            Records.read(str(path), "rows")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, predictor: uq.Predictor) -> Path:
@@ -499,6 +790,12 @@ def test_from_predict_to_the_page(place: Path) -> None:
     assert text.count("data:image/png;base64,") == 12
     assert "no sign of drift" in run("monitor", place / "new.csv", *options).stdout
     assert run_json("monitor", place / "new.csv", *options, "--last", 21)["inputs"] == 21
+    with (place / "new.csv").open("ab") as file:
+        file.write(b"torn,cat,0.")
+    torn = run("monitor", place / "new.csv", *options)
+    assert "A row of" in torn.stderr and "left out: line 26 has" in torn.stderr and "24 inputs" in torn.stdout
+    assert "torn or garbled, and are left out: 1." in page.read_text()
+    assert run_json("monitor", place / "new.csv", *options)["left_out"] == 1
     (place / "bad.csv").write_text("file,entropy\na,x\n")
     assert "Row 1 of" in failure("monitor", place / "bad.csv", *options)
     (place / "none.csv").write_text("file,colour\na,x\n")

@@ -15,6 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.image_sizes import too_long
 
 Read = tuple[Tensor, Any, int]
 
@@ -58,19 +59,24 @@ class FolderImages(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Read | Trouble:
         path = os.path.join(self._folder, self.files[index])
-        image = opened_image(path, self._transform.mode)
+        image = opened_image(path, self._transform.mode, self._transform.shorter)
         if isinstance(image, Trouble):
             return image
         label = None if self._labels is None else self._labels[index]
         return transformed(image, label, index, path, self._transform)
 
 
-def opened_image(path: str, mode: str | None) -> Image.Image | Trouble:
-    """The image in a file, in Pillow's mode `mode` if one is given."""
+def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Trouble:
+    """The image in a file, in Pillow's mode `mode` if one is given. One that would become huge where its shorter side
+    is resized to `shorter` is not decoded; Pillow's own limit is that for it, too.
+    """
     try:
         with open(path, "rb") as file, Image.open(file) as opened:
+            limit = Image.MAX_IMAGE_PIXELS
+            if limit is not None and (fault := too_long(opened.width, opened.height, shorter, limit)):
+                return Trouble(path, f"it {fault}.")
             opened.load()
-            return opened.convert(mode) if mode else opened.copy()
+            return opened if mode in (None, opened.mode) else opened.convert(mode)
     except UnidentifiedImageError:
         return Trouble(path, "not in an image format that Pillow reads.")
     except Exception as error:  # decoders raise many types for damaged files

@@ -82,11 +82,11 @@ class MaskedImages(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Read | Trouble:
         path = os.path.join(self._folder, IMAGES, self.files[index])
-        image = opened_image(path, self._transform.mode)
+        image = opened_image(path, self._transform.mode, self._transform.shorter)
         if isinstance(image, Trouble):
             return image
         mask_path = os.path.join(self._folder, MASKS, self._masks[index])
-        mask = opened_image(mask_path, None)
+        mask = opened_image(mask_path, None, 0)  # as large as the image, or refused
         if isinstance(mask, Trouble):
             return mask
         if mask.mode not in _MODES:

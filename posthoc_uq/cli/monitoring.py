@@ -38,7 +38,8 @@ def monitor_to_page(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         pictures,
         window=options["window"],
         title=options["title"],
-        note=f"{Path(path).name}, compared with the held-out data in {Path(options['reference']).name}.",
+        note=f"{Path(path).name}, compared with the held-out data in {Path(options['reference']).name}."
+        + _left_out(incoming),
     )
     with atomic_text_file(options["output"]) as file:
         file.write(page)
@@ -47,9 +48,19 @@ def monitor_to_page(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "output": options["output"],
         "inputs": len(incoming),
         "held_out": len(reference),
+        "left_out": incoming.left_out,
         "share_referred": incoming.share_referred,
         "share_referred_held_out": reference.share_referred,
         "drifts": [asdict(test) for test in found],
         "newest": [asdict(test) for test in newest(found)],
         "pictures": len(pictures),
     }
+
+
+def _left_out(records: Records) -> str:
+    """What the page says of rows that could not be read."""
+    return (
+        f" Rows that were torn or garbled, and are left out: {records.left_out:,}."
+        if records.left_out
+        else ""
+    )

@@ -66,7 +66,12 @@ def _application(path: str, options: Mapping[str, Any]) -> Any:
     names = output_names(source, posterior, options["class_names"])
     settings = Settings(
         names=names,
-        limits=Limits(options["max_bytes"], options["max_batch"], options["max_pixels"]),
+        limits=Limits(
+            options["max_bytes"],
+            options["max_batch"],
+            options["max_pixels"],
+            shorter=source.transform.shorter,
+        ),
         **{
             name: options[name]
             for name in (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.cli.importing import import_object, needs_arguments
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.image_sizes import UNKNOWN
 
 _MODES = {1: "L", 3: "RGB"}
 
@@ -28,6 +29,7 @@ class ImageTransform:
         std: what they are divided by, or None.
         geometry: what it does to the places of pixels, for masks of classes: from an image to an image, without new
             values; None where that is not known.
+        shorter: pixels to which it resizes the shorter side, or 0 where it keeps the size.
     """
 
     work: Callable[[Any], Any]
@@ -36,6 +38,7 @@ class ImageTransform:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     geometry: Callable[[Any], Any] | None = None
+    shorter: int = UNKNOWN
 
     def __call__(self, image: Any) -> Any:
         if isinstance(image, Image.Image) and self.mode is not None and image.mode != self.mode:
@@ -85,7 +88,8 @@ class Preprocessing:
             text += f", mean {_numbers(self.mean)}, std {_numbers(self.std)}"
         known = (self.mean, self.std) if self.mean else ((0.0,) * self.channels, (1.0,) * self.channels)
         masks = transforms.Compose(self._geometry("nearest"))
-        return ImageTransform(transforms.Compose(steps), _MODES.get(self.channels), text, *known, masks)
+        mode, shorter = _MODES.get(self.channels), self._shorter() or 0
+        return ImageTransform(transforms.Compose(steps), mode, text, *known, masks, shorter)
 
     def _shorter(self) -> int | None:
         return self.resize or (None if self.size is None else min(self.size))
@@ -152,7 +156,8 @@ def resolve_transform(
         f"{channels} x {size[0]} x {size[1]} of {config['resize']}, {config['interpolation']}, "
         f"mean {_numbers(config['mean'])}, std {_numbers(config['std'])}"
     )
-    return ImageTransform(work, _MODES.get(channels), words, config["mean"], config["std"])
+    mode, shorter = _MODES.get(channels), config["resize"]
+    return ImageTransform(work, mode, words, config["mean"], config["std"], shorter=shorter)
 
 
 def _users_transform(path: str | None, attribute: Any, channels: int, spec: str) -> ImageTransform:

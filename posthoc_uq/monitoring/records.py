@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import os
 import re
+import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from io import StringIO
 from threading import Lock
 from typing import Any
 
@@ -33,7 +36,11 @@ COLUMNS = (
 )
 """Columns of the file that ``serve`` writes; those that a kind of prediction does not have stay empty."""
 
+_HEADER = (",".join(COLUMNS) + "\n").encode()
 _OUTPUT = re.compile(r"_\d+$")
+_BREAK = re.compile(r"[\r\n\0]+")
+_LINES = 50  # that a value in quotes may run over
+_BLOCK = 2**16  # bytes that are searched at once for the end of a row
 
 Numbers = NDArray[np.float64]
 
@@ -48,6 +55,7 @@ class Records:
         times: when each came, as text; empty where that is not known.
         labels: what was predicted, in a few words.
         files: the input's file, or the thumbnail that was kept of it; empty where there is none.
+        left_out: rows of the file that are torn or garbled.
     """
 
     scores: dict[str, Numbers]
@@ -55,6 +63,7 @@ class Records:
     times: list[str]
     labels: list[str]
     files: list[str]
+    left_out: int = 0
 
     def __len__(self) -> int:
         return len(self.files)
@@ -78,30 +87,33 @@ class Records:
         Raises:
             PosthocUQError: a score is no number.
         """
+        columns = rows[0] if rows else ()
         groups: dict[str, list[str]] = {}
-        for column in rows[0] if rows else ():
-            score = _OUTPUT.sub("", column) if column.startswith("standard_deviation_") else column
-            if score in SCORES:
+        for column in columns:
+            if (score := _score(column)) is not None:
                 groups.setdefault(score, []).append(column)
         scores: dict[str, Numbers] = {}
-        for score, columns in groups.items():
+        for score, outputs in groups.items():
             # of several outputs, the mean over them, as `Prediction.scores` has it
-            values = np.mean([_numbers(rows, column, name) for column in columns], axis=0)
+            values = np.mean([_numbers(rows, column, name) for column in outputs], axis=0)
             if not np.isnan(values).all():
                 scores[score] = values
-        known = bool(rows) and "flag" in rows[0]
-        referred = _numbers(rows, "flag", name) if known else np.full(len(rows), np.nan)
+        referred, probabilities = (
+            _numbers(rows, column, name) if column in columns else np.full(len(rows), np.nan)
+            for column in ("flag", "probability_1")
+        )
         return cls(
             scores,
             referred,
             [str(row.get("time") or "") for row in rows],
-            [_label(row) for row in rows],
+            [_label(row, value) for row, value in zip(rows, probabilities.tolist(), strict=True)],
             [str(row.get("file") or "") for row in rows],
         )
 
     @classmethod
     def read(cls, path: str, what: str, last: int | None = None) -> Records:
-        """From a CSV file.
+        """From a CSV file. Rows that are torn or garbled, as a power cut or a full disk leaves them, are left out, with
+        a warning that says how many there are, and where.
 
         Args:
             path: of the file.
@@ -109,24 +121,117 @@ class Records:
             last: rows to take, from the end; None for all.
 
         Raises:
-            PosthocUQError: it cannot be read, or has none of the scores.
+            PosthocUQError: it cannot be read, or has none of the scores, or no whole row.
         """
         try:
-            with open(path, encoding="utf-8", newline="") as file:
-                rows = list(deque(csv.DictReader(file), maxlen=last))
+            with open(path, encoding="utf-8", errors="replace", newline="") as file:
+                lines = _lines(file)
+                header = next((values for _, values in lines), [])
+                if header is None or any("\ufffd" in column for column in header):
+                    raise PosthocUQError(f"'{path}' is no CSV file in UTF-8.")
+                rows = deque(lines, maxlen=last)
         except OSError as error:
             raise PosthocUQError(f"'{path}' cannot be read: {error.strerror}.") from error
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise PosthocUQError(f"'{path}' is no CSV file in UTF-8: {error}.") from error
         if not rows:
             raise PosthocUQError(f"'{path}' has no rows; {what} are needed.")
-        found = cls.of(rows, f"'{path}'")
-        if not found.scores:
+        found = list(_rows(rows, header))
+        faults = [(line, fault) for line, _, fault in found if fault]
+        if len(faults) == len(found):
+            raise PosthocUQError(f"Row 1 of '{path}' {faults[0][1]}, and no other row is in order.")
+        if faults:
+            line, fault = faults[0]
+            many = f"{len(faults):,} rows of '{path}' are" if len(faults) > 1 else f"A row of '{path}' is"
+            warnings.warn(
+                f"{many} left out: line {line:,} {fault}{', and so on' if len(faults) > 1 else ''}.",
+                stacklevel=2,
+            )
+        records = cls.of([row for _, row, fault in found if not fault], f"'{path}'")
+        if not records.scores:
             raise PosthocUQError(
                 f"'{path}' has none of the columns {', '.join(SCORES)}; it must be a CSV of posthoc-uq predict or "
                 f"of posthoc-uq serve --log."
             )
-        return found
+        return replace(records, left_out=len(faults))
+
+
+def _lines(file: Iterator[str]) -> Iterator[tuple[int, list[str] | None]]:
+    """The number of the line where each row of a CSV begins, and its values; None for a row that cannot be parsed.
+
+    A quote that is not closed makes csv's own reader swallow the rows after it. Here a row begins anew with every line,
+    unless the next few lines close the quote and give as many values as the first row, the header, has.
+    """
+    ahead: deque[str] = deque()
+    number, columns = 1, 0
+    while (line := ahead.popleft() if ahead else next(file, None)) is not None:
+        values, several = _values([line]), [line]
+        while values is None and len(several) <= _LINES:
+            if len(several) > len(ahead):
+                more = next(file, None)
+                if more is None:
+                    break
+                ahead.append(more)
+            several.append(ahead[len(several) - 1])
+            values = _values(several)
+            if values is not None and len(values) != (columns or len(values)):
+                values = None
+        count = len(several) if values is not None else 1
+        for _ in range(count - 1):
+            ahead.popleft()
+        if values != []:
+            yield number, values
+            columns = columns or len(values or ())
+        number += count
+
+
+def _values(lines: Sequence[str]) -> list[str] | None:
+    """The values of one row, none for a blank line; None where it cannot be parsed."""
+    text = lines[0] if len(lines) == 1 else "".join(lines)
+    if "\0" in text:
+        return None
+    if '"' not in text:  # by far the most, and four times as fast
+        plain = text.rstrip("\r\n")
+        return plain.split(",") if plain else []
+    try:
+        rows = list(csv.reader(lines, strict=True))
+    except csv.Error:
+        return None
+    return rows[0] if rows else []
+
+
+def _rows(
+    lines: Iterable[tuple[int, list[str] | None]], header: Sequence[str]
+) -> Iterator[tuple[int, dict[str, str], str]]:
+    """For each row its line, its values by column, and what is wrong with it, in words, or nothing."""
+    numeric = [
+        place
+        for place, name in enumerate(header)
+        if _score(name) is not None or name in ("flag", "probability_1")
+    ]
+    for number, values in lines:
+        fault = ""
+        if values is None:
+            fault = "is torn or garbled"
+        elif len(values) != len(header):
+            fault = f"has not {len(header)} values, but {len(values)}"
+        else:
+            wrong = next((place for place in numeric if not _is_number(values[place])), None)
+            if wrong is not None:
+                fault = f"has {values[wrong][:40]!r} as {header[wrong]}, which must be a number"
+        yield number, {} if fault or values is None else dict(zip(header, values, strict=True)), fault
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def _score(column: str) -> str | None:
+    """The score that a column has; of several outputs, each has a column of its own."""
+    score = _OUTPUT.sub("", column) if column.startswith("standard_deviation_") else column
+    return score if score in SCORES else None
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], column: str, name: str) -> Numbers:
@@ -144,18 +249,17 @@ def _numbers(rows: Sequence[Mapping[str, Any]], column: str, name: str) -> Numbe
     return values
 
 
-def _label(row: Mapping[str, Any]) -> str:
+def _label(row: Mapping[str, Any], probability: float) -> str:
     if row.get("label_1"):
-        probability = row.get("probability_1")
-        return f"{row['label_1']}" + (
-            "" if probability in (None, "") else f" ({float(str(probability)):.2f})"
-        )
+        return f"{row['label_1']}" + ("" if np.isnan(probability) else f" ({probability:.2f})")
     mean = row.get("mean", row.get("mean_1"))
     return "" if mean in (None, "") else str(mean)
 
 
 class ScoreLog:
-    """The CSV file to which a server adds one row for each input. Only the user may read it (mode 0600).
+    """The CSV file to which a server adds one row for each input, a line each. Only the user may read it (mode 0600).
+
+    Rows never run together: what a full disk or a power cut left of a row, or of the header, is cut off.
 
     Raises:
         PosthocUQError: it cannot be written, or there is a file with other columns.
@@ -163,38 +267,77 @@ class ScoreLog:
 
     def __init__(self, path: str) -> None:
         target = checked_target(path)
-        header = ",".join(COLUMNS)
+        self._lock = Lock()
         try:
-            self._file = os.fdopen(
-                os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600),
-                "r+",
-                encoding="utf-8",
-                newline="",
-            )
-            first = self._file.readline().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise PosthocUQError(f"'{path}' cannot be written: {error}.") from error
-        if first and first != header:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            # without a buffer: a row that could not be written is not tried again later, in part
+            self._file = os.fdopen(os.open(target, flags, 0o600), "r+b", buffering=0)
+            try:
+                torn = self._begin() if _is_log(self._file.read(len(_HEADER) + 1)) else None
+            except OSError:
+                self._file.close()
+                raise
+        except OSError as error:
+            raise PosthocUQError(f"'{path}' cannot be written: {error.strerror}.") from error
+        if torn is None:
             self._file.close()
             raise PosthocUQError(f"'{path}' is there already, with other columns; give the log another name.")
-        self._lock = Lock()
-        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
-        if not first:
-            self._writer.writeheader()
-            self._file.flush()
+        if torn:
+            warnings.warn(
+                f"'{path}' ended in the middle of a row, as after a power cut or on a full disk; these {torn:,} bytes "
+                f"were cut off.",
+                stacklevel=2,
+            )
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows, and hand them to the operating system."""
+        """Write rows, and hand them to the operating system. Where that fails, none of them is in the file."""
+        text = StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writerows([{name: _cell(row.get(name)) for name in COLUMNS} for row in rows])
         with self._lock:
-            self._writer.writerows([{name: _cell(row.get(name)) for name in COLUMNS} for row in rows])
-            self._file.flush()
+            self._begin()
+            self._write(text.getvalue().encode("utf-8", "replace"))
 
     def close(self) -> None:
         """No more rows."""
         self._file.close()
 
+    def _begin(self) -> int:
+        """Cut off what follows the last whole line, and write the header where there is none; the bytes that went."""
+        size = place = self._file.seek(0, os.SEEK_END)
+        end, step = 0, 1  # the last byte ends a line, unless something is torn
+        while place and not end:
+            first = max(0, place - step)
+            self._file.seek(first)
+            found = self._file.read(place - first).rfind(b"\n")
+            end = first + found + 1 if found >= 0 else 0
+            place, step = first, _BLOCK
+        if end < size:
+            self._file.truncate(end)
+        if not end:
+            self._write(_HEADER)
+        return size - end if end else 0
+
+    def _write(self, content: bytes) -> None:
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise
+
+
+def _is_log(head: bytes) -> bool:
+    """Whether a file that begins so is a log, or the part of its header that a power cut left, perhaps with zeros."""
+    line, ended, _ = head.partition(b"\n")
+    return line.rstrip(b"\r") == _HEADER.rstrip() if ended else _HEADER.startswith(head.rstrip(b"\r\0"))
+
 
 def _cell(value: Any) -> Any:
     if isinstance(value, bool):
         return int(value)
+    if isinstance(value, str):
+        return _BREAK.sub(" ", value)  # a row is a line
     return f"{value:.6g}" if isinstance(value, float) else value

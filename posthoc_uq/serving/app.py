@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -24,6 +24,11 @@ from posthoc_uq.serving.requests import IMAGE_TYPES, body_of, files_of
 from posthoc_uq.serving.service import Service, log
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SAME_SITE = (
+    "same-origin",
+    "same-site",
+    "none",
+)  # what Sec-Fetch-Site says of a page of this site, or of no page
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
@@ -38,7 +43,8 @@ def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Sta
     Args:
         service: what answers.
         hosts: names by which clients may call it (the header Host); None for any. Other names are refused, so that a
-            web page that points a name of its own at this machine cannot read answers.
+            web page that points a name of its own at this machine cannot read answers. Posts that a browser sends are
+            refused unless they come from a page of the same name, or of one of these.
     """
 
     @asynccontextmanager
@@ -190,19 +196,34 @@ class _Guard:
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            request = Request(scope)
-            if self._hosts is not None and _host(request) not in self._hosts:
-                sentence = "This server does not go by that name; start it with --allow-host NAME."
-                return await _error(421, sentence)(scope, receive, send)
-            if request.method == "POST" and request.headers.get("sec-fetch-site") == "cross-site":
-                sentence = "Requests from web pages of other sites are refused."
-                return await _error(403, sentence)(scope, receive, send)
-        return await self._app(scope, receive, send)
+        refusal = self._refusal(Request(scope)) if scope["type"] == "http" else None
+        await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def _refusal(self, request: Request) -> Response | None:
+        given = request.headers.getlist("host")
+        host = _name(given[0]) if len(given) == 1 else None
+        if host is None and (given or self._hosts is not None):
+            return _error(400, "The header Host must be one name, or address, with a port or without.")
+        if self._hosts is not None and host not in self._hosts:
+            return _error(421, "This server does not go by that name; start it with --allow-host NAME.")
+        if request.method == "POST" and self._from_elsewhere(request, host):
+            return _error(403, "Requests from web pages of other sites are refused.")
+        return None
+
+    def _from_elsewhere(self, request: Request, host: str | None) -> bool:
+        """Whether a browser says so: in the header Sec-Fetch-Site, or, as all of them do, by the page's Origin."""
+        if any(site not in _SAME_SITE for site in request.headers.getlist("sec-fetch-site")):
+            return True
+        origins = [_name(origin, "[a-z][a-z0-9+.-]*://") for origin in request.headers.getlist("origin")]
+        return any(
+            origin is None or (origin != host and origin not in (self._hosts or ())) for origin in origins
+        )
 
 
-def _host(request: Request) -> str:
-    try:
-        return (urlsplit(f"//{request.headers.get('host', '')}").hostname or "").lower()
-    except ValueError:
-        return ""
+def _name(header: str, before: str = "") -> str | None:
+    """The name or address in a header that holds nothing else but a port, and what `before` says; else None.
+
+    Programs for URLs read `evil.com:80@localhost` and the like in different ways, so they are not asked.
+    """
+    found = re.fullmatch(before + r"(?:([a-z0-9._-]+)|\[([0-9a-f:.]+)\])(?::[0-9]{1,5})?", header.lower())
+    return None if found is None else found[1] or found[2]

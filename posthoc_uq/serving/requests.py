@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -17,8 +18,12 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
+from posthoc_uq.image_sizes import UNKNOWN, too_long
 from posthoc_uq.serving.refusals import Refused, shortened
 
+_IMAGES = 8  # of the largest size, that a form may hold: decoding takes a second or two each
+_SCANS = 100  # of a JPEG file; progressive ones have about ten
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
 
 
@@ -29,14 +34,17 @@ class Limits:
     Attributes:
         bytes: of its body.
         batch: inputs.
-        pixels: of one image, width times height, before it is decoded.
+        pixels: of one image, width times height, before it is decoded, and where resizing makes a strip of it; and
+            of all images of a form once they are prepared, at three numbers each.
         seconds: that its body may take to arrive.
+        shorter: pixels to which the transform resizes the shorter side of an image, or 0 where it keeps the size.
     """
 
     bytes: int = 16 * 2**20
     batch: int = 64
     pixels: int = 40_000_000
     seconds: float = 30.0
+    shorter: int = UNKNOWN
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
@@ -166,15 +174,20 @@ def opened_image(content: bytes, limits: Limits, kind: str | None = None) -> Ima
         kind: the format that the request named, or None for either.
 
     Raises:
-        Refused: it is none, is damaged, or has too many pixels.
+        Refused: it is none, is damaged, has too many pixels, is a strip that resizing would make huge, or takes too
+            long to decode.
     """
     bomb = f"(width times height); the limit is {limits.pixels:,} (--max-pixels)."
     try:
-        with Image.open(BytesIO(content), formats=(kind,) if kind else tuple(IMAGE_TYPES.values())) as image:
-            if image.width * image.height > limits.pixels:
-                raise Refused(413, "pixels", f"The image has {image.width * image.height:,} pixels {bomb}")
-            image.load()
-            return image.copy()
+        image = Image.open(BytesIO(content), formats=(kind,) if kind else tuple(IMAGE_TYPES.values()))
+        if image.width * image.height > limits.pixels:
+            raise Refused(413, "pixels", f"The image has {image.width * image.height:,} pixels {bomb}")
+        if fault := too_long(image.width, image.height, limits.shorter, limits.pixels):
+            raise Refused(413, "pixels", f"The image {fault}.")
+        if image.format != "PNG" and (scans := _scans(content)) > _SCANS:
+            raise Refused(413, "pixels", f"The JPEG file has {scans:,} scans; the limit is {_SCANS}.")
+        image.load()
+        return image
     except Image.DecompressionBombError:
         raise Refused(413, "pixels", f"The image has far too many pixels {bomb}") from None
     except UnidentifiedImageError:
@@ -185,24 +198,70 @@ def opened_image(content: bytes, limits: Limits, kind: str | None = None) -> Ima
         raise Refused(400, "image", f"The image cannot be decoded: {shortened(error, 120)}.") from None
 
 
-def prepared(images: Sequence[Image.Image], transform: Callable[[Image.Image], Any]) -> Tensor:
-    """Images as a batch of inputs.
+def _scans(content: bytes) -> int:
+    """How often a JPEG file goes over its pixels: a few bytes each, so thousands would keep a thread busy for hours."""
+    count, place = 0, 2
+    while (found := _MARKER.search(content, place)) is not None and found[0] != b"\xff\xd9":
+        count += found[0] == b"\xff\xda"
+        # every segment says how long it is; the data of a scan, which follow one, hold no markers
+        place = found.end() + max(2, int.from_bytes(content[found.end() : found.end() + 2], "big"))
+    return count
+
+
+def prepared(
+    files: Sequence[bytes], transform: Callable[[Image.Image], Any], limits: Limits, kind: str | None = None
+) -> Tensor:
+    """Image files as a batch of inputs; one image at a time is decoded, so that memory does not grow with their number.
 
     Raises:
-        Refused: the transform fails on one, or they differ in size afterwards.
+        Refused: `opened_image` refuses one, the transform fails on it, or they differ in size afterwards, or are too
+            large together.
     """
-    tensors: list[Tensor] = []
-    for image in images:
-        try:
-            tensors.append(transform(image))
-        except Exception as error:  # a user's transform may raise anything
-            raise Refused(422, "image", f"The transform fails on the image: {shortened(error)}.") from None
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    if len(shapes) > 1:
-        raise Refused(
-            422,
-            "image",
-            f"Images of one batch differ in size, {shapes[0]} and {shapes[1]}; send them one by one, or start the "
-            f"server with --image-size.",
-        )
-    return torch.stack(tensors)
+    batch: Tensor | None = None
+    pixels = 0
+    for index, file in enumerate(files):
+        image = opened_image(file, limits, kind)
+        pixels += image.width * image.height
+        if pixels > _IMAGES * limits.pixels:
+            raise Refused(
+                413,
+                "pixels",
+                f"The images have more than {_IMAGES * limits.pixels:,} pixels together, the limit ({_IMAGES} times "
+                f"--max-pixels); send fewer at once.",
+            )
+        tensor = prepared_image(image, transform)
+        del image  # before the next one is decoded
+        if len(files) == 1:
+            return tensor.unsqueeze(0)
+        if batch is None:
+            if tensor.numel() * len(files) > 3 * limits.pixels:
+                raise Refused(
+                    413,
+                    "pixels",
+                    f"{len(files)} images of {tuple(tensor.shape)} are more than {3 * limits.pixels:,} numbers, the "
+                    f"limit (three times --max-pixels); send fewer at once.",
+                )
+            batch = tensor.new_empty((len(files), *tensor.shape))
+        if tensor.shape != batch.shape[1:]:
+            shapes = sorted((tuple(tensor.shape), tuple(batch.shape[1:])))
+            raise Refused(
+                422,
+                "image",
+                f"Images of one batch differ in size, {shapes[0]} and {shapes[1]}; send them one by one, or start the "
+                f"server with --image-size.",
+            )
+        batch[index] = tensor
+    assert batch is not None  # a form without a file is refused before
+    return batch
+
+
+def prepared_image(image: Image.Image, transform: Callable[[Image.Image], Any]) -> Tensor:
+    """One image as an input.
+
+    Raises:
+        Refused: the transform fails on it.
+    """
+    try:
+        return transform(image)
+    except Exception as error:  # a user's transform may raise anything
+        raise Refused(422, "image", f"The transform fails on the image: {shortened(error)}.") from None

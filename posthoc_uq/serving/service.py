@@ -28,7 +28,7 @@ from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.serving.answers import Answer, Form, answers_of
 from posthoc_uq.serving.metrics import Metrics
 from posthoc_uq.serving.refusals import Refused, shortened
-from posthoc_uq.serving.requests import Limits, numbers_of, opened_image, prepared
+from posthoc_uq.serving.requests import Limits, numbers_of, opened_image, prepared, prepared_image
 
 log = logging.getLogger("posthoc_uq.serving")
 
@@ -113,8 +113,8 @@ class Service:
         if self.transform is None:
             return
         try:
-            inputs = prepared([Image.new("RGB", (256, 256), (128, 128, 128))], self.transform)
-            answers_of(self.predictor, self._predicted(inputs), self._form)
+            grey = prepared_image(Image.new("RGB", (256, 256), (128, 128, 128)), self.transform)
+            answers_of(self.predictor, self._predicted(grey.unsqueeze(0)), self._form)
         except Refused:
             return
 
@@ -134,13 +134,12 @@ class Service:
         """
         if self.transform is None:
             raise Refused(415, "image", "This server has no transform of images; send numbers as JSON.")
-        images = [opened_image(file, self.settings.limits, kind) for file in files]
-        return self._answered(prepared(images, self.transform), images)
+        return self._answered(prepared(files, self.transform, self.settings.limits, kind), files)
 
-    def _answered(self, inputs: Tensor, images: Sequence[Image.Image] | None) -> list[dict[str, Any]]:
+    def _answered(self, inputs: Tensor, files: Sequence[bytes] | None) -> list[dict[str, Any]]:
         prediction = self._predicted(inputs)
         answers = answers_of(self.predictor, prediction, self._form)
-        self._remember(answers, images)
+        self._remember(answers, files)
         return [answer.plain for answer in answers]
 
     def _predicted(self, inputs: Tensor) -> Prediction:
@@ -152,7 +151,7 @@ class Service:
         except PosthocUQError as error:
             raise Refused(422, "shape", f"{shortened(error, 600)}.") from None
 
-    def _remember(self, answers: Sequence[Answer], images: Sequence[Image.Image] | None) -> None:
+    def _remember(self, answers: Sequence[Answer], files: Sequence[bytes] | None) -> None:
         """Count, keep and log; a full disk costs the record, not the answer."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         rows: list[dict[str, Any]] = []
@@ -165,8 +164,11 @@ class Service:
                     histogram.observe(row[name])
             score = next((row[name] for name in _NOVEL if row.get(name) is not None), None)
             try:
-                if images is not None and self._pictures is not None and score is not None:
-                    row["file"] = self._pictures.add(images[index], score, str(row.get("label_1") or ""))
+                pictures = self._pictures
+                if files is not None and pictures is not None and score is not None and pictures.wants(score):
+                    # decoded once more, so that not all images of a form are in memory until here
+                    image = opened_image(files[index], self.settings.limits)
+                    row["file"] = pictures.add(image, score, str(row.get("label_1") or ""))
             except OSError as error:
                 self._not_kept(error)
             rows.append(row)
