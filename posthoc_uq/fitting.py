@@ -120,12 +120,22 @@ def fit(
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
     arguments = dict(locals())
+    posterior, task = together(lambda: _fitted_as_asked(arguments), "the fit")
+    if task.checkpoint is not None:
+        task.checkpoint.remove()
+    return posterior
+
+
+def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
+    """The posterior that a call of `fit` asks for, and the task behind it."""
+    model, loader, val_loader = arguments["model"], arguments["loader"], arguments["val_loader"]
+    progress: bool = arguments["progress"]
     request = together(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
-    task = _prepared_task(model, loader, layers, request, progress)
+    task = _prepared_task(model, loader, arguments["layers"], request, progress)
     weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
-    _open_checkpoint(task, request, checkpoint, arguments)
+    _open_checkpoint(task, request, arguments["checkpoint"], arguments)
     kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
     task.observers += [kept_inputs] if request.faithful is not None else []
     noise_origin = set_observation_noise(task) if request.finds_noise else "given"
@@ -141,16 +151,14 @@ def fit(
     posterior.history.output = {} if choice is None else choice.plain()
     _set_prior(posterior, request, task, kept_inputs)
     if val_loader is not None and not request.method.trains:
-        readers: dict[str, Any] = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
+        readers = {name: arguments[name] for name in ("batch_to_inputs", "batch_to_targets")}
         if has_something_to_tune(posterior):
             tune(posterior, val_loader, seed=request.seed, progress=progress, **readers)
         else:
             warn_user(f"val_loader was not used. {nothing_to_tune(posterior)}")
-    if task.checkpoint is not None:
-        task.checkpoint.remove()
     return_freed_memory()
     posterior.fingerprint = fingerprint(posterior.original)
-    return posterior
+    return posterior, task
 
 
 def _prepared_task(

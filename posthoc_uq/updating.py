@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from posthoc_uq.curvature.content import WORD, Content
-from posthoc_uq.distributed import gather
+from posthoc_uq.distributed import gather, together
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.held_out import model_of
 from posthoc_uq.inference.features import other_features, watch_other_features
@@ -131,6 +131,21 @@ def _changed(
     progress: bool,
 ) -> Posterior:
     """Change the data of a posterior: everything is computed first, and then takes the place of the old at once."""
+    new, warnings = together(lambda: _computed(posterior, loader, change, functions, progress), change)
+    vars(posterior).update({name: v for name, v in vars(new).items() if name not in _OF_THE_OBJECT})
+    for warning in warnings:
+        warn_user(warning)
+    return posterior
+
+
+def _computed(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    change: Change,
+    functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
+    progress: bool,
+) -> tuple[Posterior, list[str]]:
+    """The posterior of the changed data, and what a user must know of it."""
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
             f"{change} takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
@@ -158,7 +173,8 @@ def _changed(
             f"These data cannot all be among those of the posterior: without them, the {error} would be negative. Pass "
             f"samples that were fitted or added, unchanged; the posterior stays as it is."
         ) from None
-    seen = _Seen(sum(gather(content.samples)), sum(gather(content.total)) % WORD)
+    parts = gather((content.samples, content.total), f"counting the samples of {change}")
+    seen = _Seen(sum(samples for samples, _ in parts), sum(total for _, total in parts) % WORD)
     new.history = deepcopy(new.history)
     new.fingerprint = posterior.fingerprint
     _record(new.history, seen, sign)
@@ -172,10 +188,7 @@ def _changed(
         warnings.append(
             "These are the data of the last update, which now count twice; uq.forget takes them out again."
         )
-    vars(posterior).update({name: v for name, v in vars(new).items() if name not in _OF_THE_OBJECT})
-    for warning in warnings:
-        warn_user(warning)
-    return posterior
+    return new, warnings
 
 
 def _check_possible(posterior: Posterior, loader: Iterable[Any]) -> None:

@@ -179,9 +179,10 @@ class TestFit:
 
     @pytest.mark.slow
     def test_several_processes_fit_the_same(self, place: Path) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "posthoc_uq", "fit", place / "train", *model_options(place), "--batch-size", 5]
-        command += ["--rank", RANK, "--prior-precision", 5.0, "--limit", 35, "-o", place / "two.h5", "--json"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["--nproc-per-node", "2", "-m", "posthoc_uq", "fit", place / "train"]
+        command += [*model_options(place), "--batch-size", 5, "--rank", RANK, "--prior-precision", 5.0]
+        command += ["--limit", 35, "-o", place / "two.h5", "--json"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [str(part) for part in command], capture_output=True, text=True, env=environment, timeout=240

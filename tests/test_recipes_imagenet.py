@@ -49,7 +49,8 @@ def recipe() -> Namespace:
 
 
 def _run_in_two_processes(arguments: Sequence[Any]) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher += ["--nproc-per-node", "2"]
     return subprocess.run(
         [sys.executable, *launcher, str(RECIPE / "run.py"), *map(str, arguments)],
         capture_output=True,

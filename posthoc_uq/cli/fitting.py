@@ -35,7 +35,14 @@ def process_group(options: dict[str, Any]) -> Generator[None]:
     if device.startswith("cuda"):
         options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device_named(options["device"]))
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    except RuntimeError as error:
+        raise PosthocUQError(
+            f"The processes that torchrun started could not meet at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); give torchrun another address or port if "
+            f"they cannot reach it, or it is taken (on one machine, --standalone --local-addr 127.0.0.1)."
+        ) from error
     try:
         yield
     finally:

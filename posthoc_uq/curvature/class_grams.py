@@ -163,7 +163,7 @@ class ClassGrams:
             own: classes that have a Gram of their own whatever their number of samples.
             least: samples (the sum of their weights) from which on every other class has one, too; None for never.
         """
-        add_up(self.sums)
+        add_up(self.sums, "the sum for the novelty")
         counts: list[float] = self.sums["counts"].tolist()
         if not any(counts):
             raise nothing_counts()

@@ -26,7 +26,7 @@ _NONE = "by the posterior itself, top class: no layer with one row a sample come
 
 def watch_features(task: Task, source: FeatureSource | None) -> ClassGrams | None:
     """Let the sweeps of a fit show the data to new feature statistics; None without a layer that has features."""
-    sources = gather(source)
+    sources = gather(source, "looking for features")
     if source is None or any(other != source for other in sources):
         return None
     task.prepared.capture.watched = source.layer

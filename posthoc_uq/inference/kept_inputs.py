@@ -22,6 +22,7 @@ from posthoc_uq.randomness import sample_keys
 
 KEPT = 256  # inputs, where the memory budget allows that many
 _LARGE = 2_000_000  # with more weights a quarter of that: every prediction of them is long
+_CHOOSING = "choosing the inputs of the faithful prior"
 _BATCH = 64  # kept inputs in one batch
 
 
@@ -148,11 +149,12 @@ class KeptInputs:
     def batches(self, device: torch.device) -> list[Batch]:
         """The inputs of all processes on `device`, in the order of their hashes, in batches of equal shapes."""
         sizes, budgets = zip(
-            *gather(({key: sample.bytes for key, sample in self._samples.items()}, self._budget)), strict=True
+            *gather(({key: sample.bytes for key, sample in self._samples.items()}, self._budget), _CHOOSING),
+            strict=True,
         )
         # All processes must choose the same inputs; with the least budget, none chosen was dropped by its process.
         chosen = self._within({key: size for part in sizes for key, size in part.items()}, min(budgets))
-        parts = gather({key: self._samples[key] for key in chosen if key in self._samples})
+        parts = gather({key: self._samples[key] for key in chosen if key in self._samples}, _CHOOSING)
         samples: dict[int, _Sample] = {}
         for part in parts:
             samples |= {key: sample.united(samples.get(key)) for key, sample in part.items()}

@@ -100,7 +100,7 @@ def _undefined_labels(fisher: str, likelihood: Likelihood) -> PosthocUQError:
 
 def samples_in_all(samples: int | None) -> int | None:
     """The sum of a number of samples over the processes; None where one process does not know its number."""
-    counts = cast("list[int | None]", gather(samples))
+    counts = cast("list[int | None]", gather(samples, "counting the samples"))
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 

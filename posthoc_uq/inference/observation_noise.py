@@ -36,14 +36,16 @@ def set_observation_noise(task: Task) -> str:
 
     def work() -> Tensors:
         residuals = together(sweep, "the sweep for the noise variance")
-        if not all(gather(residuals is not None)):
+        if not all(gather(residuals is not None, "looking for targets")):
             return {}
         assert residuals is not None
         count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
-        add_up({"total": residuals[0], "count": count})
+        add_up({"total": residuals[0], "count": count}, "the sum for the noise variance")
         if not float(count):
             raise no_weight()
-        task.summary.content = sum(gather(0 if content is None else content.total)) % WORD
+        task.summary.content = (
+            sum(gather(0 if content is None else content.total, "comparing the data")) % WORD
+        )
         return {"noise": {"variance": residuals[0] / count}}
 
     stage = task.stage("noise", work)

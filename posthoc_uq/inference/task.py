@@ -85,7 +85,10 @@ class Task:
         samples, positions = None, 1 if joint else self._positions_apart()
         if fisher == "auto":
             samples = self.samples_in_all
-        likelihood, has_targets = self.settings.likelihood, all(gather(self.batch.targets is not None))
+        likelihood, has_targets = (
+            self.settings.likelihood,
+            all(gather(self.batch.targets is not None, "looking for targets")),
+        )
         kind, labels = resolve_fisher(
             fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets, positions
         )
@@ -114,10 +117,12 @@ class Task:
     def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:
         """Do a part of the fit, or take its result from the checkpoint of this rank or of one that came further."""
         saved = self.checkpoint.stages.get(name) if self.checkpoint is not None else None
-        summaries = gather(None if saved is None else saved.summary)
+        summaries = gather(None if saved is None else saved.summary, f"looking for a checkpoint of {name}")
         ranks = [number for number, summary in enumerate(summaries) if summary is not None]
         if ranks:
-            tensors = hand_out(None if saved is None else saved.tensors, ranks[0], torch.device("cpu"))
+            tensors = hand_out(
+                None if saved is None else saved.tensors, ranks[0], torch.device("cpu"), f"handing out {name}"
+            )
             tensors = {
                 a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
             }
@@ -161,8 +166,11 @@ class Task:
         summary = together(
             lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
         )
-        add_up({(a, b): tensor for a, group in sums.items() for b, tensor in group.items()})
-        repetitive = all(gather(summary.repetitive))
+        add_up(
+            {(a, b): tensor for a, group in sums.items() for b, tensor in group.items()},
+            f"the sum for {description}",
+        )
+        repetitive = all(gather(summary.repetitive, f"the sum for {description}"))
         summary = _merged(summary)
         if self.summary.seen and summary.seen != self.summary.seen:
             raise PosthocUQError(
@@ -248,7 +256,7 @@ class Task:
                 show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
 
         together(work, "looking at the data")
-        self.check_content(sum(gather(content.total)) % WORD)
+        self.check_content(sum(gather(content.total, "comparing the data")) % WORD)
         self.observed = True
 
     def timed(self, description: str, work: Callable[[], Any]) -> Any:
@@ -267,7 +275,7 @@ class Task:
             for index, name in enumerate(work):
                 source = index % world()
                 own_result = {name: results[name]} if name in results else None
-                results[name] = hand_out(own_result, source, self.device)[name]
+                results[name] = hand_out(own_result, source, self.device, description)[name]
             return {name: results[name] for name in work}
 
         return self.timed(description, compute)
@@ -296,7 +304,7 @@ def check_common(identity: Mapping[str, Any]) -> None:
     Raises:
         PosthocUQError: they do not; names what differs.
     """
-    identities = gather(dict(identity))
+    identities = gather(dict(identity), "comparing the fits")
     for number, other in enumerate(identities):
         for name, value in identities[0].items():
             if other[name] != value:
@@ -312,7 +320,7 @@ def _merged(summary: Summary) -> Summary:
     Raises:
         PosthocUQError: two of them saw the same data.
     """
-    summaries: list[Summary] = gather(summary)
+    summaries: list[Summary] = gather(summary, "comparing the data")
     contents = [(part.content, part.seen) for part in summaries if part.seen]
     if len(set(contents)) < len(contents):
         raise PosthocUQError(

@@ -24,7 +24,7 @@ def fit_all(source: Source, loader: ImageLoader, options: argparse.Namespace) ->
     options.posteriors.mkdir(parents=True, exist_ok=True)
     for method in options.methods:
         path = posterior_file(options.posteriors, method)
-        if gather(path.exists())[0]:
+        if gather(path.exists(), "looking for posteriors")[0]:
             say(f"{METHODS[method]}: found again in {path}")
             continue
         posterior = uq.fit(

@@ -28,7 +28,7 @@ import torch
 
 from posthoc_uq.cli.fitting import process_group
 from posthoc_uq.cli.models import Source, source_of
-from posthoc_uq.distributed import agree, rank
+from posthoc_uq.distributed import agree, rank, together
 from posthoc_uq.errors import PosthocUQError
 
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "imagenet"
@@ -140,12 +140,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with process_group(given):
             options.device = given["device"]
-            prepare(options)
-            run(options)
+            together(lambda: work(options), "the recipe")
     except PosthocUQError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def work(options: argparse.Namespace) -> None:
+    """Everything that processes do together."""
+    prepare(options)
+    run(options)
 
 
 def prepare(options: argparse.Namespace) -> None:

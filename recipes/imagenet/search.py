@@ -63,7 +63,8 @@ def search_all(source: Source, loader: ImageLoader, labels: Tensor, options: arg
         folder: Path = options.trials / method
         folder.mkdir(parents=True, exist_ok=True)
         missing: list[int] = gather(
-            [number for number in range(options.budget) if not trial_file(folder, number).exists()]
+            [number for number in range(options.budget) if not trial_file(folder, number).exists()],
+            "looking for trials",
         )[0]
         say(f"{METHODS[method]}: {options.budget - len(missing)} of {options.budget} trials found again")
         own = missing[rank() :: world()]
