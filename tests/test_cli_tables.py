@@ -238,7 +238,7 @@ def test_files_that_are_no_tables(place: Path) -> None:
 
 
 def test_labels(place: Path) -> None:
-    own = [*model(place, "three"), "-o", place / "p.h5", "--target", "kind"]
+    own = [*model(place, "three"), "-o", place / "p.h5", "--force", "--target", "kind"]
     few = write(place / "few.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", "cat"]})
     assert "2 different labels (cat, dog) and the model 3 classes" in failure("fit", few, *own)
     (place / "map.txt").write_text("dog\nemu\ncat\n")

@@ -60,8 +60,11 @@ class Command(click.Command):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
+        """Run it, if it destroys nothing."""
+        from posthoc_uq.cli.overwriting import check_outputs  # torch comes along
+
         with _errors_as_lines(ctx):
+            check_outputs(ctx.params)
             return super().invoke(ctx)
 
 

@@ -11,6 +11,7 @@ from posthoc_uq.cli.head_options import prediction_heads, prediction_options
 from posthoc_uq.cli.options import (
     Setting,
     data_options,
+    force_option,
     model_options,
     names_option,
     referral_score_option,
@@ -37,6 +38,7 @@ from posthoc_uq.cli.registry import RegistryCommand
 @click.option("--report", metavar="HTML", help="Write one self-contained page: tables, figures, images.")
 @click.option("--csv", "csv_path", metavar="CSV", help="Write all numbers as a table.")
 @click.option("--json-file", metavar="FILE", help="Write all numbers as JSON.")
+@force_option
 @click.option(
     "--referral-rate",
     type=click.FloatRange(0, 1, max_open=True),

@@ -16,7 +16,7 @@ from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.likelihoods import likelihood_of
 from posthoc_uq.cli.meaning import Meaning, meaning_of_likelihood
 from posthoc_uq.cli.models import Source, device_named, source_of
-from posthoc_uq.cli.posterior_files import check_output, image_facts
+from posthoc_uq.cli.posterior_files import image_facts
 from posthoc_uq.distributed import agree, rank, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fitting import fit
@@ -52,7 +52,6 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
     arguments["layers"] = None if arguments["layers"] is None else _layers(arguments["layers"])
     arguments["output"] = arguments.pop("model_output")
     likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}
-    check_output(output)
     name = arguments["likelihood"]
     arguments["likelihood"] = likelihood_of(name, options["likelihood_option"])
     meaning = meaning_of_likelihood(arguments["likelihood"])

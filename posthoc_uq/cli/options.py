@@ -71,6 +71,10 @@ class Scores(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 
 NATS = click.FloatRange(0, min_open=True)
 
+force_option = click.option(
+    "--force", is_flag=True, help="Write over files that are there already, but never over an input."
+)
+
 divergence_option = click.option(
     "--divergence",
     type=NATS,

@@ -18,6 +18,7 @@ from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.meaning import CLASSES, COLUMNS, TARGETS, Meaning
 from posthoc_uq.cli.models import Source, count_outputs, run_on
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 
 ENDINGS = (".csv", ".tsv")
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
@@ -170,6 +171,7 @@ class _Reader:
     """
 
     def __init__(self, path: str) -> None:
+        check_regular(path, "The table")
         self.path, self.lines, self.fixed = path, array("q"), False
         self._separator = "\t" if path.lower().endswith(".tsv") else ","
         self.header = [name.strip() for name in next(self._parsed(guess=True), (1, []))[1]]

@@ -9,7 +9,6 @@ from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.posterior_files import (
-    check_output,
     check_posterior_file,
     model_and_posterior,
     prediction_kind,
@@ -27,7 +26,6 @@ from posthoc_uq.tuning import tune
 def tune_file(path: str, options: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Tune, set the threshold, rewrite the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
-    check_output(options["output"])
     source, posterior = model_and_posterior(path, options)
     data = None
     if options["data"] is not None:

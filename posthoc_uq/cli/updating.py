@@ -7,7 +7,7 @@ from typing import Any
 
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.meaning import meaning_of
-from posthoc_uq.cli.posterior_files import check_output, check_posterior_file, model_and_posterior
+from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior
 from posthoc_uq.posteriors.report import described_changes
 from posthoc_uq.storage import save
 from posthoc_uq.updating import forget, update
@@ -18,7 +18,6 @@ def change_file(
 ) -> dict[str, Any]:
     """Update, or forget, and rewrite the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
-    check_output(options["output"] or path)
     source, posterior = model_and_posterior(path, options)
     labels = not options["unlabelled"]
     data = data_of(spec, source, options, meaning_of(posterior), labels=labels, split="train")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 from posthoc_uq.storage.atomic import checked_target
 
 SCORES = ("entropy", "mutual_information", "novelty", "standard_deviation")
@@ -111,6 +112,7 @@ class Records:
         Raises:
             PosthocUQError: it cannot be read, or has none of the scores.
         """
+        check_regular(path, "The table")
         try:
             with open(path, encoding="utf-8", newline="") as file:
                 rows = list(deque(csv.DictReader(file), maxlen=last))
