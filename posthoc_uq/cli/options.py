@@ -153,7 +153,7 @@ data_options = several_options(
         ),
         click.option(
             "--ignore-index",
-            type=int,
+            type=click.IntRange(-(2**31), 2**31 - 1),
             metavar="VALUE",
             help="Of masks: the value of pixels that count for nothing [255].",
         ),

@@ -278,7 +278,7 @@ def _indices(
     else:
         found = _distinct(words, reader)
         if all(map(_whole, found)):
-            return [int(float(word)) for word in words], None
+            return _checked([int(float(word)) for word in words], outputs, meaning, reader), None
         names = _sorted_names(found, meaning.likelihood.classes(outputs), meaning, reader)
         index_of = {name: index for index, name in enumerate(names)}
     for line, word in zip(reader.lines, words, strict=True):
@@ -287,7 +287,19 @@ def _indices(
                 f"'{reader.path}', line {line}: the label {_cut(word)!r} is none of the classes "
                 f"{_listed(list(index_of))}."
             )
-    return [index_of[word] for word in words], names
+    return _checked([index_of[word] for word in words], outputs, meaning, reader), names
+
+
+def _checked(indices: list[int], outputs: int, meaning: Meaning, reader: _Reader) -> list[int]:
+    """Class indices, of which each is one of the model's."""
+    classes = max(2, meaning.likelihood.classes(outputs))  # of fewer, the library says more
+    for line, index in zip(reader.lines, indices, strict=True):
+        if not 0 <= index < classes:
+            raise PosthocUQError(
+                f"'{reader.path}', line {line}: the label has the index {_cut(str(index))}, and the model the classes "
+                f"0 to {classes - 1}; if the target is a number, say so with --likelihood regression."
+            )
+    return indices
 
 
 def _distinct(words: Sequence[str], reader: _Reader) -> set[str]:

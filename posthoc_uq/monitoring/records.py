@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.files import check_regular
 from posthoc_uq.storage.atomic import checked_target
+from posthoc_uq.tables import csv_text, text_of_csv
 
 SCORES = ("entropy", "mutual_information", "novelty", "standard_deviation")
 """The scores that are watched, by the names of their columns."""
@@ -122,6 +123,8 @@ class Records:
             raise PosthocUQError(f"'{path}' is no CSV file in UTF-8: {error}.") from error
         if not rows:
             raise PosthocUQError(f"'{path}' has no rows; {what} are needed.")
+        for row in rows:
+            row |= {name: text_of_csv(row[name]) for name in ("file", "label_1") if row.get(name)}
         found = cls.of(rows, f"'{path}'")
         if not found.scores:
             raise PosthocUQError(
@@ -199,4 +202,6 @@ class ScoreLog:
 def _cell(value: Any) -> Any:
     if isinstance(value, bool):
         return int(value)
+    if isinstance(value, str):
+        return csv_text(value)
     return f"{value:.6g}" if isinstance(value, float) else value
