@@ -87,7 +87,7 @@ class TestFit:
         assert found.prior_precision == 5.0 and found.scale == 36
         assert found.evidence.log_likelihood == pytest.approx(expected.evidence.log_likelihood)
         fitted = found.history.fit
-        assert fitted["model"] == f"{place / 'nets.py'}:net" and fitted["images"] == "3 x own size"
+        assert fitted["model"] == "nets.py:net" and fitted["images"] == "3 x own size"
         assert fitted["fisher"] == "exact" and fitted["fisher chosen"] == "auto"
 
     def test_options_reach_the_library(self, place: Path) -> None:

@@ -12,7 +12,7 @@ from posthoc_uq.cli.options import (
     Setting,
     data_options,
     force_option,
-    model_options,
+    named_model_options,
     names_option,
     referral_score_option,
 )
@@ -27,7 +27,7 @@ from posthoc_uq.cli.registry import RegistryCommand
 )
 @click.argument("file")
 @click.argument("data")
-@model_options
+@named_model_options
 @click.option(
     "--ood",
     metavar="NAME=DATA",

@@ -13,6 +13,7 @@ from posthoc_uq.cli.posterior_files import (
     model_and_posterior,
     output_names,
     rewrite,
+    stored_dtype,
 )
 from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
@@ -58,7 +59,7 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
     if options["report"] is not None:
         evaluation.report(options["report"], title=f"How far to trust {source.spec}")
     if threshold is not None:
-        rewrite(posterior, path, None)
+        rewrite(posterior, path, options, stored_dtype(path))
     return {
         **evaluation.to_dict(),
         "threshold": threshold,

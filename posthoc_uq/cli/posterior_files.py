@@ -14,6 +14,7 @@ from posthoc_uq.cli.data import Data
 from posthoc_uq.cli.labels import read_names
 from posthoc_uq.cli.meaning import CLASSES, MEAN, NAMES, SIZE, STD
 from posthoc_uq.cli.models import Source, source_of
+from posthoc_uq.cli.naming import rename
 from posthoc_uq.cli.transforms import resolve_transform
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.files import check_regular
@@ -59,12 +60,18 @@ def check_posterior_file(path: str) -> None:
         raise PosthocUQError(f"The posterior file '{path}' {what}.")
 
 
-def rewrite(posterior: Posterior, path: str, output: str | None) -> None:
-    """Save a posterior over its file, or elsewhere, in the number format of that file."""
-    save(posterior, output or path, dtype=_stored_dtype(path))
+def rewrite(
+    posterior: Posterior, path: str, options: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> None:
+    """Save a posterior over its file, or as ``options["output"]``, which then names the model of this command."""
+    output = options.get("output")
+    if output is not None:
+        posterior.history.fit = rename(posterior.history.fit, options, output)
+    save(posterior, output or path, dtype=dtype)
 
 
-def _stored_dtype(path: str) -> torch.dtype | None:
+def stored_dtype(path: str) -> torch.dtype | None:
+    """The half format of a file's numbers, or None."""
     formats = {
         tensor["dtype"] for block in inspect(path)["blocks"].values() for tensor in block["tensors"].values()
     }

@@ -13,6 +13,7 @@ from posthoc_uq.cli.posterior_files import (
     model_and_posterior,
     prediction_kind,
     rewrite,
+    stored_dtype,
 )
 from posthoc_uq.cli.predictors import head_of, predictor_of
 from posthoc_uq.errors import PosthocUQError
@@ -42,7 +43,7 @@ def tune_file(path: str, options: Mapping[str, Any], progress: bool) -> dict[str
         search_facts = _search(posterior, data, options, progress)
         if data is not None and (options["calibrate"] or options["referral_rate"] is not None):
             threshold = _threshold(source, posterior, data, options, progress)
-    rewrite(posterior, path, options["output"])
+    rewrite(posterior, path, options, stored_dtype(path))
     prior = posterior.prior_precision
     # the prior precision first, if there is one: it is what most searches are about
     hyperparameters = dict(

@@ -7,9 +7,8 @@ from typing import Any
 
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.meaning import meaning_of
-from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior
+from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior, rewrite
 from posthoc_uq.posteriors.report import described_changes
-from posthoc_uq.storage import save
 from posthoc_uq.updating import forget, update
 
 
@@ -24,7 +23,7 @@ def change_file(
     before = posterior.evidence.samples
     (update if kind == "update" else forget)(posterior, data.loader, progress=progress)
     # in full precision: a few samples among many are less than a half format resolves
-    save(posterior, options["output"] or path)
+    rewrite(posterior, path, options)
     changes = posterior.history.changes
     return {
         "output": options["output"] or path,
