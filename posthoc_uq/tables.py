@@ -1,12 +1,30 @@
-"""Tables of text with aligned columns."""
+"""Tables of text with aligned columns; texts in the cells of a CSV."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from posthoc_uq.errors import printable
+
+_FORMULA = re.compile(r"'*[=+@\-\t\r\n\uff1d\uff0b\uff20\uff0d]")
+_NEGATIVE = re.compile(r"-\d+(\.\d*)?([eE][+-]?\d+)?")
+
+
+def csv_text(text: str) -> str:
+    """A text as the cell of a CSV that a spreadsheet shows and does not compute: one that begins like a formula (with
+    ``= + @``, their wide forms, a tab or the end of a line, or with ``-`` if it is no number) gets an apostrophe in
+    front, as spreadsheets have it. One that begins like that behind apostrophes gets one more, so that `text_of_csv`
+    gives every text back.
+    """
+    return f"'{text}" if _FORMULA.match(text) and not _NEGATIVE.fullmatch(text) else text
+
+
+def text_of_csv(cell: str) -> str:
+    """The text of a cell that `csv_text` made."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
 def text_table(

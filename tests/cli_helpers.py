@@ -148,11 +148,13 @@ def invoke(command: Command, *arguments: Any) -> Result:
 
 
 def run(*arguments: Any, code: int = 0) -> Result:
-    """A command in this process; its exit code must be the expected one, and an error, or wrong usage, one line."""
+    """A command in this process; its exit code must be the expected one, and an error, or wrong usage, one line below
+    warnings and what was taken from the posterior's file.
+    """
     result = invoke(commands, *arguments)
     assert result.exit_code == code, (result.exit_code, result.output, result.exception)
     if code in (1, 2):
-        errors = [line for line in result.stderr.splitlines() if not line.startswith("Warning: ")]
+        errors = [line for line in result.stderr.splitlines() if not line.startswith(("Warning: ", "From '"))]
         assert len(errors) == 1 and errors[0].startswith("Error: "), result.stderr
         assert "Traceback" not in result.stdout + result.stderr
     return result

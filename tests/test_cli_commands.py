@@ -87,7 +87,7 @@ class TestFit:
         assert found.prior_precision == 5.0 and found.scale == 36
         assert found.evidence.log_likelihood == pytest.approx(expected.evidence.log_likelihood)
         fitted = found.history.fit
-        assert fitted["model"] == f"{place / 'nets.py'}:net" and fitted["images"] == "3 x own size"
+        assert fitted["model"] == "nets.py:net" and fitted["images"] == "3 x own size"
         assert fitted["fisher"] == "exact" and fitted["fisher chosen"] == "auto"
 
     def test_options_reach_the_library(self, place: Path) -> None:
@@ -387,12 +387,12 @@ class TestPredict:
         assert (column(rows, "flag")[clear] == (entropy > threshold)[clear]).all()
         assert said["flagged"] == column(rows, "flag").sum()
 
-        run("predict", copy, place / "val", *options, "-o", out)
+        run("predict", copy, place / "val", *options, "-o", out, "--force")
         assert column(table(out), "flag").sum() == math.floor(rate * 18)
 
     def test_heads_and_links(self, place: Path, copy: Path) -> None:
         out = copy.with_suffix(".csv")
-        common = ["predict", copy, place / "flat", *model_options(place), "-o", out]
+        common = ["predict", copy, place / "flat", *model_options(place), "-o", out, "--force"]
         posterior = uq.load(copy, trained(place))
         x, _ = flat(place)
         for head, link, options in (
@@ -437,7 +437,9 @@ class TestPredict:
         flags = column(rows, "flag") == 1
         scores = column(rows, "functional_variance")
         assert scores[flags].min() > scores[~flags].max()
-        result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--head", "sampling")
+        result = run(
+            "predict", copy, place / "val", *model_options(place), "-o", out, "--force", "--head", "sampling"
+        )
         assert "The column flag stays empty." in result.stderr and result.stderr.count("\n") == 1
 
     def test_flags_by_several_scores_name_the_one(self, place: Path, copy: Path) -> None:
@@ -475,7 +477,9 @@ class TestPredict:
         text = run("inspect", copy).stdout
         rule = " or ".join(f"{name} above {thresholds[name]:.6g}" for name in names)
         assert f"{rule} (a share 0.4 of 18 inputs), head linearized" in text
-        result = run("predict", copy, place / "val", *model_options(place), "-o", out, "--head", "moments")
+        result = run(
+            "predict", copy, place / "val", *model_options(place), "-o", out, "--force", "--head", "moments"
+        )
         assert "The column flag stays empty." in result.stderr
         assert {(row["flag"], row["reason"], row["tail"]) for row in table(out)} == {("", "", "")}
 
@@ -503,7 +507,7 @@ class TestPredict:
             (folder / f"{number}.png").write_bytes((place / "flat" / f"{number}.png").read_bytes())
         (folder / "1.png").write_bytes(b"x")
         out = copy.with_suffix(".csv")
-        common = ["predict", copy, folder, *model_options(place), "-o", out, "--n-samples", 2]
+        common = ["predict", copy, folder, *model_options(place), "-o", out, "--force", "--n-samples", 2]
         out.write_text("an older file")
         assert f"Unreadable image '{folder / '1.png'}'" in failure(*common)
         assert out.read_text() == "an older file"
@@ -520,14 +524,22 @@ class TestPredict:
             (folder / name).write_bytes(b"x")
         common = [*model_options(place), "-o", out, "--n-samples", 2, "--skip-unreadable", "--batch-size", 1]
         said = failure("predict", copy, folder / "a.png", *common)
-        reason = "not in an image format that Pillow reads."
+        reason = "not in an image format that is read: BMP, JPEG, PNG, PPM, TIFF, WEBP."
         assert said == f"Error: The only image, '{folder / 'a.png'}', could not be read: {reason}\n"
         said = failure("predict", copy, folder, *common)
         first = f"The first, '{folder / 'a.png'}': {reason}"
         assert said == f"Error: None of the 2 images could be read. {first}\n" and not out.exists()
 
     def test_other_preparation_than_for_the_fit_is_said(self, place: Path, copy: Path) -> None:
-        common = ["predict", copy, place / "flat", *model_options(place), "-o", copy.with_suffix(".csv")]
+        common = [
+            "predict",
+            copy,
+            place / "flat",
+            *model_options(place),
+            "-o",
+            copy.with_suffix(".csv"),
+            "--force",
+        ]
         said = run(*common, "--n-samples", 2, "--image-size", 10).stderr
         assert said.startswith("Warning: ") and "prepared as [3 x own size]" in said and said.count("\n") == 1
         assert run(*common, "--n-samples", 2).stderr == ""
@@ -574,9 +586,9 @@ class TestRegression:
         both = ["--referral-rate", 0.1, "--referral-score", "standard_deviation,epistemic_variance"]
         run("tune", file, *line, "--data", f"{code}:points", "--no-search", *both, "--n-samples", 5)
         assert (
-            run_json("predict", file, f"{code}:points", *line, "-o", out, *options, "--split", "val")[
-                "flagged"
-            ]
+            run_json(
+                "predict", file, f"{code}:points", *line, "-o", out, "--force", *options, "--split", "val"
+            )["flagged"]
             <= 4
         )
         assert list(table(out)[0])[-3:] == ["flag", "reason", "tail"]
@@ -748,7 +760,7 @@ class TestUpdateAndForget:
         file, options = tmp_path / "m.h5", model_options(place)
         run("fit", place / "train", *options, "--method", "kfac", "-o", file)
         assert "keep_grams=True" in failure("update", file, place / "val", *options)
-        run("fit", place / "train", *options, "--method", "kfac", "--keep-grams", "-o", file)
+        run("fit", place / "train", *options, "--method", "kfac", "--keep-grams", "-o", file, "--force")
         run("tune", file, *options, "--data", place / "val", "--no-search", "--referral-rate", 0.1)
         told = run("update", file, place / "val", *options)
         assert "The referral threshold" in told.stderr and "is cleared" in told.stderr
@@ -773,7 +785,9 @@ def test_images_are_prepared_and_named_as_for_the_fit(place: Path, tmp_path: Pat
         output = tmp_path / "out.csv"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            said = run("predict", path, place / "flat", *model_options(place), *options, "-o", output)
+            said = run(
+                "predict", path, place / "flat", *model_options(place), *options, "-o", output, "--force"
+            )
         warned = "was fitted on images prepared as [3 x 12 x 12" in said.stderr or bool(caught)
         assert warned == (options == ["--image-size", 16])
         tables.append(output.read_text())

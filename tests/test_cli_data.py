@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,11 @@ from posthoc_uq.cli.labels import folder_labels, read_map, read_names
 from posthoc_uq.cli.meaning import meaning_of_likelihood
 from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.transforms import Preprocessing
+from posthoc_uq.cli.weights import read_state
 from posthoc_uq.distributed import own_samples, sampler_of
+from posthoc_uq.files import IMAGE_ENDINGS
+from posthoc_uq.monitoring import Records
+from posthoc_uq.monitoring.pictures import pictures_of
 
 GIVEN: dict[str, Any] = {
     **dict.fromkeys("split class_map limit ignore_index".split()),
@@ -149,7 +155,10 @@ class TestTroubles:
             bad = folder / "dog" / "1.png"
             bad.write_bytes(b"no image")
             said = complaint(lambda n=workers: list(read(folder, workers=n).loader))
-            assert said == f"Unreadable image '{bad}': not in an image format that Pillow reads."
+            assert (
+                said
+                == f"Unreadable image '{bad}': not in an image format that is read: BMP, JPEG, PNG, PPM, TIFF, WEBP."
+            )
             data = read(folder, labels=False, numbered=True, skip=True, workers=workers)
             numbers = torch.cat([numbers for _, numbers in data.loader])
             assert numbers.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
@@ -346,3 +355,84 @@ class TestOwnFunctions:
         assert "is a int; it must be a function" in complaint(lambda: read("own_data:pi"))
         assert "returned a Sequential" in complaint(lambda: read("own_data:net"))
         assert "There is no folder 'photos'" in complaint(lambda: read("photos"))
+
+
+def test_links_upward_add_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "all" / "photos"
+    make_images(folder, ("cat", "dog", "emu"), 5, 0)
+    make_images(tmp_path / "all" / "others", ("",), 60, 1)
+    make_images(tmp_path / "elsewhere", ("",), 4, 2)
+    own = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.png"))
+    assert image_files(str(folder)) == own and len(own) == 15
+    (folder / "up").symlink_to("..")
+    with pytest.warns(UserWarning, match="the link 'up' to a folder that holds it"):
+        assert image_files(str(folder)) == own
+    (folder / "cat" / "up").symlink_to("../..")
+    (folder / "root").symlink_to("/")
+    (folder / "self").symlink_to(".")
+    (folder / "twin").symlink_to("cat")
+    (tmp_path / "elsewhere" / "back").symlink_to(folder)
+    (tmp_path / "elsewhere" / "above").symlink_to(tmp_path)
+    (folder / "away").symlink_to(tmp_path / "elsewhere")
+    (folder / "away2").symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="8 links, such as 'away/above'") as caught:
+        found = image_files(str(folder))
+    assert found == sorted([*own, *(f"away/{number}.png" for number in range(4))]) and len(caught) == 1
+    monthly = tmp_path / "all"  # seen from above, the folders are one way down
+    with pytest.warns(UserWarning, match="links, such as"):
+        assert len(image_files(str(monthly))) == 15 + 60 + 4
+
+
+def test_what_is_no_file_is_said(tmp_path: Path) -> None:
+    make_images(tmp_path / "few", ("",), 3, 0)
+    os.mkfifo(tmp_path / "few" / "x.png")
+    os.mkfifo(tmp_path / "t.csv")
+    said = complaint(lambda: list(read(tmp_path / "few", labels=False).loader))
+    assert said == f"Unreadable image '{tmp_path / 'few' / 'x.png'}': it is a pipe, not a file."
+    loader = read(tmp_path / "few", labels=False, skip=True).loader
+    assert sum(len(batch) for batch in loader) == 3 and len(loader.skipped) == 1
+    assert "The table" in complaint(lambda: read(tmp_path / "t.csv")) and (tmp_path / "t.csv").is_fifo()
+    for work in (
+        lambda: read(tmp_path / "few" / "x.png"),
+        lambda: read_map(str(tmp_path / "t.csv")),
+        lambda: read_names(str(tmp_path / "t.csv")),
+        lambda: read_state(str(tmp_path / "t.csv")),
+        lambda: Records.read(str(tmp_path / "t.csv"), "rows"),
+        lambda: read("/dev/zero"),
+    ):
+        assert (
+            "not a file (<(...) of a shell makes a pipe too); write what it gives into a file"
+            in complaint(work)
+        )
+
+
+def test_no_other_formats_than_the_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostScript under another name would be handed to Ghostscript, which runs it."""
+    programs, mark = tmp_path / "programs", tmp_path / "called"
+    programs.mkdir()
+    (programs / "gs").write_text(f"#!/bin/sh\ntouch {mark}\n")
+    (programs / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "x.png").write_bytes(script)
+    with suppress(Exception), Image.open(tmp_path / "x.png") as image:
+        image.load()
+    assert mark.exists()  # so it would be without the restriction
+    mark.unlink()
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    assert "not in an image format" in complaint(lambda: list(read(tmp_path / "x.png", labels=False).loader))
+    make_images(tmp_path / "root" / "root", ("a",), 1, 0)
+    (tmp_path / "root" / "root" / "a" / "x.png").write_bytes(script)
+    known = list(Image.ID)
+    data = read("torchvision:ImageFolder", data_root=str(tmp_path / "root" / "root"))
+    assert "Unreadable image" in complaint(lambda: list(data.loader))
+    assert known == Image.ID
+    records = Records.of([{"file": "x.png", "entropy": "1"}])
+    assert pictures_of(records, [tmp_path], 3) == [] and not mark.exists()
+    gif = tmp_path / "y.png"
+    Image.new("RGB", (4, 4)).save(gif, format="GIF")
+    assert "not in an image format" in complaint(lambda: list(read(gif, labels=False).loader))
+    for ending in IMAGE_ENDINGS:
+        Image.new("RGB", (4, 4)).save(tmp_path / f"z{ending}")
+        assert len(list(read(tmp_path / f"z{ending}", labels=False).loader)) == 1

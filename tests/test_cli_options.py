@@ -110,7 +110,7 @@ def test_a_method_that_is_registered_later_is_known_with_its_options(
     assert "--size [small|large] small or large. [default: small]" in own
     assert "--even / --no-even" in own and "listeners" not in own
 
-    data = ["fit", place / "val", *model(place), "--prior-precision", 5, "-o", tmp_path / "x.h5"]
+    data = ["fit", place / "val", *model(place), "--prior-precision", 5, "-o", tmp_path / "x.h5", "--force"]
     run(*data, "--method", "diag")
     options = ["--stretch", 1.5, "--method-weights", 2, "--size", "large", "--even"]
     run(*data, "--method", "stretched", *options)
@@ -228,14 +228,22 @@ def test_a_training_over_functions(place: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(variances[name], variance, rtol=1e-5, atol=1e-12)
     assert found.scale == pytest.approx(expected.scale)
     assert run_json("predict", file, place / "flat", *model(place), "-o", out)["head"]["head"] == "sampling"
-    data = ["fit", place / "val", *model(place), "-o", file, "--method", "function_space"]
+    data = ["fit", place / "val", *model(place), "-o", file, "--force", "--method", "function_space"]
     assert "context must be" in failure(*data, "--context", "colours", "--epochs", 1)
     assert "--rank is for the method inf" in run(*data, "--rank", 5, code=2).stderr
 
 
 class TestHeads:
     def test_an_option_of_one_head_alone_names_the_head(self, place: Path, tmp_path: Path) -> None:
-        common = ["predict", place / "m.h5", place / "flat", *model(place), "-o", tmp_path / "x.csv"]
+        common = [
+            "predict",
+            place / "m.h5",
+            place / "flat",
+            *model(place),
+            "-o",
+            tmp_path / "x.csv",
+            "--force",
+        ]
         found = run_json(*common, "--n-samples", 3, "--antithetic")["head"]
         assert (found["head"], found["n_samples"], found["antithetic"]) == ("sampling", 3, True)
         found = run_json(*common, "--relu", "exact", "--head-weights", "marginal", "--link", "bridge")["head"]
@@ -246,7 +254,15 @@ class TestHeads:
         assert (found["head"], found["n_draws"]) == ("linearized", 40)
 
     def test_types(self, place: Path, tmp_path: Path) -> None:
-        common = ["predict", place / "m.h5", place / "flat", *model(place), "-o", tmp_path / "x.csv"]
+        common = [
+            "predict",
+            place / "m.h5",
+            place / "flat",
+            *model(place),
+            "-o",
+            tmp_path / "x.csv",
+            "--force",
+        ]
         found = run_json(*common, "--outputs", 2, "--engine", "exact", "--memory-budget", 1)["head"]
         assert (found["head"], found["outputs"], found["engine"]) == ("linearized", "2", "exact")
         found = run_json(*common, "--batched", "false", "--dtype", "bfloat16", "--keep", "seeds")["head"]
@@ -255,7 +271,15 @@ class TestHeads:
         assert "is no number format" in run(*common, "--dtype", "number3", code=2).stderr
 
     def test_options_of_other_heads(self, place: Path, tmp_path: Path) -> None:
-        common = ["predict", place / "m.h5", place / "flat", *model(place), "-o", tmp_path / "x.csv"]
+        common = [
+            "predict",
+            place / "m.h5",
+            place / "flat",
+            *model(place),
+            "-o",
+            tmp_path / "x.csv",
+            "--force",
+        ]
         said = run(*common, "--head", "sampling", "--n-draws", 4, code=2).stderr
         assert (
             "--n-draws is for the heads moments and linearized (--head linearized), and this is sampling"

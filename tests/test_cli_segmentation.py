@@ -102,7 +102,7 @@ def test_the_fit_is_that_of_the_library(place: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found.blocks[name].dense(), block.dense())
     assert found.scale == 6 and found.history.fit["mask value ignored"] == IGNORED
     # with another value, the corner is of a class that there is not
-    said = failure("fit", place / "train", *own(place), "-o", path, "--ignore-index", 7)
+    said = failure("fit", place / "train", *own(place), "-o", path, "--force", "--ignore-index", 7)
     assert "has the class 255, and the model the classes 0 to 2; --ignore-index" in said
 
 
@@ -151,7 +151,7 @@ def test_a_plain_folder_is_predicted(place: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 5
     for name in ("a.png", "a.bmp"):
         Image.new("RGB", (SIZE, SIZE)).save(tmp_path / name)
-    arguments = [*own(place), "-o", tmp_path / "out.csv", "--maps", tmp_path / "maps"]
+    arguments = [*own(place), "-o", tmp_path / "out.csv", "--force", "--maps", tmp_path / "maps"]
     assert "would have the same name" in failure("predict", path, tmp_path, *arguments)
     (tmp_path / "flat").write_text("")
     arguments[-1] = tmp_path / "flat"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from cli_helpers import NETS, failure, run, run_json
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.monitoring import Records, ScoreLog
+from posthoc_uq.tables import csv_text, text_of_csv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -238,7 +241,7 @@ def test_files_that_are_no_tables(place: Path) -> None:
 
 
 def test_labels(place: Path) -> None:
-    own = [*model(place, "three"), "-o", place / "p.h5", "--target", "kind"]
+    own = [*model(place, "three"), "-o", place / "p.h5", "--force", "--target", "kind"]
     few = write(place / "few.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", "cat"]})
     assert "2 different labels (cat, dog) and the model 3 classes" in failure("fit", few, *own)
     (place / "map.txt").write_text("dog\nemu\ncat\n")
@@ -268,3 +271,58 @@ def test_a_fit_without_labels(place: Path) -> None:
     fitted(place, table(place / "t.csv"), "three", "--unlabelled")
     said = failure("evaluate", place / "p.h5", table(place / "t.csv"), *model(place, "three"))
     assert "Which column" in said
+
+
+def test_labels_that_no_class_has(place: Path) -> None:
+    own = [*model(place, "three"), "-o", place / "p.h5", "--target", "kind", "--method", "diag"]
+    features = dict(zip(NAMES, [[1, 2, 3]] * 3, strict=True))
+    for label in ("1e30", "-1", "3", "9" * 40):
+        said = failure("fit", write(place / "t.csv", features | {"kind": ["0", label, "1"]}), *own)
+        assert "line 3: the label has the index" in said and "the model the classes 0 to 2" in said
+    names = write(place / "t.csv", features | {"kind": ["x", "y", "z"]})
+    for index in (10**30, 3):
+        (place / "map.json").write_text(json.dumps({"x": 0, "y": 1, "z": index}))
+        assert "line 4: the label has the index" in failure(
+            "fit", names, *own, "--class-map", place / "map.json"
+        )
+
+
+def test_texts_are_no_formulas() -> None:
+    for text in (
+        "=1+1",
+        "+x",
+        "@SUM(A1)",
+        "-x",
+        "-1+1",
+        "\tx",
+        "\r=1",
+        "\n=1",
+        "'=1",
+        "''-x",
+        "\uff1dx",
+        "-",
+        "--1",
+    ):
+        cell = csv_text(text)
+        assert cell == f"'{text}" and text_of_csv(cell) == text
+    for text in ("", "a=1", "-3", "-3.5", "-1e-05", "3", "'", "'a", "cat", " =1", "a\t="):
+        assert csv_text(text) == text == text_of_csv(text)
+
+
+def test_a_table_for_spreadsheets_has_no_formulas(place: Path, tmp_path: Path) -> None:
+    data = table(place / "t.csv", "number")
+    path, own = fitted(place, data, "three", "--target", "number"), model(place, "three")
+    (tmp_path / "names.json").write_text(json.dumps(["=HYPERLINK(1)", "-3", "@x"]))
+    out, measures = tmp_path / "out.csv", tmp_path / "measures.csv"
+    run("predict", path, data, *own, "-o", out, "--class-names", tmp_path / "names.json")
+    assert {row[f"label_{i}"] for row in rows_of(out) for i in (1, 2, 3)} == {"'=HYPERLINK(1)", "-3", "'@x"}
+    read = {label.split(" (")[0] for label in Records.read(str(out), "rows").labels}
+    assert read and read <= {"=HYPERLINK", "-3", "@x"}
+    run("evaluate", path, data, *own, "--ood", f"@x={data}", "--csv", measures)
+    assert "'@x" in {row["data"] for row in rows_of(measures)}
+    log = ScoreLog(str(tmp_path / "log.csv"))
+    log.add([{"label_1": "=1+1", "entropy": -0.5, "file": "+a.png"}])
+    log.close()
+    text = (tmp_path / "log.csv").read_text()
+    assert ",'+a.png,'=1+1," in text and ",-0.5," in text
+    assert Records.read(str(tmp_path / "log.csv"), "rows").files == ["+a.png"]

@@ -218,6 +218,21 @@ def test_posteriors_that_cannot_be(case: str, files: Path, tmp_path: Path) -> No
         uq.load(path, own)
 
 
+@pytest.mark.parametrize("kind", ["diagonal", "full"])
+def test_a_shift_whose_variances_overflow(kind: str, tmp_path: Path) -> None:
+    own, path = model(), tmp_path / "p.h5"
+    uq.save(uq.fit(own, batches("classification"), "message_passing", posterior=kind, progress=False), path)
+    image = Image(path)
+    for shift, sound in ((1e15, True), (2.5e27, False)):
+        numbers_of("shift", lambda array, shift=shift: np.where(array == 0, 0, shift))(image)
+        image.write(path)
+        if sound:
+            assert all(bool(torch.isfinite(own).all()) for own in uq.load(path, own).variance().values())
+        else:
+            with pytest.raises(CorruptPosteriorError, match="at this scale and prior precision"):
+                uq.load(path, own)
+
+
 def test_a_key_twice(files: Path, tmp_path: Path) -> None:
     image = Image(files / "inf.h5")
     text = json.dumps(image.state).replace('"scale":', '"scale": 1.0, "scale":', 1)

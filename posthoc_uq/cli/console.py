@@ -60,8 +60,15 @@ class Command(click.Command):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
+        """Run it with the model that its posterior's file names, if it destroys nothing."""
+        from posthoc_uq.cli.naming import fill_in
+        from posthoc_uq.cli.overwriting import check_outputs  # torch comes along
+
         with _errors_as_lines(ctx):
+            taken = fill_in(ctx.params)
+            check_outputs(ctx.params)
+            if taken is not None and not ctx.meta.get(_QUIET, False) and not _rank():
+                click.echo(printable(taken), err=True)
             return super().invoke(ctx)
 
 

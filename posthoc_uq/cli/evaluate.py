@@ -11,7 +11,8 @@ from posthoc_uq.cli.head_options import prediction_heads, prediction_options
 from posthoc_uq.cli.options import (
     Setting,
     data_options,
-    model_options,
+    force_option,
+    named_model_options,
     names_option,
     referral_score_option,
 )
@@ -26,7 +27,7 @@ from posthoc_uq.cli.registry import RegistryCommand
 )
 @click.argument("file")
 @click.argument("data")
-@model_options
+@named_model_options
 @click.option(
     "--ood",
     metavar="NAME=DATA",
@@ -37,6 +38,7 @@ from posthoc_uq.cli.registry import RegistryCommand
 @click.option("--report", metavar="HTML", help="Write one self-contained page: tables, figures, images.")
 @click.option("--csv", "csv_path", metavar="CSV", help="Write all numbers as a table.")
 @click.option("--json-file", metavar="FILE", help="Write all numbers as JSON.")
+@force_option
 @click.option(
     "--referral-rate",
     type=click.FloatRange(0, 1, max_open=True),

@@ -9,11 +9,11 @@ from typing import Any
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.posterior_files import (
-    check_output,
     check_posterior_file,
     model_and_posterior,
     output_names,
     rewrite,
+    stored_dtype,
 )
 from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
@@ -25,8 +25,6 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
     """Evaluate, write what was asked for, set the threshold; all numbers as plain values."""
     check_posterior_file(path)
     outputs = [options[name] for name in ("report", "csv_path", "json_file") if options[name] is not None]
-    for output in outputs:
-        check_output(output)
     source, posterior = model_and_posterior(path, options)
     meaning = meaning_of(posterior)
     data = data_of(spec, source, options, meaning, labels=True, split="test")
@@ -61,7 +59,7 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
     if options["report"] is not None:
         evaluation.report(options["report"], title=f"How far to trust {source.spec}")
     if threshold is not None:
-        rewrite(posterior, path, None)
+        rewrite(posterior, path, options, stored_dtype(path))
     return {
         **evaluation.to_dict(),
         "threshold": threshold,

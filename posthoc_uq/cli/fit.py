@@ -11,6 +11,7 @@ from posthoc_uq.cli.fields import OneOf, Spelling, argument_options, fields_of, 
 from posthoc_uq.cli.options import (
     data_options,
     divergence_option,
+    force_option,
     model_options,
     several_options,
     unlabelled_option,
@@ -105,6 +106,7 @@ _fit_options = several_options(
 @click.argument("data")
 @model_options
 @click.option("--output", "-o", required=True, metavar="FILE", help="The posterior's file.")
+@force_option
 @_fit_options
 @data_options
 def command(data: str, output: str, as_json: bool, **options: Any) -> None:

@@ -16,7 +16,8 @@ from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.likelihoods import likelihood_of
 from posthoc_uq.cli.meaning import Meaning, meaning_of_likelihood
 from posthoc_uq.cli.models import Source, device_named, source_of
-from posthoc_uq.cli.posterior_files import check_output, image_facts
+from posthoc_uq.cli.naming import names_of
+from posthoc_uq.cli.posterior_files import image_facts
 from posthoc_uq.distributed import agree, rank, world
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.fitting import fit
@@ -59,7 +60,6 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
     arguments["layers"] = None if arguments["layers"] is None else _layers(arguments["layers"])
     arguments["output"] = arguments.pop("model_output")
     likelihood_options = {n: options[n] for n in ("divergence", "noise_variance") if options[n] is not None}
-    check_output(output)
     name = arguments["likelihood"]
     arguments["likelihood"] = likelihood_of(name, options["likelihood_option"])
     meaning = meaning_of_likelihood(arguments["likelihood"])
@@ -76,7 +76,7 @@ def fit_and_save(spec: str, output: str, options: Mapping[str, Any], progress: b
     posterior = fit(
         source.model, data.loader, val_loader=held_out, progress=progress, **arguments, **likelihood_options
     )
-    posterior.history.fit |= {"model": source.spec, "data": data.spec, **data.kept}
+    posterior.history.fit |= {**names_of(options, output), "data": data.spec, **data.kept}
     if data.files is not None or spec.startswith("torchvision:"):
         posterior.history.fit |= {"images": source.transform.text, **image_facts(options)}
     dtype = None if options["save_dtype"] is None else getattr(torch, options["save_dtype"])

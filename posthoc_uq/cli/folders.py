@@ -14,6 +14,7 @@ from posthoc_uq.cli.masks import IMAGES, MaskedImages, has_masks, ignored_value,
 from posthoc_uq.cli.meaning import IGNORED, NAMES, Meaning
 from posthoc_uq.cli.models import Source, count_outputs
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 
 _SHOWN = 5  # class folders that a warning names
 
@@ -43,6 +44,7 @@ def read_folder(
     Raises:
         PosthocUQError: no images, or labels that do not fit the model.
     """
+    check_regular(folder, "The data")
     if has_masks(folder):
         if labels:
             kept = {IGNORED: ignored_value(options, meaning)}

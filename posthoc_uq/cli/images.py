@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,10 +12,10 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import IMAGE_ENDINGS, IMAGE_FORMATS, folder_files, irregular, only_image_formats
 from posthoc_uq.image_sizes import too_long
 
 Read = tuple[Tensor, Any, int]
@@ -33,17 +34,19 @@ class Trouble:
 
 
 def image_files(folder: str) -> list[str]:
-    """Images in a folder and all folders in it, as paths relative to it, sorted; hidden ones are left out."""
-    paths: list[str] = []
-    for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        relative = os.path.relpath(place, folder)
-        paths += [
-            name if relative == "." else os.path.join(relative, name)
-            for name in files
-            if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".")
-        ]
-    return sorted(paths)
+    """Images in a folder and all folders in it, as paths relative to it, sorted; hidden ones are left out. Warns of
+    links to folders that are not followed: see `posthoc_uq.files.folder_files`.
+    """
+    left_out: list[str] = []
+    paths = sorted(file for file in folder_files(folder, left_out) if file.lower().endswith(IMAGE_ENDINGS))
+    if left_out:
+        links = "the link" if len(left_out) == 1 else f"{len(left_out)} links, such as"
+        warnings.warn(
+            f"'{folder}': {links} '{min(left_out)}' to a folder that holds it, or that is read already, "
+            f"{'was' if len(left_out) == 1 else 'were'} left out.",
+            stacklevel=2,
+        )
+    return paths
 
 
 class FolderImages(Dataset[Any]):
@@ -70,15 +73,17 @@ def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Tro
     """The image in a file, in Pillow's mode `mode` if one is given. One that would become huge where its shorter side
     is resized to `shorter` is not decoded; Pillow's own limit is that for it, too.
     """
+    if (kind := irregular(path)) is not None:
+        return Trouble(path, f"it is {kind}, not a file.")
     try:
-        with open(path, "rb") as file, Image.open(file) as opened:
+        with open(path, "rb") as file, Image.open(file, formats=IMAGE_FORMATS) as opened:
             limit = Image.MAX_IMAGE_PIXELS
             if limit is not None and (fault := too_long(opened.width, opened.height, shorter, limit)):
                 return Trouble(path, f"it {fault}.")
             opened.load()
             return opened if mode in (None, opened.mode) else opened.convert(mode)
     except UnidentifiedImageError:
-        return Trouble(path, "not in an image format that Pillow reads.")
+        return Trouble(path, f"not in an image format that is read: {', '.join(IMAGE_FORMATS)}.")
     except Exception as error:  # decoders raise many types for damaged files
         return Trouble(path, f"{_words(error)}.")
 
@@ -95,7 +100,8 @@ class WrappedImages(Dataset[Any]):
     def __getitem__(self, index: int) -> Read | Trouble:
         name = f"number {index}"
         try:
-            item = self._dataset[index]
+            with only_image_formats():  # data sets open their files themselves
+                item = self._dataset[index]
         except Exception as error:
             return Trouble(name, f"{_words(error)}.")
         image = item[0] if isinstance(item, (tuple, list)) else item

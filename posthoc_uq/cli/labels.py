@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 
 _SHOWN = 3
 
 
 def _content(path: str, option: str) -> Any:
     """The value in a JSON file, or the lines of a text file without empty ones at its end."""
+    check_regular(path, f"{option}:")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -6,11 +6,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from posthoc_uq.cli.overwriting import check_files
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.storage.atomic import replacing
@@ -21,11 +23,17 @@ _FULL = 65535  # the largest value of 16 bits
 _CLASSES = 256  # that 8 bits hold
 
 
-def make_folder(folder: str, files: Sequence[str] | None) -> None:
-    """The folder for maps, made if it is not there.
+def make_folder(folder: str, files: Sequence[str] | None, parameters: Mapping[str, Any]) -> None:
+    """The folders for maps, made if they are not there.
+
+    Args:
+        folder: that holds them.
+        files: the images.
+        parameters: of the command, by name.
 
     Raises:
-        PosthocUQError: it cannot be made, or two images would have maps of the same name.
+        PosthocUQError: they cannot be made, two images would have maps of the same name, or a map would be written over
+            an input, or without ``--force`` over another file.
     """
     if files is None:
         raise PosthocUQError(
@@ -38,10 +46,12 @@ def make_folder(folder: str, files: Sequence[str] | None) -> None:
             raise PosthocUQError(
                 f"The maps of '{other}' and '{file}' would have the same name; rename one of the images."
             )
+    places = [Path(folder, kind, name) for kind in (CLASS, *SCORES) for name in taken]
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise PosthocUQError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from None
+    check_files("--maps", [place for place in places if place.exists()], parameters)
 
 
 def write_maps(folder: str, files: Sequence[str], prediction: PositionPrediction) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.console import Command, print_json, say
+from posthoc_uq.cli.options import force_option
 
 
 @click.command("monitor", cls=Command, short_help="A page of what came in, beside held-out data.")
@@ -15,6 +16,7 @@ from posthoc_uq.cli.console import Command, print_json, say
     "--reference", required=True, metavar="CSV", help="Scores of held-out data: a CSV of posthoc-uq predict."
 )
 @click.option("--output", "-o", required=True, metavar="HTML", help="Where the page goes.")
+@force_option
 @click.option(
     "--window", type=click.IntRange(20), default=200, show_default=True, metavar="N", help="Inputs of a test."
 )

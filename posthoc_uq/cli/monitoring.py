@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from posthoc_uq.cli.atomic_text import atomic_text_file
-from posthoc_uq.cli.posterior_files import check_output
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.monitoring import Records, drifts, monitor_page
 from posthoc_uq.monitoring.drift import newest, shared_scores
@@ -21,7 +20,6 @@ def monitor_to_page(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         PosthocUQError: a file cannot be read or written, or the two have no score in common.
     """
-    check_output(options["output"])
     incoming = Records.read(path, "predictions", options["last"])
     reference = Records.read(options["reference"], "the scores of held-out data")
     if not shared_scores(incoming, reference):

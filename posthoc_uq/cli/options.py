@@ -71,6 +71,10 @@ class Scores(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 
 NATS = click.FloatRange(0, min_open=True)
 
+force_option = click.option(
+    "--force", is_flag=True, help="Write over files that are there already, but never over an input."
+)
+
 divergence_option = click.option(
     "--divergence",
     type=NATS,
@@ -78,27 +82,42 @@ divergence_option = click.option(
     help="How far the predictions of a faithful posterior may be from the model's own [0.002].",
 )
 
-model_options = several_options(
-    [
-        click.option(
-            "--model",
-            required=True,
-            metavar="MODEL",
-            help="timm:NAME, torchvision:NAME, package.module:function or file.py:function (called without arguments).",
-        ),
-        click.option("--weights", metavar="FILE", help="State dict: .safetensors, or what torch.save wrote."),
-        click.option("--pretrained", is_flag=True, help="Use the weights that timm or torchvision offers."),
-        click.option(
-            "--num-classes",
-            type=click.IntRange(1),
-            metavar="N",
-            help="Outputs of a timm or torchvision model.",
-        ),
-        click.option(
-            "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ...; by default a GPU if there is one."
-        ),
-    ]
+
+def _model_options(model: Option) -> Callable[[Decorated], Decorated]:
+    return several_options(
+        [
+            model,
+            click.option(
+                "--weights", metavar="FILE", help="State dict: .safetensors, or what torch.save wrote."
+            ),
+            click.option(
+                "--pretrained", is_flag=True, help="Use the weights that timm or torchvision offers."
+            ),
+            click.option(
+                "--num-classes",
+                type=click.IntRange(1),
+                metavar="N",
+                help="Outputs of a timm or torchvision model.",
+            ),
+            click.option(
+                "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ...; by default a GPU if there is one."
+            ),
+        ]
+    )
+
+
+_FORMS = "timm:NAME, torchvision:NAME, package.module:function or file.py:function (called without arguments)"
+
+model_options = _model_options(click.option("--model", required=True, metavar="MODEL", help=f"{_FORMS}."))
+
+named_model_options = _model_options(
+    click.option(
+        "--model",
+        metavar="MODEL",
+        help=f"{_FORMS}; by default, with its weights, the one of timm or torchvision that FILE names.",
+    )
 )
+"""Those of commands on a posterior's file, which may name its model."""
 
 transform_options = several_options(
     [
@@ -149,7 +168,7 @@ data_options = several_options(
         ),
         click.option(
             "--ignore-index",
-            type=int,
+            type=click.IntRange(-(2**31), 2**31 - 1),
             metavar="VALUE",
             help="Of masks: the value of pixels that count for nothing [255].",
         ),

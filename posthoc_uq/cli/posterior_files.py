@@ -14,11 +14,12 @@ from posthoc_uq.cli.data import Data
 from posthoc_uq.cli.labels import read_names
 from posthoc_uq.cli.meaning import CLASSES, MEAN, NAMES, SIZE, STD
 from posthoc_uq.cli.models import Source, source_of
+from posthoc_uq.cli.naming import rename
 from posthoc_uq.cli.transforms import resolve_transform
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.storage import inspect, load, save
-from posthoc_uq.storage.atomic import checked_target
 
 _PREPARED = {SIZE: "image_size", MEAN: "mean", STD: "std"}  # facts of the fit, and the options that they are
 _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -53,28 +54,29 @@ def image_facts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_posterior_file(path: str) -> None:
     """Refuse a missing file at once, before a model is made."""
+    check_regular(path, "The posterior file")
     if not Path(path).is_file():
         what = "is a folder, not a posterior file" if Path(path).is_dir() else "does not exist"
         raise PosthocUQError(f"The posterior file '{path}' {what}.")
 
 
-def rewrite(posterior: Posterior, path: str, output: str | None) -> None:
-    """Save a posterior over its file, or elsewhere, in the number format of that file."""
-    save(posterior, output or path, dtype=_stored_dtype(path))
+def rewrite(
+    posterior: Posterior, path: str, options: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> None:
+    """Save a posterior over its file, or as ``options["output"]``, which then names the model of this command."""
+    output = options.get("output")
+    if output is not None:
+        posterior.history.fit = rename(posterior.history.fit, options, output)
+    save(posterior, output or path, dtype=dtype)
 
 
-def _stored_dtype(path: str) -> torch.dtype | None:
+def stored_dtype(path: str) -> torch.dtype | None:
+    """The half format of a file's numbers, or None."""
     formats = {
         tensor["dtype"] for block in inspect(path)["blocks"].values() for tensor in block["tensors"].values()
     }
     half = formats & _HALF.keys()  # some tensors keep their own format
     return _HALF[half.pop()] if len(half) == 1 else None
-
-
-def check_output(path: str | None) -> None:
-    """Refuse a file that cannot be written before hours of work are put into it."""
-    if path is not None:
-        checked_target(path)
 
 
 def output_names(

@@ -8,7 +8,7 @@ import click
 
 from posthoc_uq.cli.console import INCOMPLETE, print_json, progress, say
 from posthoc_uq.cli.head_options import prediction_heads, prediction_options
-from posthoc_uq.cli.options import data_options, model_options, names_option
+from posthoc_uq.cli.options import data_options, force_option, named_model_options, names_option
 from posthoc_uq.cli.registry import RegistryCommand
 from posthoc_uq.errors import printable
 
@@ -21,8 +21,9 @@ from posthoc_uq.errors import printable
 )
 @click.argument("file")
 @click.argument("data")
-@model_options
+@named_model_options
 @click.option("--output", "-o", required=True, metavar="CSV", help="Where the predictions go.")
+@force_option
 @click.option(
     "--top-k", type=click.IntRange(1), default=3, show_default=True, metavar="K", help="Classes to name."
 )

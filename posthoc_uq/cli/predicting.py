@@ -16,7 +16,6 @@ from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.maps import make_folder, write_maps
 from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.posterior_files import (
-    check_output,
     check_posterior_file,
     model_and_posterior,
     output_names,
@@ -39,7 +38,6 @@ def predict_to_csv(
 ) -> dict[str, Any]:
     """Predict everything and write the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
-    check_output(output)
     source, posterior = model_and_posterior(path, options)
     data = data_of(
         spec,
@@ -52,7 +50,7 @@ def predict_to_csv(
         skip=options["skip_unreadable"],
     )
     if options["maps"] is not None:
-        make_folder(options["maps"], data.files)
+        make_folder(options["maps"], data.files, {**options, "file": path, "data": spec, "output": output})
     predictor = predictor_of(source, posterior, options)
     names = output_names(source, posterior, options["class_names"], data)
     start = time.perf_counter()

@@ -15,6 +15,7 @@ from posthoc_uq.predictions.classification import ClassPrediction
 from posthoc_uq.predictions.multilabel import MultilabelPrediction
 from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
+from posthoc_uq.tables import csv_text
 
 _SHOWN = ("entropy", "mutual_information")
 
@@ -89,7 +90,7 @@ class PredictionTable:
         else:
             middle = self._values(cast(RegressionPrediction, prediction))
         return [
-            [file, *cells, *end]
+            [csv_text(file), *cells, *end]
             for file, cells, end in zip(files, middle, self._ends(flags, len(files)), strict=True)
         ]
 
@@ -128,7 +129,7 @@ class PredictionTable:
         for i, (own_labels, own_values) in enumerate(zip(labels.tolist(), values.tolist(), strict=True)):
             row: list[str] = []
             for label, value in zip(own_labels, own_values, strict=True):
-                name = str(label) if self._names is None else str(self._names[label])
+                name = str(label) if self._names is None else csv_text(str(self._names[label]))
                 row += [name, f"{value:.6g}"]
             rows.append(row + ["" if score is None else f"{score[i]:.6g}" for score in scores])
         return rows

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.head_options import prediction_heads, prediction_options
-from posthoc_uq.cli.options import model_options, names_option, several_options, transform_options
+from posthoc_uq.cli.options import named_model_options, names_option, several_options, transform_options
 from posthoc_uq.cli.registry import RegistryCommand
 
 _MANY = click.IntRange(1)
@@ -81,7 +81,7 @@ _kept_options = several_options(
     short_help="Answer requests for predictions over HTTP (extra 'serve').",
 )
 @click.argument("file")
-@model_options
+@named_model_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one."

@@ -17,6 +17,7 @@ from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.meaning import CLASSES, COLUMNS, TARGETS, Meaning
 from posthoc_uq.cli.models import Source, count_outputs, run_on
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 from posthoc_uq.values import meant
 
 ENDINGS = (".csv", ".tsv")
@@ -170,6 +171,7 @@ class _Reader:
     """
 
     def __init__(self, path: str) -> None:
+        check_regular(path, "The table")
         self.path, self.lines, self.fixed = path, array("q"), False
         self._separator = "\t" if path.lower().endswith(".tsv") else ","
         self.header = [name.strip() for name in next(self._parsed(guess=True), (1, []))[1]]
@@ -276,7 +278,7 @@ def _indices(
     else:
         found = _distinct(words, reader)
         if all(map(_whole, found)):
-            return [int(float(word)) for word in words], None
+            return _checked([int(float(word)) for word in words], outputs, meaning, reader), None
         names = _sorted_names(found, meaning.likelihood.classes(outputs), meaning, reader)
         index_of = {name: index for index, name in enumerate(names)}
     for line, word in zip(reader.lines, words, strict=True):
@@ -285,7 +287,19 @@ def _indices(
                 f"'{reader.path}', line {line}: the label {_cut(word)!r} is none of the classes "
                 f"{_listed(list(index_of))}."
             )
-    return [index_of[word] for word in words], names
+    return _checked([index_of[word] for word in words], outputs, meaning, reader), names
+
+
+def _checked(indices: list[int], outputs: int, meaning: Meaning, reader: _Reader) -> list[int]:
+    """Class indices, of which each is one of the model's."""
+    classes = max(2, meaning.likelihood.classes(outputs))  # of fewer, the library says more
+    for line, index in zip(reader.lines, indices, strict=True):
+        if not 0 <= index < classes:
+            raise PosthocUQError(
+                f"'{reader.path}', line {line}: the label has the index {_cut(str(index))}, and the model the classes "
+                f"0 to {classes - 1}; if the target is a number, say so with --likelihood regression."
+            )
+    return indices
 
 
 def _distinct(words: Sequence[str], reader: _Reader) -> set[str]:

@@ -10,7 +10,13 @@ import click
 from posthoc_uq.cli.console import print_json, progress, say
 from posthoc_uq.cli.fields import Spelling, argument_options
 from posthoc_uq.cli.head_options import head_choices, head_spelling, settings_option
-from posthoc_uq.cli.options import NATS, data_options, model_options, referral_score_option
+from posthoc_uq.cli.options import (
+    NATS,
+    data_options,
+    force_option,
+    named_model_options,
+    referral_score_option,
+)
 from posthoc_uq.cli.registry import Choices, RegistryCommand
 
 
@@ -53,9 +59,10 @@ def _heads() -> Choices:
     short_help="Choose hyperparameters and the threshold for referral.",
 )
 @click.argument("file")
-@model_options
+@named_model_options
 @click.option("--data", metavar="DATA", help="Held-out data with labels; without, the evidence decides.")
 @click.option("--output", "-o", metavar="FILE", help="Write here instead of over the file.")
+@force_option
 @click.option("--no-search", is_flag=True, help="Leave the hyperparameters as they are.")
 @click.option(
     "--referral-rate",

@@ -9,10 +9,10 @@ from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.posterior_files import (
-    check_output,
     check_posterior_file,
     model_and_posterior,
     rewrite,
+    stored_dtype,
 )
 from posthoc_uq.cli.predictors import head_of, predictor_of
 from posthoc_uq.errors import PosthocUQError
@@ -26,7 +26,6 @@ from posthoc_uq.tuning import tune
 def tune_file(path: str, options: Mapping[str, Any], progress: bool) -> dict[str, Any]:
     """Tune, set the threshold, rewrite the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
-    check_output(options["output"])
     source, posterior = model_and_posterior(path, options)
     data = None
     if options["data"] is not None:
@@ -43,7 +42,7 @@ def tune_file(path: str, options: Mapping[str, Any], progress: bool) -> dict[str
         search_facts = _search(posterior, data, options, progress)
         if data is not None and (options["calibrate"] or options["referral_rate"] is not None):
             threshold = _threshold(source, posterior, data, options, progress)
-    rewrite(posterior, path, options["output"])
+    rewrite(posterior, path, options, stored_dtype(path))
     prior = posterior.prior_precision
     # the prior precision first, if there is one: it is what most searches are about
     hyperparameters = dict(

@@ -7,14 +7,21 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import data_options, model_options, several_options, unlabelled_option
+from posthoc_uq.cli.options import (
+    data_options,
+    force_option,
+    named_model_options,
+    several_options,
+    unlabelled_option,
+)
 
 change_options = several_options(
     [
         click.argument("file"),
         click.argument("data"),
-        model_options,
+        named_model_options,
         click.option("--output", "-o", metavar="FILE", help="Write here instead of over the file."),
+        force_option,
         unlabelled_option,
         data_options,
     ]

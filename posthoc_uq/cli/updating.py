@@ -7,9 +7,8 @@ from typing import Any
 
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.meaning import meaning_of
-from posthoc_uq.cli.posterior_files import check_output, check_posterior_file, model_and_posterior
+from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior, rewrite
 from posthoc_uq.posteriors.report import described_changes
-from posthoc_uq.storage import save
 from posthoc_uq.updating import forget, update
 
 
@@ -18,14 +17,13 @@ def change_file(
 ) -> dict[str, Any]:
     """Update, or forget, and rewrite the file; the facts that the command prints, as plain values."""
     check_posterior_file(path)
-    check_output(options["output"] or path)
     source, posterior = model_and_posterior(path, options)
     labels = not options["unlabelled"]
     data = data_of(spec, source, options, meaning_of(posterior), labels=labels, split="train")
     before = posterior.evidence.samples
     (update if kind == "update" else forget)(posterior, data.loader, progress=progress)
     # in full precision: a few samples among many are less than a half format resolves
-    save(posterior, options["output"] or path)
+    rewrite(posterior, path, options)
     changes = posterior.history.changes
     return {
         "output": options["output"] or path,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 from posthoc_uq.replica import bare_name
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "weights")
@@ -28,6 +29,7 @@ def read_state(path: str) -> dict[str, Tensor]:
     Raises:
         PosthocUQError: there is no such file, or no state dict in it.
     """
+    check_regular(path, "The weights file")
     try:
         with open(path, "rb"):
             pass

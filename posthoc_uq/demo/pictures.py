@@ -15,6 +15,8 @@ from PIL import Image, ImageDraw
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
+from posthoc_uq.files import IMAGE_FORMATS
+
 MEAN, STD, SIZE, RESIZE = 0.498, 0.502, 224, 256
 """Preprocessing of the EfficientNet-Lite weights: one mean and standard deviation for all channels."""
 
@@ -109,7 +111,7 @@ def _folder(package: str) -> Path:
 
 def _rgb(path: Path) -> Image.Image:
     """The image without its transparency, which is put on white paper."""
-    with Image.open(path) as image:
+    with Image.open(path, formats=IMAGE_FORMATS) as image:
         rgba = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 

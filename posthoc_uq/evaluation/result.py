@@ -17,7 +17,7 @@ from posthoc_uq.evaluation.listings import Table, column_decimals, tables
 from posthoc_uq.evaluation.measurements import FAMILIAR, Measurements
 from posthoc_uq.evaluation.report import html
 from posthoc_uq.storage.atomic import checked_target, write
-from posthoc_uq.tables import text_table
+from posthoc_uq.tables import csv_text, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +69,10 @@ class Evaluation(Measurements):
         text = StringIO(newline="")
         writer = csv.DictWriter(text, ["model", "data", "score", "measure", "value"])
         writer.writeheader()
-        writer.writerows(self.rows())
+        writer.writerows(
+            {column: csv_text(cell) if isinstance(cell, str) else cell for column, cell in row.items()}
+            for row in self.rows()
+        )
         _put(path, text.getvalue())
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import IMAGE_FORMATS
 from posthoc_uq.monitoring.records import Records
 
 SIDE = 128  # pixels of a thumbnail's longer side
@@ -135,7 +136,7 @@ def _read(name: str, folders: list[Path]) -> bytes | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(file) as image:
+            with Image.open(file, formats=IMAGE_FORMATS) as image:
                 if image.width * image.height > _PIXELS:
                     return None
                 return thumbnail(image)

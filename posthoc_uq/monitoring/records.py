@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
 from posthoc_uq.storage.atomic import checked_target
+from posthoc_uq.tables import csv_text, text_of_csv
 
 SCORES = ("entropy", "mutual_information", "novelty", "standard_deviation")
 """The scores that are watched, by the names of their columns."""
@@ -123,6 +125,7 @@ class Records:
         Raises:
             PosthocUQError: it cannot be read, or has none of the scores, or no whole row.
         """
+        check_regular(path, "The table")
         try:
             with open(path, encoding="utf-8", errors="replace", newline="") as file:
                 lines = _lines(file)
@@ -145,7 +148,10 @@ class Records:
                 f"{many} left out: line {line:,} {fault}{', and so on' if len(faults) > 1 else ''}.",
                 stacklevel=2,
             )
-        records = cls.of([row for _, row, fault in found if not fault], f"'{path}'")
+        whole = [row for _, row, fault in found if not fault]
+        for row in whole:
+            row |= {name: text_of_csv(row[name]) for name in ("file", "label_1") if row.get(name)}
+        records = cls.of(whole, f"'{path}'")
         if not records.scores:
             raise PosthocUQError(
                 f"'{path}' has none of the columns {', '.join(SCORES)}; it must be a CSV of posthoc-uq predict or "
@@ -339,5 +345,5 @@ def _cell(value: Any) -> Any:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, str):
-        return _BREAK.sub(" ", value)  # a row is a line
+        return csv_text(_BREAK.sub(" ", value))  # a row is a line
     return f"{value:.6g}" if isinstance(value, float) else value

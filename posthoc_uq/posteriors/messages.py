@@ -37,6 +37,12 @@ def _returned(deviations: Tensor, shift: Tensor) -> Tensor:
     return torch.cat([deviations[..., :-1], bias.unsqueeze(-1)], -1)
 
 
+def _with_shift(variances: Tensor, shift: Tensor) -> Tensor:
+    """Variances of independent weights with a moved bias as those of the layer's weights."""
+    bias = variances[..., -1] + (variances * shift.square()).sum(-1)
+    return torch.cat([variances[..., :-1], bias.unsqueeze(-1)], -1)
+
+
 class MovedRows(RowCovariance):
     """The rows of weights with a moved bias."""
 
@@ -87,8 +93,7 @@ class MessageFactor(Factor):
         return _returned(normals * self.variances.sqrt(), self._shift)
 
     def variance(self) -> Tensor:
-        extra = (self.variances * self._shift.square()).sum(-1)
-        return torch.cat([self.variances[..., :-1], (self.variances[..., -1] + extra).unsqueeze(-1)], -1)
+        return _with_shift(self.variances, self._shift)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
         rows = (moved(jacobians, self._shift) * self.variances.sqrt().to(jacobians)).flatten(1)
@@ -238,8 +243,10 @@ class MessagesBlock(Block):
         return cls(**tensors, samples=bounded(attributes, "samples", 1, 2**62))
 
     def reach(self, settings: Settings) -> float:
-        least = float(self.total().min())
-        return self._ratio(settings) / least if least > 0 else float("inf")
+        total = self.total()
+        if not float(total.min()) > 0:
+            return float("inf")
+        return largest_of(_with_shift(self._ratio(settings) / total, as_double(self.shift)), self.own_mean())
 
     def summary(self) -> dict[str, Any]:
         deviations = self.total().rsqrt().flatten()
@@ -274,7 +281,13 @@ class JointMessagesBlock(MessagesBlock):
         return min(super().most_numbers(shape), LARGEST_BYTES // 8)
 
     def reach(self, settings: Settings) -> float:
-        return largest_of(self.precision) * float(settings.scale) / self.samples
+        precision = largest_of(self.precision) * float(settings.scale) / self.samples
+        try:
+            root = cholesky(self.total()) / self._ratio(settings) ** 0.5
+        except NonFiniteError:
+            return precision  # and `fault` says what is wrong
+        wide = JointFactor(root, as_double(self.shift), root)
+        return max(precision, largest_of(wide.variance(), self.own_mean()))
 
     def fault(self) -> str | None:
         try:
