@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
-from tqdm.auto import tqdm
 
 from posthoc_uq.arrays import is_array, tensor_of, with_tensors
 from posthoc_uq.devices import sent
-from posthoc_uq.distributed import rank, sampler_of
+from posthoc_uq.distributed import sampler_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.outputs import output_tensor
+from posthoc_uq.progress import Progress
 from posthoc_uq.replica import model_device, model_dtype
 from posthoc_uq.values import check_function
 
@@ -323,11 +323,15 @@ class Bar:
     """
 
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
-        hidden = not visible or rank() > 0
-        sampler = sampler_of(loader)
-        total = known_length(sampler) if sampler is not None and not hidden else 0
-        self._batches = 0 if hidden or total else known_length(loader)
-        self._bar = tqdm(total=total or None, desc=description, unit=" samples", disable=hidden, leave=False)
+        self._bar = Progress(description, "samples", visible)
+        self._batches = 0
+        if self._bar.visible:
+            sampler = sampler_of(loader)
+            total = 0 if sampler is None else known_length(sampler)
+            if total:
+                self._bar.expect(total)
+            else:
+                self._batches = known_length(loader)
 
     def __enter__(self) -> Bar:
         return self
@@ -338,8 +342,9 @@ class Bar:
     def advance(self, samples: int) -> None:
         """Add to the samples done."""
         if self._batches:  # assume that all batches are as large as the first
-            self._bar.total, self._batches = self._batches * samples, 0
-        self._bar.update(samples)
+            self._bar.expect(self._batches * samples)
+            self._batches = 0
+        self._bar.advance(samples)
 
 
 def check_loader(loader: Any, name: str = "loader") -> None:

@@ -1,0 +1,240 @@
+"""What happens to a program around a fit: killed children, Ctrl-C, and errors that come from the model.
+
+    OMP_NUM_THREADS=1 python benchmarks/attacks/processes.py
+    OMP_NUM_THREADS=1 python benchmarks/attacks/processes.py --only hang --tries 100
+
+Every attack runs in a process of its own, which does one try after another and reports each. A process that says
+nothing for `--limit` seconds hangs: it is killed, counted, and replaced by a new one. All data are made here.
+
+* **hang, killed child**: a child that shows bars of its own is forked and killed, then the parent fits.
+* **hang, forked among bars**: threads show the library's bars while a child is forked, and the child fits.
+* **hang, killed worker**: a loader's worker process is killed in a fit, which must fail; the next fit must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+import posthoc_uq as uq
+from posthoc_uq.loaders import Bar
+
+CPU = torch.device("cpu")
+
+
+def network(seed: int = 0) -> nn.Module:
+    """A small classifier."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def data(samples: int = 64, size: int = 16) -> list[tuple[Tensor, Tensor]]:
+    """Batches of random numbers and labels."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=generator)
+    y = torch.randint(3, (samples,), generator=generator)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+# Each attack yields what was wrong with a try, "" where nothing was.
+
+
+def fork(work: Callable[[], None]) -> int:
+    """A child that does this and nothing else."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with suppress(BaseException):
+            work()
+            code = 0
+        os._exit(code)
+    return child
+
+
+def bars_for_ever() -> None:
+    """What a killed child does: its lock is tqdm's own."""
+    while True:
+        tqdm(disable=True).close()
+
+
+def killed_child(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+    """Children that show bars of their own are killed at any moment; then the parent fits."""
+    model, loader = network(), data()
+    tqdm(disable=True).close()  # the lock exists before the fork, as where the caller shows a bar
+    for number in range(tries):
+        child = fork(bars_for_ever)
+        time.sleep(chance.uniform(0.001, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        uq.fit(model, loader, method="diag", prior_precision=1.0, progress=number % 2 == 0)
+        yield ""
+
+
+def forked_among_bars(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+    """Children are forked while threads show the library's bars, and fit."""
+    stop = threading.Event()
+
+    def show() -> None:
+        while not stop.is_set():
+            with Bar([1] * 10, "thread", True) as bar:
+                bar.advance(1)
+
+    threads = [threading.Thread(target=show, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(tries):
+        time.sleep(chance.uniform(0.0, 0.005))
+        child = fork(lambda: Bar([1], "child", True).__exit__())
+        _, status = os.waitpid(child, 0)
+        yield "" if status == 0 else f"the child ended with {status}"
+    stop.set()
+
+
+class Dying(Dataset[tuple[Tensor, int]]):
+    """Its worker shows bars, and one item kills it meanwhile."""
+
+    def __init__(self, fatal: int | None) -> None:
+        self.fatal = fatal
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == self.fatal:
+            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            bars_for_ever()
+        return torch.ones(6) * index, index % 3
+
+
+def killed_worker(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+    """A loader's worker process dies in a fit; the next fit goes on."""
+    model = network()
+    tqdm(disable=True).close()
+    for _ in range(tries):
+        dying = DataLoader(Dying(chance.randrange(32)), batch_size=8, num_workers=1)
+        try:
+            uq.fit(model, dying, method="diag", prior_precision=1.0, progress=False)
+            wrong = "a fit without its worker ended well"
+        except Exception:
+            wrong = ""
+        for _ in range(2):
+            try:
+                uq.fit(model, DataLoader(Dying(None), batch_size=8), prior_precision=1.0, progress=False)
+                break
+            except RuntimeError as error:  # torch reports a dead worker wherever the program is by then
+                if "is killed by signal" not in str(error):
+                    raise
+        else:
+            wrong = wrong or "no fit after it"
+        yield wrong
+
+
+ATTACKS: dict[str, Callable[[int, random.Random, Path], Iterator[str]]] = {
+    "hang, killed child": killed_child,
+    "hang, forked among bars": forked_among_bars,
+    "hang, killed worker": killed_worker,
+}
+
+
+def victim(name: str, tries: int, seed: int) -> None:
+    """Run tries of one attack, and say of each what was wrong."""
+    out = os.fdopen(os.dup(1), "w")
+    warnings.simplefilter("ignore")
+    print(json.dumps("ready"), file=out, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for wrong in ATTACKS[name](tries, random.Random(seed), Path(folder)):
+            print(json.dumps(wrong), file=out, flush=True)
+
+
+def attacked(name: str, tries: int, limit: float) -> list[str]:
+    """What was wrong with each try of an attack, in as many processes as it takes."""
+    results: list[str] = []
+    while len(results) < tries:
+        command = [sys.executable, __file__, "--victim", name, "--seed", str(len(results))]
+        process = subprocess.Popen(
+            [*command, "--tries", str(tries - len(results))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        lines: queue.Queue[str | None] = queue.Queue()
+
+        def read(process: Any = process, lines: queue.Queue[str | None] = lines) -> None:
+            for line in process.stdout:
+                lines.put(line)
+            lines.put(None)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        wait = limit + 60.0  # the first try comes after all imports
+        while len(results) < tries:
+            try:
+                line = lines.get(timeout=wait)
+            except queue.Empty:
+                results.append("hung")
+                break
+            wait = limit
+            if line is not None and json.loads(line) == "ready":
+                continue
+            if line is None:
+                results.append(f"the process ended with {process.wait()}")
+                break
+            results.append(json.loads(line))
+        process.kill()
+        process.wait()
+    return results
+
+
+def run(names: list[str], tries: int, limit: float) -> int:
+    """Print a table of all attacks; returns the number of bad outcomes."""
+    print("| attack | tries | bad outcomes |")
+    print("| --- | --- | --- |")
+    total = 0
+    for name in names:
+        results = attacked(name, tries, limit)
+        bad = [wrong for wrong in results if wrong]
+        counts = ", ".join(f"{bad.count(kind)} {kind}" for kind in sorted(set(bad)))
+        print(f"| {name} | {len(results)} | {len(bad)}{f' ({counts})' if counts else ''} |", flush=True)
+        total += len(bad)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tries", type=int, default=100, help="of each attack")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds after which a try hangs")
+    parser.add_argument("--only", default="", help="attacks whose names begin so")
+    parser.add_argument("--smoke", action="store_true", help="a few tries of each attack")
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--victim", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.victim:
+        victim(arguments.victim, arguments.tries, arguments.seed)
+        return
+    names = [name for name in ATTACKS if name.startswith(arguments.only)]
+    sys.exit(1 if run(names, 3 if arguments.smoke else arguments.tries, arguments.limit) else 0)
+
+
+if __name__ == "__main__":
+    main()
