@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
+from posthoc_uq import interrupts
 from posthoc_uq.arrays import is_array, tensor_of, with_tensors
 from posthoc_uq.devices import sent
 from posthoc_uq.distributed import sampler_of
@@ -268,7 +269,8 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     Raises:
         PosthocUQError: the loader yields no batch with samples.
     """
-    read = _read_ahead(loader, reader) if reader.device.type == "cuda" else map(reader.read, loader)
+    items = items_of(loader)
+    read = _read_ahead(items, reader) if reader.device.type == "cuda" else map(reader.read, items)
     count = 0
     for batch in read:
         if not batch.empty:
@@ -278,16 +280,23 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         raise no_sample()
 
 
+def items_of(loader: Iterable[Any]) -> Iterator[Any]:
+    """What a loader yields; an interrupt ends the wait for it."""
+    iterator, end = interrupts.at_once(iter, loader), object()
+    while (item := interrupts.at_once(next, iterator, end)) is not end:
+        yield item
+
+
 def no_sample() -> PosthocUQError:
     """The error of a loader without data."""
     return PosthocUQError("The loader yields no batch of samples; it needs at least one.")
 
 
-def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
+def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     """Batches whose transfer to the device overlaps with the work on the previous batch."""
     stream = torch.cuda.Stream(reader.device)
     current: Batch | None = None
-    for raw in loader:
+    for raw in items:
         # The loader's own work on the device must be done before its batch is read.
         stream.wait_stream(torch.cuda.current_stream(reader.device))
         with torch.cuda.stream(stream):

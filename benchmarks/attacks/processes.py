@@ -9,6 +9,8 @@ nothing for `--limit` seconds hangs: it is killed, counted, and replaced by a ne
 * **hang, killed child**: a child that shows bars of its own is forked and killed, then the parent fits.
 * **hang, forked among bars**: threads show the library's bars while a child is forked, and the child fits.
 * **hang, killed worker**: a loader's worker process is killed in a fit, which must fail; the next fit must not.
+* **interrupt**: SIGINT at any moment of a save, a load or a fit. It must end in KeyboardInterrupt, with the old file or
+  the new one whole, no other file, and the model, the random state and torch's own state as they were.
 """
 
 from __future__ import annotations
@@ -149,10 +151,139 @@ def killed_worker(tries: int, chance: random.Random, folder: Path) -> Iterator[s
         yield wrong
 
 
+def state_of(model: nn.Module) -> list[Any]:
+    """All that a call must leave as it was."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [
+        [(name, tensor.requires_grad, tensor._version, tensor.grad is None) for name, tensor in tensors],
+        [tensor.detach().sum().item() for _, tensor in tensors],
+        [
+            (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m)))
+            for m in model.modules()
+        ],
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch._C._len_torch_function_stack(),
+        torch._C._functorch.maybe_current_level(),
+        torch.get_rng_state().sum().item(),
+        random.getstate(),
+        signal.getsignal(signal.SIGINT),
+    ]
+
+
+class Interrupted:
+    """Calls with one SIGINT at a random moment of each."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.heard = chance, 0
+        signal.signal(signal.SIGINT, self.hear)
+
+    def hear(self, *_: Any) -> None:
+        self.heard += 1
+        raise KeyboardInterrupt
+
+    def wrong(self, call: Callable[[], Any], seconds: float, model: nn.Module) -> str:
+        """What was wrong with one call that takes about so many seconds."""
+        self.heard, before, outcome = 0, state_of(model), "nothing"
+        process, delay = os.getpid(), self.chance.uniform(0, seconds)
+        timer = threading.Timer(delay, os.kill, (process, signal.SIGINT))
+        heard_inside = False
+        try:
+            timer.start()
+            try:
+                call()
+                heard_inside = self.heard > 0
+                outcome = "returned"
+            except KeyboardInterrupt:
+                outcome = "interrupted"
+            except BaseException as error:
+                outcome = f"raised {type(error).__name__}"
+            timer.join()
+            until = time.monotonic() + 5
+            while not self.heard and time.monotonic() < until:
+                pass
+        except KeyboardInterrupt:
+            timer.join()
+        if not self.heard:
+            return "lost"
+        if outcome == "returned" and heard_inside:
+            return "swallowed"
+        if outcome.startswith("raised"):
+            return outcome
+        changed = [place for place, (a, b) in enumerate(zip(before, state_of(model), strict=True)) if a != b]
+        if changed:
+            random.seed(0)
+            torch.set_grad_enabled(True)
+        return f"left state {changed} changed" if changed else ""
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """The seconds that a call takes."""
+    call()
+    start = time.perf_counter()
+    call()
+    return 1.1 * (time.perf_counter() - start)
+
+
+def interrupted_save(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+    """A save over an older file."""
+    model, loader, target = network(), data(), folder / "posterior.h5"
+    posteriors = [uq.fit(model, loader, prior_precision=tau, progress=False) for tau in (1.0, 2.0)]
+    wholes: list[bytes] = []
+    for posterior in posteriors:
+        uq.save(posterior, target)
+        wholes.append(target.read_bytes())
+    seconds, attack = timed(lambda: uq.save(posteriors[0], target)), Interrupted(chance)
+    for number in range(tries):
+        wrong = attack.wrong(lambda number=number: uq.save(posteriors[number % 2], target), seconds, model)
+        if not wrong and target.read_bytes() not in wholes:
+            wrong = "damaged file"
+        left = [path for path in folder.iterdir() if path != target]
+        for path in left:
+            path.unlink()
+        yield wrong or ("temporary file" if left else "")
+
+
+def interrupted_load(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+    """A load, in this process and with a child that parses."""
+    model, target = network(), folder / "posterior.h5"
+    uq.save(uq.fit(model, data(), prior_precision=1.0, progress=False), target)
+    attack: Interrupted | None = None
+    for untrusted, share in ((False, tries - tries // 10), (True, tries // 10)):
+        seconds = timed(lambda untrusted=untrusted: uq.load(target, model, untrusted=untrusted))
+        attack = attack or Interrupted(chance)
+        for _ in range(share):
+            yield attack.wrong(
+                lambda untrusted=untrusted: uq.load(target, model, untrusted=untrusted), seconds, model
+            )
+
+
+def interrupted_fits(method: str, **options: Any) -> Callable[[int, random.Random, Path], Iterator[str]]:
+    """Fits by one method."""
+
+    def attack(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+        model, loader = network(), data()
+
+        def fit() -> None:
+            uq.fit(model, loader, method=method, progress=False, **options)
+
+        seconds, interrupted = timed(fit), Interrupted(chance)
+        for _ in range(tries):
+            yield interrupted.wrong(fit, seconds, model)
+
+    return attack
+
+
 ATTACKS: dict[str, Callable[[int, random.Random, Path], Iterator[str]]] = {
     "hang, killed child": killed_child,
     "hang, forked among bars": forked_among_bars,
     "hang, killed worker": killed_worker,
+    "interrupt, save": interrupted_save,
+    "interrupt, load": interrupted_load,
+    "interrupt, fit subnetwork": interrupted_fits("subnetwork", n=20, prior_precision=1.0),
+    "interrupt, fit inf, faithful": interrupted_fits("inf"),
+    "interrupt, fit kfac, sampling": interrupted_fits("kfac", head="sampling"),
 }
 
 

@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq import interrupts
 from posthoc_uq.heads.cost import cost_of
 from posthoc_uq.heads.fixed_part import FixedPart, Saving, agree, described
 from posthoc_uq.heads.function_draws import PlainAttention
@@ -150,6 +151,7 @@ class Ensemble(nn.Module):
         for first in range(start - start % step, len(self), step):
             weights = self._weights(first, min(first + step, len(self)))
             for index in range(max(0, start - first), min(step, len(self) - first)):
+                interrupts.check()
                 yield _draw_of(weights, index)
 
     def _member(self, weights: dict[str, Tensor]) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from posthoc_uq import interrupts
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.replay import Features
@@ -87,11 +88,13 @@ class FeatureCache:
         """Every batch, cached, read or both, with its partner."""
         if self._batches is not None and len(self._cached) == self._batches:
             for index in range(self._batches):
+                interrupts.check()
                 cached = self._cached[index]
                 yield cached, None, cached.partner
             return
         count = 0
         for count, (batch, partner) in enumerate(self._read(), 1):
+            interrupts.check()
             yield self._made(count - 1, batch, partner), batch, partner
         self._batches = count
 
