@@ -11,6 +11,7 @@ from torch import nn
 
 from posthoc_uq import interrupts
 from posthoc_uq.arguments import LOADER, explained
+from posthoc_uq.attempts import check_refused
 from posthoc_uq.curvature.dryrun import PROBE_SAMPLES, count_samples, prepare
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.selection import Selection
@@ -97,11 +98,17 @@ def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | N
         return Choice(output)
     samples = count_samples(batch)
     few = min(samples, PROBE_SAMPLES)
-    with torch.no_grad():
-        try:
-            returned = batch.narrow(0, few, samples).copied().call_any(replicate(model))
-        except Exception:  # a model that takes whole batches only, or none: then that says more
-            few, returned = samples, batch.copied().call_any(replicate(model))
+
+    def run(part: Batch) -> Any:
+        with torch.no_grad():
+            return part.copied().call_any(replicate(model))
+
+    first = batch.narrow(0, few, samples)
+    try:
+        returned = run(first)
+    except Exception as error:  # a model that takes whole batches only, or none: then that says more
+        check_refused(error, lambda: run(first), lambda: run(batch))
+        few, returned = samples, run(batch)
     return guessed_choice(returned, few)
 
 

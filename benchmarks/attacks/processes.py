@@ -11,6 +11,9 @@ nothing for `--limit` seconds hangs: it is killed, counted, and replaced by a ne
 * **hang, killed worker**: a loader's worker process is killed in a fit, which must fail; the next fit must not.
 * **interrupt**: SIGINT at any moment of a save, a load or a fit. It must end in KeyboardInterrupt, with the old file or
   the new one whole, no other file, and the model, the random state and torch's own state as they were.
+* **error**: a model fails at one of its passes, once or from then on, with an error of its own or for want of memory.
+  That must reach the caller, and predictions after it must be those of before; with drawn weights even where the failed
+  pass left its copy of the model half written. Every pass is tried, so that `--tries` only says how many at most.
 """
 
 from __future__ import annotations
@@ -275,10 +278,140 @@ def interrupted_fits(method: str, **options: Any) -> Callable[[int, random.Rando
     return attack
 
 
+class Mine(Exception):
+    """An error of the model's own."""
+
+
+class Failing(nn.Module):
+    """A model that keeps something during a pass, and fails in the middle of one.
+
+    Attributes:
+        passes: of all copies of the model.
+        fatal: which of them fails; with `ever` those after it too.
+        unseen: whether it failed on inputs that nobody gave, which the library makes to find out what a model keeps.
+        untidy: whether a failed pass leaves it half written.
+    """
+
+    passes, fatal, ever, unseen, untidy = 0, 0, False, False, True
+    error: Exception = Mine()
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
+            self.head = nn.Linear(16, 3)
+        self.depth = 0
+
+    @classmethod
+    def armed(cls, fatal: int, ever: bool, error: Exception) -> None:
+        cls.passes, cls.fatal, cls.ever, cls.error, cls.unseen = 0, fatal, ever, error, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        cls = type(self)
+        self.depth += 1
+        hidden = self.body(x)
+        cls.passes += 1
+        if cls.fatal and (cls.passes == cls.fatal or (cls.ever and cls.passes > cls.fatal)):
+            frame: Any = sys._getframe()
+            while frame is not None and frame.f_code.co_name != "_disturb":
+                frame = frame.f_back
+            cls.unseen = frame is not None
+            self.depth -= not cls.untidy
+            raise cls.error
+        outputs = self.head(hidden) * self.depth
+        self.depth -= 1
+        return outputs
+
+
+ERRORS: tuple[Exception, ...] = (
+    Mine("its own"),
+    torch.OutOfMemoryError("out of memory"),
+    MemoryError("none left"),
+)
+
+
+def reached(error: BaseException | None, meant: Exception) -> bool:
+    """Whether an error is the one that was meant, or says so."""
+    while error is not None:
+        if type(error) is type(meant):
+            return True
+        error = error.__cause__
+    return False
+
+
+def failing(call: Callable[[], Any], fatal: int, ever: bool, error: Exception) -> str:
+    """What was wrong with a call in which a pass fails."""
+    Failing.armed(fatal, ever, error)
+    try:
+        call()
+        hit = Failing.passes >= fatal and not Failing.unseen
+        return "swallowed" if hit else ""
+    except Exception as raised:
+        return "" if reached(raised, error) else f"became {type(raised).__name__}"
+    finally:
+        Failing.armed(0, False, error)
+
+
+def failing_fits(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+    """A pass fails in a fit."""
+    done = 0
+    model, loader = Failing(), data()
+
+    def fit() -> None:
+        uq.fit(model, loader, layers="last", progress=False)
+
+    Failing.armed(0, False, ERRORS[0])
+    fit()
+    for fatal in range(1, Failing.passes + 1):
+        for error in ERRORS:
+            for ever in (False, True):
+                if done == tries:
+                    return
+                done += 1
+                wrong = failing(fit, fatal, ever, error)
+                yield wrong or ("model changed" if model.depth else "")
+
+
+def failing_predictions(tries: int, chance: random.Random, folder: Path) -> Iterator[str]:
+    """A pass fails in a prediction, of every head, over a last layer and over all layers."""
+    done, x = 0, data()[0][0]
+    options: list[dict[str, Any]] = [{"head": "linearized"}, {"head": "moments"}]
+    options += [
+        {"head": "sampling", "n_samples": 9, "batched": batched, "keep": keep}
+        for batched in (True, False, "auto")
+        for keep in ("weights", "seeds")
+    ]
+    for layers in ("last", "all"):
+        Failing.armed(0, False, ERRORS[0])
+        model = Failing()
+        posterior = uq.fit(model, data(), "diag", layers=layers, prior_precision=5.0, progress=False)
+        for option in options:
+            # The other heads run one copy of the network, as the caller's program would.
+            Failing.untidy = option["head"] == "sampling"
+            expected = uq.wrap(model, posterior, **option)(x).probs
+            Failing.armed(0, False, ERRORS[0])
+            uq.wrap(model, posterior, **option)(x)
+            for fatal in range(1, Failing.passes + 1):
+                for error in ERRORS:
+                    for ever in (False, True):
+                        if done == tries:
+                            return
+                        done += 1
+                        predictor = uq.wrap(model, posterior, **option)
+                        wrong = failing(lambda predictor=predictor: predictor(x), fatal, ever, error)
+                        after = [predictor(x).probs for _ in range(3)]
+                        if not wrong and not all(torch.allclose(own, expected, atol=1e-5) for own in after):
+                            wrong = "wrong prediction after it"
+                        yield wrong
+
+
 ATTACKS: dict[str, Callable[[int, random.Random, Path], Iterator[str]]] = {
     "hang, killed child": killed_child,
     "hang, forked among bars": forked_among_bars,
     "hang, killed worker": killed_worker,
+    "error, fit": failing_fits,
+    "error, predict": failing_predictions,
     "interrupt, save": interrupted_save,
     "interrupt, load": interrupted_load,
     "interrupt, fit subnetwork": interrupted_fits("subnetwork", n=20, prior_precision=1.0),
@@ -328,6 +461,8 @@ def attacked(name: str, tries: int, limit: float) -> list[str]:
             if line is not None and json.loads(line) == "ready":
                 continue
             if line is None:
+                if process.wait() == 0:  # no try is left
+                    return results
                 results.append(f"the process ended with {process.wait()}")
                 break
             results.append(json.loads(line))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from posthoc_uq import interrupts
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.replay import Features, check_refused_replay
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.randomness import sample_keys
@@ -60,7 +61,9 @@ class FeatureCache:
             if cached is not None:
                 try:
                     distribution = self._predictor.distribution_from(cached.features)
-                except ReplayError:
+                except ReplayError as error:
+                    again = partial(self._predictor.distribution_from, cached.features)
+                    check_refused_replay(error, again)
                     batch = self._let_go(cached)
             if distribution is None:
                 assert batch is not None
