@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.arrays import is_array, with_tensors
+from posthoc_uq.attempts import out_of_memory
 from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.loaders import Batch
 from posthoc_uq.randomness import isolated_random_state
@@ -61,9 +62,9 @@ def explained(
     """
     try:
         yield
-    except (MemoryError, torch.cuda.OutOfMemoryError):
-        raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         if not isinstance(error, PosthocUQError) or isinstance(error, UnsupportedLayerError):
             _check_run(network(), batch, what, way_out)
         raise
@@ -74,9 +75,9 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
     try:
         with torch.inference_mode(False), torch.no_grad(), isolated_random_state(), ids:
             outputs = batch.copied().call_any(network)
-    except (MemoryError, torch.cuda.OutOfMemoryError):
-        return
     except Exception as error:  # a model may raise anything
+        if out_of_memory(error):
+            return
         message = next(iter(str(error).splitlines()), "").rstrip(".")
         raise PosthocUQError(
             f"The model cannot be run on {what}, {described(batch)}. {ids.fault or _advice(network, batch) or way_out} "

@@ -25,6 +25,7 @@ from posthoc_uq.inference.observation_noise import set_observation_noise
 from posthoc_uq.inference.probabilities import PROBABILITIES_MEANT, gives_probabilities, refusal
 from posthoc_uq.inference.row_check import check_log_prob
 from posthoc_uq.inference.task import Task, check_common
+from posthoc_uq.interrupts import orderly
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import BatchFunction
 from posthoc_uq.memory import return_freed_memory
@@ -43,6 +44,7 @@ from posthoc_uq.warned import warn_user
 from posthoc_uq.wrapping import wrap
 
 
+@orderly
 def fit(
     model: nn.Module,
     loader: Iterable[Any],

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from posthoc_uq.devices import as_double, host_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
@@ -23,6 +22,7 @@ from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 from posthoc_uq.predictions.base import Prediction
+from posthoc_uq.progress import Progress
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 from posthoc_uq.warned import warn_user
@@ -94,7 +94,7 @@ class HeldOutSearch:
         check_reusable(loader, 2)
         self.posterior = posterior
         self.trials = Trials()
-        self._bar = tqdm(disable=not progress, desc="tuning", unit=" evaluations", leave=False)
+        self._bar = Progress("tuning", "evaluations", progress)
         self._loader, self._reader = loader, reader
         self._predictor, self._seed = predictor, seed
         self._cache = FeatureCache(predictor, self._batches)
@@ -187,7 +187,7 @@ class HeldOutSearch:
         except NonFiniteError:  # draws of extreme weights: a value that no search keeps
             value = float("inf")
         value = value if value == value else float("inf")
-        self._bar.update()
+        self._bar.advance()
         tried = posterior.settings.labelled()
         first = {label: tried.pop(label) for label in ("prior precision", "residual weight")}
         self.trials.trials.append({**first, **tried, "validation NLL": value})

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
-from tqdm.auto import tqdm
 
+from posthoc_uq import interrupts
 from posthoc_uq.arrays import is_array, tensor_of, with_tensors
 from posthoc_uq.devices import sent
-from posthoc_uq.distributed import rank, sampler_of
+from posthoc_uq.distributed import sampler_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.outputs import output_tensor
+from posthoc_uq.progress import Progress
 from posthoc_uq.replica import model_device, model_dtype
 from posthoc_uq.values import check_function
 
@@ -268,7 +269,8 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     Raises:
         PosthocUQError: the loader yields no batch with samples.
     """
-    read = _read_ahead(loader, reader) if reader.device.type == "cuda" else map(reader.read, loader)
+    items = items_of(loader)
+    read = _read_ahead(items, reader) if reader.device.type == "cuda" else map(reader.read, items)
     count = 0
     for batch in read:
         if not batch.empty:
@@ -278,16 +280,23 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         raise no_sample()
 
 
+def items_of(loader: Iterable[Any]) -> Iterator[Any]:
+    """What a loader yields; an interrupt ends the wait for it."""
+    iterator, end = interrupts.at_once(iter, loader), object()
+    while (item := interrupts.at_once(next, iterator, end)) is not end:
+        yield item
+
+
 def no_sample() -> PosthocUQError:
     """The error of a loader without data."""
     return PosthocUQError("The loader yields no batch of samples; it needs at least one.")
 
 
-def _read_ahead(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
+def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     """Batches whose transfer to the device overlaps with the work on the previous batch."""
     stream = torch.cuda.Stream(reader.device)
     current: Batch | None = None
-    for raw in loader:
+    for raw in items:
         # The loader's own work on the device must be done before its batch is read.
         stream.wait_stream(torch.cuda.current_stream(reader.device))
         with torch.cuda.stream(stream):
@@ -323,11 +332,15 @@ class Bar:
     """
 
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
-        hidden = not visible or rank() > 0
-        sampler = sampler_of(loader)
-        total = known_length(sampler) if sampler is not None and not hidden else 0
-        self._batches = 0 if hidden or total else known_length(loader)
-        self._bar = tqdm(total=total or None, desc=description, unit=" samples", disable=hidden, leave=False)
+        self._bar = Progress(description, "samples", visible)
+        self._batches = 0
+        if self._bar.visible:
+            sampler = sampler_of(loader)
+            total = 0 if sampler is None else known_length(sampler)
+            if total:
+                self._bar.expect(total)
+            else:
+                self._batches = known_length(loader)
 
     def __enter__(self) -> Bar:
         return self
@@ -338,8 +351,9 @@ class Bar:
     def advance(self, samples: int) -> None:
         """Add to the samples done."""
         if self._batches:  # assume that all batches are as large as the first
-            self._bar.total, self._batches = self._batches * samples, 0
-        self._bar.update(samples)
+            self._bar.expect(self._batches * samples)
+            self._batches = 0
+        self._bar.advance(samples)
 
 
 def check_loader(loader: Any, name: str = "loader") -> None:

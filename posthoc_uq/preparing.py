@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
+from posthoc_uq import interrupts
 from posthoc_uq.arguments import LOADER, explained
+from posthoc_uq.attempts import check_refused
 from posthoc_uq.curvature.dryrun import PROBE_SAMPLES, count_samples, prepare
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.selection import Selection
@@ -17,7 +19,7 @@ from posthoc_uq.curvature.sweep import SweepSettings
 from posthoc_uq.distributed import together
 from posthoc_uq.inference.task import Task
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.loaders import Batch, BatchReader, no_sample
+from posthoc_uq.loaders import Batch, BatchReader, items_of, no_sample
 from posthoc_uq.memory import default_budget
 from posthoc_uq.methods import Method
 from posthoc_uq.outputs import Choice, Output, chosen_in, guessed_choice, with_choice
@@ -96,19 +98,25 @@ def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | N
         return Choice(output)
     samples = count_samples(batch)
     few = min(samples, PROBE_SAMPLES)
-    with torch.no_grad():
-        try:
-            returned = batch.narrow(0, few, samples).copied().call_any(replicate(model))
-        except Exception:  # a model that takes whole batches only, or none: then that says more
-            few, returned = samples, batch.copied().call_any(replicate(model))
+
+    def run(part: Batch) -> Any:
+        with torch.no_grad():
+            return part.copied().call_any(replicate(model))
+
+    first = batch.narrow(0, few, samples)
+    try:
+        returned = run(first)
+    except Exception as error:  # a model that takes whole batches only, or none: then that says more
+        check_refused(error, lambda: run(first), lambda: run(batch))
+        few, returned = samples, run(batch)
     return guessed_choice(returned, few)
 
 
 def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:
     """The first batch with samples, and a loader that still yields all batches."""
-    iterator = iter(loader)
-    for first in iterator:
+    iterator = interrupts.at_once(iter, loader)
+    for first in items_of(iterator):
         batch = reader.read(first)
         if not batch.empty:
-            return batch, (cast(Iterable[Any], chain([first], iterator)) if iterator is loader else loader)
+            return batch, (chain([first], iterator) if iterator is loader else loader)
     raise no_sample()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.attempts import out_of_memory
 from posthoc_uq.devices import has_double
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.values import meant
@@ -78,6 +79,8 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a module may hold: locks, open files
+        if out_of_memory(error):
+            raise
         raise PosthocUQError(
             f"The model cannot be copied ({type(error).__name__}: {error}); drop what has no copy from its "
             f"attributes{_culprit(model, memo)}."

@@ -16,6 +16,7 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.held_out import HeldOutSearch, model_of, restored_on_error
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
+from posthoc_uq.interrupts import orderly
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
@@ -30,6 +31,7 @@ from posthoc_uq.wrapping import head_class, recorded_head, wrap
 CRITERIA = ("faithful", "likelihood", "evidence")
 
 
+@orderly
 def tune(
     posterior: Posterior,
     loader: Iterable[Any] | None = None,

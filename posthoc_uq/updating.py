@@ -20,6 +20,7 @@ from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.held_out import model_of
 from posthoc_uq.inference.features import other_features, watch_other_features
 from posthoc_uq.inference.task import Task
+from posthoc_uq.interrupts import orderly
 from posthoc_uq.loaders import BatchFunction, BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import Method, method_of
 from posthoc_uq.methods.base import Change
@@ -37,6 +38,7 @@ _EARLIER = ", before the data changed"  # ends what the history says of hyperpar
 _OF_THE_OBJECT = ("model", "warned_heads", "_searching")  # of a posterior, whatever its data
 
 
+@orderly
 def update(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -85,6 +87,7 @@ def update(
     return _changed(posterior, loader, "update", functions, progress)
 
 
+@orderly
 def forget(
     posterior: Posterior,
     loader: Iterable[Any],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tqdm.auto import tqdm
 
 import posthoc_uq as uq
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Bar, Batch, BatchReader, batches, check_loader, check_reusable
 from posthoc_uq.outputs import output_tensor
+from posthoc_uq.progress import _bars
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 CPU = torch.device("cpu")
@@ -206,3 +210,58 @@ def test_data_that_is_no_loader_is_named() -> None:
         torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y)),
     ):
         check_loader(right)
+
+
+def test_no_bar_waits_for_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    class Held:
+        """tqdm's own lock, as after the death of a process that held it."""
+
+        def acquire(self, *_: Any) -> None:
+            tried.append("acquire")
+            raise AssertionError("this would wait for ever")
+
+        __enter__ = acquire
+
+        def __exit__(self, *_: object) -> None: ...
+
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6))
+    loader = [(X.float(), Y)]
+    with tqdm(total=2, disable=False, leave=False) as own:
+        monkeypatch.setattr(tqdm, "_lock", Held())
+        for progress in (False, True):
+            posterior = uq.fit(model, loader, method="utvi", epochs=1, progress=progress)
+            uq.fit(model, loader, method="diag", progress=progress)
+            uq.tune(posterior, loader, parameters=["scale"], criterion="likelihood", progress=progress)
+        monkeypatch.undo()
+        assert own.pos == 0 and tqdm.get_lock() is not None
+    assert not tried
+
+
+def test_bars_stand_below_those_of_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
+    with tqdm(total=2, leave=False), Bar([X], "inner", True) as bar:
+        bar.advance(6)
+    assert "\n" in capsys.readouterr().err.partition("inner")[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="only a forked process inherits a lock")
+def test_a_forked_process_has_a_lock_of_its_own() -> None:
+    with Bar([X], "made", True):
+        pass
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _bars().get_lock():
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if _bars().get_lock().acquire(blocking=False) else 1)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import NAMED, described, whole_mapping
+from posthoc_uq.attempts import check_refused
 from posthoc_uq.curvature.capture import Capture, TrackedLayer, owners
 from posthoc_uq.curvature.layer_gradients import LayerGradients
 from posthoc_uq.curvature.operands import CPU_TEMPORARY
@@ -180,7 +181,8 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
             return two, Reference(model, two, 2)
         except PosthocUQError:
             raise
-        except Exception:  # the model takes one sample at a time, or fails again below
+        except Exception as error:  # the model takes one sample at a time, or fails with it too
+            check_refused(error, lambda: Reference(model, two, 2), lambda: Reference(model, batch, 1))
             return batch, Reference(model, batch, 1)
     probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
     return probe, Reference(model, probe, min(samples, PROBE_SAMPLES))
@@ -205,9 +207,10 @@ def _proved_capture(
         capture, failing = attempt(layers)
     except UnsupportedLayerError:
         raise
-    except (RuntimeError, AssertionError, NotImplementedError, AttributeError):
+    except (RuntimeError, AssertionError, NotImplementedError, AttributeError) as error:
         # BackPACK cannot run some module after all: the interceptor serves every layer.
         layers = [replace(t, engine="hooks") for t in layers]
+        check_refused(error, lambda: attempt(chosen), lambda: attempt(layers))
         capture, failing = attempt(layers)
     if failing:
         layers = [replace(t, engine="hooks") if t.layer.name in failing else t for t in layers]

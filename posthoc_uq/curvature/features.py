@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.attempts import check_refused
 from posthoc_uq.curvature.capture import Capture
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.curvature.hooks import CallInterceptor, Use
@@ -19,6 +20,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Call, Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
+from posthoc_uq.replica import replicate
 
 MOST_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
 
@@ -125,19 +127,34 @@ def find_features(
     """
     count = count_samples(batch)
     pair = batch.narrow(0, 2, count) if count > 1 else batch.doubled()
+
+    def found() -> FeatureSource | None:
+        return _found(model, pair, autocast, likelihood)
+
+    def plainly() -> None:
+        with torch.no_grad():
+            batch.copied().call_any(replicate(model))
+
     try:
-        capture = Capture(model)
-        layers = capture.discover(pair, autocast)
-        if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MOST_FEATURES:
-            return None
-        layer = layers[-1].layer
-        source = _of_positions(capture.twin, layer, pair, likelihood)
-        if source is not None:
-            return source
-        rows, outputs, _ = _probe(capture.twin, layer, pair, 2)
-        alone = [_probe(capture.twin, layer, pair.narrow(i, 1, 2), 1)[0] for i in range(2)]
-    except Exception:  # the batch has run before, but some models refuse two of its samples, or one
+        return found()
+    except Exception as error:  # the batch has run before, but some models refuse two of its samples, or one
+        check_refused(error, found, plainly)
         return None
+
+
+def _found(
+    model: nn.Module, pair: Batch, autocast: bool, likelihood: Likelihood | None
+) -> FeatureSource | None:
+    capture = Capture(model)
+    layers = capture.discover(pair, autocast)
+    if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MOST_FEATURES:
+        return None
+    layer = layers[-1].layer
+    source = _of_positions(capture.twin, layer, pair, likelihood)
+    if source is not None:
+        return source
+    rows, outputs, _ = _probe(capture.twin, layer, pair, 2)
+    alone = [_probe(capture.twin, layer, pair.narrow(i, 1, 2), 1)[0] for i in range(2)]
     if not _agree(torch.cat(alone), rows):
         return None
     of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(2, -1)

@@ -14,6 +14,7 @@ from posthoc_uq.evaluation.gallery import Example, Gallery, images_of
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.result import Evaluation
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.interrupts import orderly
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.counted import counted_positions
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
@@ -29,6 +30,7 @@ _RATE = Number("a share in [0, 1)", least=0, most=1 - 2**-53)
 Compared = Predictor | nn.Module | Callable[..., Any]
 
 
+@orderly
 def evaluate(
     predictor: Compared | Mapping[str, Compared],
     loader: Iterable[Any],

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from posthoc_uq.attempts import check_refused
+
 
 @cache
 def _formulas() -> dict[Any, Callable[..., int]]:
@@ -59,11 +61,15 @@ def cost_of(run: Callable[[], Any]) -> Cost | None:
 
     Inference mode is switched off meanwhile: in it, operations reach the counter undivided.
     """
+
+    def counted() -> Cost:
+        with Cost() as cost:
+            run()
+        return cost
+
     with torch.inference_mode(False), torch.no_grad():
         try:
-            with Cost() as cost:
-                run()
-            return cost
-        except Exception:
-            run()  # raises again, unless the counting failed
+            return counted()
+        except Exception as error:
+            check_refused(error, counted, run)  # returns where it was the counting that failed
             return None

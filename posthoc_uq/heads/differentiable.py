@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._pytree import tree_map
 
+from posthoc_uq.attempts import check_refused
 from posthoc_uq.curvature.plain_attention import PlainAttention
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import output_tensor
@@ -62,19 +63,26 @@ def _jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -
         one = tree_map(_clone, (args, dict(kwargs)))
         return output_tensor(functional_call(model, weights, *one)).flatten()
 
+    def one_by_one() -> Weights:
+        rows = [batch.narrow(row, 1, samples) for row in range(samples)]
+        parts = [_by_autograd(lambda w, b=one: of_one(w, b.args, b.kwargs), weights) for one in rows]
+        return {name: torch.stack([part[name] for part in parts]) for name in weights}
+
+    def together() -> Weights:
+        dims = tree_map(lambda value: 0 if counted(value) else None, (batch.args, batch.kwargs))
+
+        def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> Weights:
+            places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
+            return jacrev(of_one)(weights, *places)
+
+        return vmap(in_vmap, in_dims=dims)(batch.args, batch.kwargs)
+
     with PlainAttention():
         try:
-            dims = tree_map(lambda value: 0 if counted(value) else None, (batch.args, batch.kwargs))
-
-            def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> Weights:
-                places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
-                return jacrev(of_one)(weights, *places)
-
-            return vmap(in_vmap, in_dims=dims)(batch.args, batch.kwargs)
-        except Exception:  # the model's code decides what vmap makes of it
-            rows = [batch.narrow(row, 1, samples) for row in range(samples)]
-            parts = [_by_autograd(lambda w, b=one: of_one(w, b.args, b.kwargs), weights) for one in rows]
-            return {name: torch.stack([part[name] for part in parts]) for name in weights}
+            return together()
+        except Exception as error:  # the model's code decides what vmap makes of it
+            check_refused(error, together, one_by_one)
+            return one_by_one()
 
 
 def _by_autograd(run: Callable[[Weights], Tensor], weights: Weights) -> Weights:

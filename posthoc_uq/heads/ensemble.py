@@ -31,12 +31,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq import interrupts
+from posthoc_uq.attempts import check_refused
 from posthoc_uq.heads.cost import cost_of
 from posthoc_uq.heads.fixed_part import FixedPart, Saving, agree, described
 from posthoc_uq.heads.function_draws import PlainAttention
 from posthoc_uq.heads.inputs import Inputs
 from posthoc_uq.heads.interception import ReplayError
-from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.replay import Features, check_refused_replay
 from posthoc_uq.outputs import output_tensor
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state
@@ -150,6 +152,7 @@ class Ensemble(nn.Module):
         for first in range(start - start % step, len(self), step):
             weights = self._weights(first, min(first + step, len(self)))
             for index in range(max(0, start - first), min(step, len(self) - first)):
+                interrupts.check()
                 yield _draw_of(weights, index)
 
     def _member(self, weights: dict[str, Tensor]) -> nn.Module:
@@ -195,6 +198,7 @@ class Ensemble(nn.Module):
                     start += len(block)
                 return
             except ReplayError as error:
+                check_refused_replay(error, lambda: deque(self.from_features(features), maxlen=0))
                 self.fixed_part.refuse(str(error))
         yield from self._whole_passes(inputs, start)
 
@@ -233,7 +237,12 @@ class Ensemble(nn.Module):
             return
         if self._draws is not None or not self._serves(inputs):
             for member in self.members(start):
-                yield inputs.run(member).unsqueeze(0)
+                try:
+                    outputs = inputs.run(member)
+                except BaseException:
+                    self._members = []  # the error may have left this one half written; the draws are kept
+                    raise
+                yield outputs.unsqueeze(0)
             return
         with self._borrowed() as twin:
             for weights in self._each(start, _DRAWN):
@@ -256,11 +265,18 @@ class Ensemble(nn.Module):
 
     def _repeats(self, trial: Inputs, draws: dict[str, Tensor]) -> bool:
         expected = trial.run(self._member(_draw_of(draws, 1)))  # raises where the input is to blame
-        with self._borrowed() as twin:
-            try:
-                found = [_called(twin, _draw_of(draws, index), trial) for index in range(2)][1]
-            except Exception:  # a functional call or a model that runs twice: the loop has its own copies
-                return False
+
+        def twice() -> Tensor:
+            with self._borrowed() as twin:  # which an error leaves half written, so it is not kept then
+                return [_called(twin, _draw_of(draws, index), trial) for index in range(2)][1]
+
+        try:
+            found = twice()
+        except (
+            Exception
+        ) as error:  # a functional call or a model that runs twice: the loop has its own copies
+            check_refused(error, twice, lambda: trial.run(self._member(_draw_of(draws, 0))))
+            return False
         return agree(found, expected)
 
     @contextmanager
@@ -281,10 +297,14 @@ class Ensemble(nn.Module):
         start = 0
         while chunk > 1 and start < len(self):
             stop = min(start + chunk, len(self))
+
+            def together(start: int = start, stop: int = stop) -> Tensor:
+                return self._in_one_pass(work, start, stop)
+
             try:
-                block = self._in_one_pass(work, start, stop)
+                block = together()
             except Exception as error:  # vmap raises many kinds, and a model anything
-                self._alone(work, start)  # raises where the input is to blame
+                check_refused(error, together, lambda start=start: self._alone(work, start))
                 self._refuse(described(error))
                 return
             yield block
@@ -344,6 +364,7 @@ class Ensemble(nn.Module):
             try:
                 batched_outputs = self._in_one_pass(work, 0, chunk)[0]
             except Exception as error:
+                check_refused(error, lambda: self._in_one_pass(work, 0, chunk), lambda: self._alone(work, 0))
                 self._refuse(described(error))
                 return 1
             if not agree(batched_outputs, expected):

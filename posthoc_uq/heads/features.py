@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from posthoc_uq import interrupts
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.replay import Features, check_refused_replay
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.randomness import sample_keys
@@ -59,7 +61,9 @@ class FeatureCache:
             if cached is not None:
                 try:
                     distribution = self._predictor.distribution_from(cached.features)
-                except ReplayError:
+                except ReplayError as error:
+                    again = partial(self._predictor.distribution_from, cached.features)
+                    check_refused_replay(error, again)
                     batch = self._let_go(cached)
             if distribution is None:
                 assert batch is not None
@@ -87,11 +91,13 @@ class FeatureCache:
         """Every batch, cached, read or both, with its partner."""
         if self._batches is not None and len(self._cached) == self._batches:
             for index in range(self._batches):
+                interrupts.check()
                 cached = self._cached[index]
                 yield cached, None, cached.partner
             return
         count = 0
         for count, (batch, partner) in enumerate(self._read(), 1):
+            interrupts.check()
             yield self._made(count - 1, batch, partner), batch, partner
         self._batches = count
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from posthoc_uq.attempts import check_refused, out_of_memory
 from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.cost import Cost, cost_of
 from posthoc_uq.heads.interception import ReplayError, intercept
@@ -172,15 +173,26 @@ class FixedPart:
         batch = Batch(args, None, kwargs)
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
         trials = [batch.narrow(0, _PROBE, samples)] if samples > _PROBE else []
+
+        def saving(trial: Batch) -> Saving:
+            with isolated_random_state(), _counting_versions(False):
+                return self._saving(trial)
+
+        def plainly() -> None:
+            with isolated_random_state(), torch.no_grad():
+                batch.copied().call_any(replicate(self._model))
+
+        reason = None
         for trial in [*trials, batch]:
             try:
-                with isolated_random_state(), _counting_versions(False):
-                    return self._saving(trial)
+                return saving(trial)
             except ReplayError as error:
                 self.refused = str(error)
                 return _NONE
-            except Exception:  # the model itself failed: it may need the full batch, or other inputs
-                continue
+            except Exception as error:  # of the model: it may need the full batch, or weights like its own
+                check_refused(error, lambda trial=trial: saving(trial), plainly)
+                reason = described(error)
+        self.refused = reason
         return _NONE
 
     def _saving(self, batch: Batch) -> Saving:
@@ -199,9 +211,12 @@ class FixedPart:
             if not any(call.leaves is not None for call in features.calls):
                 return _NONE
             replay_cost = cost_of(lambda: outputs.append(self.run(features, weights)))
-        except ReplayError:
-            raise
         except Exception as error:  # a model may raise anything
+            cause = error.__cause__ if isinstance(error, ReplayError) else error
+            if isinstance(cause, Exception):
+                check_refused(cause, lambda: self.run(self._proved(batch), weights), whole_pass)
+            if isinstance(error, ReplayError):
+                raise
             raise ReplayError(described(error)) from error
         if not agree(outputs[-1], expected):
             raise ReplayError("its outputs differ from those of the whole model")
@@ -278,8 +293,11 @@ def _disturb(model: nn.Module, batch: Batch) -> None:
         return -turned if turned.is_floating_point() else turned
 
     args, kwargs = tree_map(other, (batch.args, batch.kwargs))
-    with suppress(Exception):  # inputs that the model refuses change nothing
+    try:
         model(*args, **kwargs)
+    except Exception as error:  # inputs that the model refuses change nothing
+        if out_of_memory(error):
+            raise
 
 
 def _memory(model: nn.Module) -> int:

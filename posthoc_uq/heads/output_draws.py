@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.inputs import Inputs
 from posthoc_uq.heads.interception import ReplayError
-from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.replay import Features, check_refused_replay
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.reparametrised import AffineCalls, WeightMoments, drawn_outputs
@@ -104,6 +105,7 @@ class OutputDraws(nn.Module):
                     start += 1
                 return
             except ReplayError as error:
+                check_refused_replay(error, lambda: deque(self.from_features(features), maxlen=0))
                 self.fixed_part.refuse(str(error))
         for seed in self._seeds[start:]:
             with self._drawing(seed):

@@ -12,7 +12,7 @@ from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.function_draws import function_draws
 from posthoc_uq.heads.interception import ReplayError, intercept
 from posthoc_uq.heads.predictor import GaussianOutputs
-from posthoc_uq.heads.replay import FeatureBatch
+from posthoc_uq.heads.replay import FeatureBatch, check_refused_replay
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.predictions.spread import of_product
@@ -91,10 +91,15 @@ def drawn_outputs(
     """
     features = None if isinstance(batch, FeatureBatch) else fixed_part.features(batch.args, batch.kwargs)
     if features is not None:
-        try:
-            intercept(model)
+        intercept(model)
+
+        def replayed() -> tuple[Tensor, Tensor]:
             return drawn_outputs(model, fixed_part, FeatureBatch(features), samples, deviations, dtype)
+
+        try:
+            return replayed()
         except ReplayError as error:
+            check_refused_replay(error, replayed)
             fixed_part.refuse(str(error))
     outputs, derivatives = function_draws(model, batch, deviations)
     return outputs, derivatives.to(dtype).flatten(2) if outputs.ndim > 1 else derivatives.unsqueeze(2)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from posthoc_uq.attempts import check_refused, out_of_memory
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.interception import Intercepted, ReplayError, failed, watched_by
 from posthoc_uq.heads.stand_ins import StandIn, writable_copy
@@ -116,8 +117,21 @@ class Features:
                     raise ReplayError(replay.failure) from error
                 raise
             except Exception as error:  # a whole pass may not raise it
+                if out_of_memory(error):
+                    raise
                 raise ReplayError(replay.failure or f"{type(error).__name__}: {error}") from error
         replay.check_end()
+
+
+def check_refused_replay(error: ReplayError, again: Callable[[], Any]) -> None:
+    """Return if a model cannot be replayed; where it can after all, the model's own error is raised.
+
+    Args:
+        error: of the replay.
+        again: replays once more.
+    """
+    if isinstance(error.__cause__, Exception):
+        check_refused(error.__cause__, again, lambda: None)
 
 
 class FeatureBatch(Batch):

@@ -163,12 +163,14 @@ class SamplingPredictor(Predictor):
         return self._drawn_with | {name: present[name] for name, about in ABOUT.items() if about.of_outputs}
 
     def extra_repr(self) -> str:
-        """How it samples, and why draws are not batched if the model refused that."""
+        """How it samples, and why draws are not batched, or run the whole model, if the model refused the other."""
+        refused = self.ensemble.fixed_part.refused
+        whole = "" if refused is None else f", whole passes ({refused})"
         if self._drawn_outputs:
-            return f"n_samples={self.n_samples}, drawn='outputs'"
+            return f"n_samples={self.n_samples}, drawn='outputs'{whole}"
         text = f"n_samples={self.n_samples}, keep={self._keep!r}, antithetic={self._antithetic}, batched="
         refused = self.ensemble.refused
-        return text + (repr(self._batched) if refused is None else f"False ({refused})")
+        return text + (repr(self._batched) if refused is None else f"False ({refused})") + whole
 
     def _blocks(
         self, posterior: Posterior, batch: Batch, features: Features | None = None

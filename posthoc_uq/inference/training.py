@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.curvature.content import Content, batch_hash
@@ -30,6 +29,7 @@ from posthoc_uq.inference.resumable import check_training
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.counted import labelled, mean_of_labels
 from posthoc_uq.loaders import Batch, BatchReader, batches, known_length
+from posthoc_uq.progress import Progress
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.values import COUNT, NATURAL, POSITIVE, check_function, put_numbers
 
@@ -194,7 +194,7 @@ def train(
         PosthocUQError: the loader yields no targets, or other data than those that the checkpoint was made from.
     """
     run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint, content or Content())
-    with tqdm(disable=not progress, desc="train", unit=" samples", leave=False) as bar:
+    with Progress("train", "samples", progress) as bar:
         run.resume()
         while run.state.epoch < options.epochs and not run.state.done:
             run.epoch(bar)
@@ -257,20 +257,19 @@ class _Run:
             groups["best"] = self._best
         self._checkpoint.keep_training({"state": asdict(self.state), "optimiser": plain}, groups)
 
-    def epoch(self, bar: Any) -> None:
+    def epoch(self, bar: Progress) -> None:
         """One epoch, or what is left of it."""
         state, batches_done, start = self.state, self.state.batch, time.perf_counter()
         seconds_before, digest = state.seconds, 0
         batches_seen = 0
-        bar.reset()
-        bar.set_description(f"epoch {state.epoch + 1} of {self._options.epochs}")
+        bar.restart(f"epoch {state.epoch + 1} of {self._options.epochs}")
         with isolated_random_state(mixed_seed(self._seed, _DATA, state.epoch)):
             for batch in batches(self._loader, self._reader):
                 samples = count_samples(batch)
                 if self._checkpoint is not None:
                     digest = mixed_seed(digest, batch_hash(batch))
                 batches_seen += 1
-                bar.update(samples)
+                bar.advance(samples)
                 if batches_seen <= batches_done:
                     if batches_seen == batches_done and digest != state.digest:
                         raise PosthocUQError(
@@ -281,7 +280,7 @@ class _Run:
                     continue
                 self._step(batch, samples)
                 state.batch, state.digest = batches_seen, digest
-                bar.set_postfix(self._shown(), refresh=False)
+                bar.note(self._shown())
                 if self._checkpoint is not None and state.step % self._checkpoint.every == 0:
                     state.seconds = seconds_before + time.perf_counter() - start
                     self._save()

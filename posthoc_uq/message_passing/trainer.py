@@ -14,6 +14,7 @@ from math import ceil, exp
 import torch
 from torch import Tensor
 
+from posthoc_uq import interrupts
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.message_passing.gaussian import FLOOR
 from posthoc_uq.message_passing.groups import group_message
@@ -141,6 +142,7 @@ class Trainer:
         Raises:
             PosthocUQError: messages diverge, with any damping.
         """
+        interrupts.check()
         old = self.evidence[place]
         cavity = {index: quotient(self.posterior[index], old[index]) for index in old}
         inputs, targets = self.data[place]

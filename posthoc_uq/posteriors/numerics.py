@@ -7,6 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from posthoc_uq import interrupts
 from posthoc_uq.devices import as_double
 from posthoc_uq.errors import NonFiniteError
 
@@ -33,6 +34,7 @@ def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tens
     Raises:
         NonFiniteError: the matrices are not finite.
     """
+    interrupts.check()
     if not bool(torch.isfinite(gram).all()):
         raise NonFiniteError(
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
@@ -141,6 +143,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     Raises:
         NonFiniteError: they are not positive definite in float64.
     """
+    interrupts.check()
     factor, info = torch.linalg.cholesky_ex(matrix)
     if bool(info.any()):
         raise NonFiniteError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.affine import affine_call
+from posthoc_uq.attempts import out_of_memory
 from posthoc_uq.layers import Layer
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import output_tensor
@@ -128,6 +129,8 @@ class _Probe:
             with torch.no_grad(), isolated_random_state(_SEED), _Calls(self._names, outputs) as calls:
                 result = output_tensor(self._twin(*copied.args, **copied.kwargs))
         except Exception as error:  # of the user's model, on numbers that it did not make
+            if out_of_memory(error):
+                raise
             raise BrokenChainError(
                 f"the network could not be run ({type(error).__name__}: {error})"
             ) from error

@@ -13,6 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
+from posthoc_uq import interrupts
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.storage import userblock
 
@@ -83,6 +84,7 @@ def replacing(target: Path) -> Generator[BinaryIO]:
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
+            interrupts.check()
             file.flush()
             if replaced is not None:
                 _permit(file.fileno(), replaced)

@@ -131,6 +131,8 @@ class ImageReader:
     def __init__(self, data: bytes) -> None:
         try:
             self._file = h5py.File(BytesIO(data), "r")
+        except MemoryError:
+            raise
         except Exception as error:  # h5py raises many types for the errors of libhdf5
             raise FormatError(f"libhdf5 cannot open it ({error})") from None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.devices import has_double, usable_device
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.interrupts import check, orderly
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
 from posthoc_uq.outputs import Output, checked_output, choice_of, with_choice
@@ -58,6 +59,7 @@ class _Expected:
     features: Specs
 
 
+@orderly
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -109,6 +111,7 @@ def load(
             likelihood = _likelihood(state, likelihood, path)
             tensors: dict[str, Tensor] = {}
             for dataset, stored in structure.datasets.items():
+                check()
                 tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
         _fill(state, expected, tensors, mean)
         if state["features"] is not None:

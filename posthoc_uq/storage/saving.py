@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posthoc_uq.distributed import rank
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.interrupts import check, orderly
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
@@ -30,6 +31,7 @@ _WIDER = "save with dtype=torch.bfloat16 or torch.float32"
 _LOST = 0.01  # share of a tensor's absolute sum that a narrower number format may lose
 
 
+@orderly
 def save(
     posterior: Posterior,
     path: str | os.PathLike[str],
@@ -148,6 +150,7 @@ def _prior(
 
 def _check(block: str, name: str, spec: TensorSpec, tensor: Tensor, dtype: torch.dtype | None) -> None:
     """Refuse a tensor that cannot be stored and read back."""
+    check()
     if schema.dtype_name(tensor.dtype) not in schema.DTYPES:
         raise PosthocUQError(f"Layer '{block}': '{name}' is of {tensor.dtype}, which a file does not hold.")
     fault = complaint(spec, tensor)

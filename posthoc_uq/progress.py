@@ -1,0 +1,106 @@
+"""Progress bars that wait for no other process, and that touch nothing where they are not shown."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+from posthoc_uq.distributed import rank
+
+
+class Progress:
+    """A progress bar on standard error; none at all if not `visible`, and on all ranks but the first.
+
+    Args:
+        description: of the work, in words.
+        unit: what is counted.
+        visible: whether to show it.
+        total: how much there is to do; None if that is unknown.
+
+    Attributes:
+        visible: whether it is shown.
+    """
+
+    def __init__(self, description: str, unit: str, visible: bool, total: int | None = None) -> None:
+        self.visible = visible and rank() == 0
+        self._bar: Any = None
+        if self.visible:
+            # Every update looks at the clock, so that no second thread has to redraw a bar that became slow.
+            self._bar = _bars()(total=total, desc=description, unit=f" {unit}", leave=False, miniters=1)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def advance(self, done: int = 1) -> None:
+        """Add to what is done."""
+        if self._bar is not None:
+            self._bar.update(done)
+
+    def expect(self, total: int) -> None:
+        """Correct how much there is to do."""
+        if self._bar is not None:
+            self._bar.total = total
+
+    def restart(self, description: str) -> None:
+        """Begin again at nothing, with other work."""
+        if self._bar is not None:
+            self._bar.reset()
+            self._bar.set_description(description)
+
+    def note(self, values: dict[str, str]) -> None:
+        """Show values beside the bar, when it is drawn next."""
+        if self._bar is not None:
+            self._bar.set_postfix(values, refresh=False)
+
+    def close(self) -> None:
+        """Take it off the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def print_above(line: str, file: Any) -> bool:
+    """Print a line above the bars that are shown; False, and nothing printed, where none ever was."""
+    if not _bars.cache_info().currsize:
+        return False
+    _bars().write(line, file=file)
+    return True
+
+
+@cache
+def _bars() -> Any:
+    """tqdm's bars with a lock of this process alone.
+
+    tqdm's own lock is shared with all forked processes. One that is killed while it holds the lock, as a loader's
+    worker may be, never releases it, and every later bar of the parent waits. The caller's own bars keep that lock.
+    """
+    from tqdm import auto
+
+    tqdm: Any = auto.tqdm
+
+    class Bars(tqdm):
+        monitor_interval = 0  # no thread of tqdm's
+
+        @classmethod
+        def _get_free_pos(cls, instance: Any = None) -> int:
+            """A line of the screen that neither these bars nor the caller's have."""
+            # Their references, copied in one step: another thread of the caller's may make a bar meanwhile.
+            others = [reference() for reference in tuple(tqdm._instances.data)]
+            shown = [bar for bar in (*cls._instances, *others) if bar is not instance]
+            taken = {abs(bar.pos) for bar in shown if hasattr(bar, "pos")}
+            return next(line for line in range(len(taken) + 1) if line not in taken)
+
+    def begin() -> None:
+        bars: Any = Bars
+        bars._instances = WeakSet()
+        bars.set_lock(threading.RLock())
+
+    begin()
+    if hasattr(os, "register_at_fork"):  # the lock may be held by a thread that a forked child does not have
+        os.register_at_fork(after_in_child=begin)
+    return Bars
