@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from posthoc_uq.arrays import is_array, with_tensors
 from posthoc_uq.attempts import out_of_memory
 from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
-from posthoc_uq.loaders import Batch
+from posthoc_uq.loaders import Batch, BatchReader, argument_names
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import model_dtype
 
@@ -23,6 +22,11 @@ CALL = "Pass what model(...) itself takes, with the samples along the first dime
 LOADER = (
     "A batch is a tensor of inputs, (inputs, targets) or a mapping of the model's named arguments; batch_to_inputs= "
     "takes any other apart."
+)
+
+DECODER_INPUTS = (
+    "put decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels) into every batch, here and for "
+    "predictions."
 )
 
 NAMED = (
@@ -34,11 +38,32 @@ NAMED = (
 def batch_of_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, device: torch.device
 ) -> Batch:
-    """The arguments of one call of a model; where there are arrays among them, all on its device, as in a loader."""
+    """The arguments of one call of a model; where there are arrays among them, all on its device, as in a loader.
+
+    A single argument may be a batch as the loader gave it, with targets, which are ignored: no model that has a
+    posterior takes a whole mapping, list or tuple as its only argument (`count_samples`).
+    """
+    if len(args) == 1 and not kwargs and _of_a_loader(args[0]):
+        read = BatchReader(device, dtype=model_dtype(model), names=argument_names(model)).read(args[0])
+        return Batch(read.args, None, read.kwargs)
     if not any(is_array(value) for value in (*args, *kwargs.values())):
         return Batch(args, None, kwargs)
     dtype = model_dtype(model)
     return Batch(with_tensors(args, dtype), None, with_tensors(kwargs, dtype)).to(device)
+
+
+def _of_a_loader(value: Any) -> bool:
+    """Whether a value is a batch of a loader: a mapping, ``[inputs]`` or ``(inputs, targets)``; not two samples."""
+    if isinstance(value, Mapping):
+        return True
+    if type(value) not in (tuple, list) or len(value) not in (1, 2):
+        return False
+    inputs, targets = value[0], value[-1]
+    if not (isinstance(inputs, (Tensor, Mapping, tuple)) or is_array(inputs)):
+        return False
+    shape = getattr(inputs, "shape", None)
+    samples = len(value) == 2 and shape is not None and len(shape) in (1, 3)
+    return not (samples and shape == getattr(targets, "shape", None))
 
 
 @contextmanager
@@ -145,6 +170,8 @@ def _advice(network: nn.Module, batch: Batch) -> str:
     """Advice for arguments whose kind or number type does not fit the model; empty without any."""
     if whole_mapping(batch):
         return NAMED
+    if lacks_decoder_inputs(network, batch):
+        return f"Its decoder needs inputs too, and the labels were taken out of the batch as targets: {DECODER_INPUTS}"
     if advice := _other_names(network, batch):
         return advice
     weights_dtype = model_dtype(network)
@@ -163,16 +190,18 @@ def whole_mapping(batch: Batch) -> bool:
     return not batch.tensors() and any(isinstance(value, Mapping) for value in batch.args)
 
 
+def lacks_decoder_inputs(network: nn.Module, batch: Batch) -> bool:
+    """Whether a model of transformers with an encoder and a decoder is called without inputs of the decoder."""
+    if not getattr(getattr(network, "config", None), "is_encoder_decoder", False):
+        return False
+    return len(batch.args) < 2 and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.kwargs)
+
+
 def _other_names(network: nn.Module, batch: Batch) -> str:
     """Advice for a batch that names arguments which the model does not have; empty if it has them."""
-    if not batch.kwargs:
-        return ""
-    try:
-        parameters = signature(network.forward).parameters
-    except (TypeError, ValueError):
-        return ""
-    stray = [name for name in batch.kwargs if name not in parameters]
-    if not stray or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    parameters = argument_names(network)
+    stray = [name for name in batch.kwargs if name not in (parameters or batch.kwargs)]
+    if parameters is None or not stray:
         return ""
     if len(parameters) == 1:
         (only,) = parameters

@@ -1,15 +1,16 @@
 """Batches in every accepted form, read as inputs and targets on the model's device.
 
 A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch
-is a tensor of inputs, ``(inputs, targets)``, a mapping of named inputs (targets under one of `TARGET_NAMES`), or any
-form that `batch_to_inputs` and `batch_to_targets` take apart. NumPy arrays and pandas frames become tensors: inputs
-of floating-point numbers of the model's number type, all others of their own.
+is a tensor of inputs, ``(inputs, targets)``, a mapping (targets under one of `TARGET_NAMES`, beside one tensor or the
+model's named arguments), or any form that `batch_to_inputs` and `batch_to_targets` take apart. NumPy arrays and pandas
+frames become tensors: inputs of floating-point numbers of the model's number type, all others of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from operator import length_hint
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from posthoc_uq.distributed import sampler_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.outputs import output_tensor
 from posthoc_uq.progress import Progress
-from posthoc_uq.replica import model_device, model_dtype
+from posthoc_uq.replica import model_device, model_dtype, unwrap
 from posthoc_uq.values import check_function
 
 BatchFunction = Callable[[Any], Any]
@@ -133,6 +134,7 @@ class BatchReader:
         batch_to_targets: from a batch to its targets.
         batch_to_weights: from a batch to the weights of its samples.
         dtype: of the model, which arrays of floating-point numbers among the inputs become; tensors keep theirs.
+        names: of the model's arguments; None where it takes any, or they are not known.
     """
 
     device: torch.device
@@ -140,6 +142,7 @@ class BatchReader:
     batch_to_targets: BatchFunction | None = None
     batch_to_weights: BatchFunction | None = None
     dtype: torch.dtype = torch.float32
+    names: tuple[str, ...] | None = None
 
     @classmethod
     def of(
@@ -151,7 +154,7 @@ class BatchReader:
     ) -> BatchReader:
         """A reader for a model: with its device and its number type."""
         functions = batch_to_inputs, batch_to_targets, batch_to_weights
-        return cls(model_device(model), *functions, model_dtype(model))
+        return cls(model_device(model), *functions, model_dtype(model), argument_names(model))
 
     def __post_init__(self) -> None:
         check_function("batch_to_inputs", self.batch_to_inputs, "from a batch to the model's inputs")
@@ -193,7 +196,7 @@ class BatchReader:
         if isinstance(batch, Mapping):
             named = dict(cast(Mapping[str, Any], batch))
             targets = next((named.pop(name) for name in TARGET_NAMES if name in named), None)
-            return named, targets
+            return self._inputs_of(named), targets
         if isinstance(batch, (tuple, list)):
             parts = cast(Sequence[Any], batch)
             if len(parts) == 1:
@@ -210,8 +213,30 @@ class BatchReader:
             f"... to take them apart."
         )
 
+    def _inputs_of(self, named: dict[str, Any]) -> Any:
+        """The inputs in a mapping without its targets: the model's named arguments, or else its only tensor. What is no
+        tensor and has no place in the model, such as the paths of files, is left out.
+        """
+        strays = {} if self.names is None else {k: v for k, v in named.items() if k not in self.names}
+        tensors = [value for value in strays.values() if isinstance(value, Tensor) or is_array(value)]
+        own = {name: value for name, value in named.items() if name not in strays}
+        if len(tensors) == 1 and not own:
+            return tensors[0]
+        return named if tensors or not own else own
+
     def _move(self, value: Any) -> Any:
         return sent(value, self.device) if isinstance(value, Tensor) else value
+
+
+def argument_names(model: nn.Module) -> tuple[str, ...] | None:
+    """The names of the arguments of a model's forward pass; None where it takes any, or they are not known."""
+    try:
+        parameters = signature(unwrap(model).forward).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return tuple(parameters)
 
 
 def _target_tensor(targets: Any) -> Tensor:

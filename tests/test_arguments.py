@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import posthoc_uq as uq
 from posthoc_uq import forward
@@ -95,7 +96,8 @@ def test_a_refused_fit_leaves_the_random_state() -> None:
 
 def test_names_that_the_model_does_not_have() -> None:
     _refused(
-        r"pixels=float32 \(12, 4\).*batch_to_inputs=", lambda: _fit(_net(), [{"pixels": _x(), "y": _y()}])
+        r"pixels=float32 \(12, 4\), index=.*batch_to_inputs=",
+        lambda: _fit(_net(), [{"pixels": _x(), "index": _y(), "y": _y()}]),
     )
 
 
@@ -837,9 +839,8 @@ def test_mappings_as_arguments_and_in_their_place() -> None:
         _refused(message, lambda one=one: _fit(one, loader, **positional))
     for head in HEADS:
         predictor = cast(Any, uq.wrap(model, fitted, head))
-        _refused(message, lambda predictor=predictor: predictor({"pixels": _x()}))
         _refused(message, lambda predictor=predictor: predictor.predict(loader, progress=False, **positional))
-        assert len(predictor(pixels=_x())) == 12
+        assert len(predictor(pixels=_x())) == len(predictor({"pixels": _x()})) == 12
     _refused(
         r"takes one argument, 'batch'.*forward\(self, \*\*inputs\)", lambda: _fit(whole, loader), TypeError
     )
@@ -848,6 +849,60 @@ def test_mappings_as_arguments_and_in_their_place() -> None:
         lambda: _fit(model, [({"x": _x()}, _y())]),
         TypeError,
     )
+
+
+class _Pairs(nn.Module):
+    """Takes two tensors, the second of which it can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.readout = nn.Linear(4, 3)
+
+    def forward(self, left: Tensor, right: Tensor | None = None) -> Tensor:
+        return self.readout(left if right is None else left + right)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_predictor_takes_a_batch_as_the_loader_gave_it(head: str) -> None:
+    x, y, path = _x(), _y(), [f"{i}.png" for i in range(12)]
+    model = _net()
+    for loader in (
+        [(x, y)],
+        [[x, y]],
+        [{"image": x, "label": y}],
+        [{"input": x, "targets": y, "path": path}],
+        [{"image": x.numpy(), "y": y.numpy()}],
+        DataLoader([{"image": x[i], "label": y[i], "path": path[i]} for i in range(12)], 12),
+    ):
+        posterior = _fit(model, loader)
+        assert posterior.evidence.total == 12
+        predictor = cast(Any, uq.wrap(model, posterior, head))
+        whole = predictor(x).probs
+        for batch in loader:
+            kept = copy.deepcopy(batch)
+            assert torch.equal(predictor(batch).probs, whole)
+            assert torch.equal(predictor.novelty(batch), predictor.novelty(x))
+            drawn = [
+                predictor.functional_samples(inputs, n_samples=2, generator=torch.Generator().manual_seed(1))
+                for inputs in (batch, x)
+            ]
+            assert torch.equal(*drawn)
+            assert str(batch) == str(kept)
+        assert torch.equal(predictor.predict(loader, progress=False).probs, whole)
+        assert torch.equal(predictor([x]).probs, whole)
+        evaluated = uq.evaluate({"network": model, "posterior": predictor}, loader, progress=False)
+        assert evaluated.metrics["posterior"]["accuracy"] > 0
+
+    pairs = _Pairs()
+    fitted = _fit(pairs, [{"left": x, "right": x, "label": y}], layers=["readout"])
+    own = cast(Any, uq.wrap(pairs, fitted, head))
+    assert torch.equal(own({"left": x, "right": x, "label": y}).probs, own(x, x).probs)
+    assert torch.equal(own({"left": x, "label": y, "path": path}).probs, own(x).probs)
+    assert torch.equal(own(((x, x), y)).probs, own(x, x).probs)
+    _refused(r"takes \['left', 'right'\], and the batch names", lambda: own({"first": x, "second": x}))
+    for samples in ([x[0], x[1]], [x, x, x]):
+        _refused("The model cannot be run|holds a list", lambda samples=samples: own(samples))
 
 
 def test_forward_derivatives_leave_no_warning_of_torchs_own() -> None:

@@ -56,6 +56,21 @@ def test_mappings_hold_their_targets_under_a_usual_name(name: str) -> None:
     _same(BatchReader(CPU).read({"a": X}), (), None, {"a": X})
 
 
+def test_mappings_whose_names_are_not_the_models() -> None:
+    def read(batch: dict[str, Any], *names: str) -> Batch:
+        return BatchReader(CPU, names=names).read(batch)
+
+    paths = ["a", "b"]
+    _same(read({"image": X, "label": Y}, "x"), (X,), Y)
+    _same(read({"image": X}, "x", "mask"), (X,), None)
+    _same(read({"image": X, "label": Y, "path": paths}, "x"), (X,), Y)
+    _same(read({"x": X, "label": Y, "path": paths}, "x"), (), Y, {"x": X})
+    _same(read({"x": X, "mask": X, "y": Y}, "x", "mask"), (), Y, {"x": X, "mask": X})
+    _same(read({"image": X, "index": Y}, "x"), (), None, {"image": X, "index": Y})
+    _same(read({"x": X, "index": Y}, "x"), (), None, {"x": X, "index": Y})
+    assert BatchReader.of(nn.Linear(2, 3)).names == ("input",)
+
+
 def test_functions_take_the_rest_apart() -> None:
     three = (X, "path", Y)
     both = BatchReader(CPU, lambda b: b[0], lambda b: b[2])

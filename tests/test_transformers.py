@@ -447,3 +447,20 @@ def test_a_decoder_that_reads_the_encoders_inputs_is_said_aloud() -> None:
         warnings.simplefilter("always")
         uq.fit(model, [(inputs, IDS)], "diag", likelihood=TOKENS, prior_precision=2.0, **options)
     assert not [w for w in caught if "decoder" in str(w.message)]
+
+
+def test_an_encoder_decoder_whose_labels_were_taken_out_says_so() -> None:
+    model, options = t5(), {"likelihood": TOKENS, "layers": "last", "prior_precision": 2.0, "progress": False}
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
+    message = (
+        r"labels were taken out of the batch as targets: put decoder_input_ids=model\.prepare_decoder_input_ids_from_"
+        r"labels\(labels\) into every batch.*The model's own error is ValueError"
+    )
+    with pytest.raises(uq.PosthocUQError, match=message):
+        uq.fit(model, [batch], "diag", **options)
+    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(IDS)
+    predictor = uq.wrap(model, uq.fit(model, [batch], "diag", **options))
+    assert torch.equal(predictor(batch).probs, predictor.predict([batch], progress=False).probs)
+    del batch["decoder_input_ids"]
+    with pytest.raises(uq.PosthocUQError, match=message):
+        predictor(batch)

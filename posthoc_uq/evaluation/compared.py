@@ -13,7 +13,7 @@ from posthoc_uq.arguments import LOADER, explained
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
-from posthoc_uq.loaders import Batch
+from posthoc_uq.loaders import Batch, argument_names
 from posthoc_uq.outputs import Choice, output_tensor
 from posthoc_uq.predictions.base import Prediction
 from posthoc_uq.replica import model_device, model_dtype, replicate
@@ -29,6 +29,7 @@ class ComparedModel:
         device: where it takes its inputs.
         dtype: of its weights, which arrays of floating-point numbers become.
         predictor: the predictor, or None for a model without a posterior.
+        argument_names: of what it takes; None where that is anything, or not known.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ComparedModel:
     device: torch.device
     dtype: torch.dtype
     predictor: Predictor | None
+    argument_names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def _row(name: str, model: Any, plain: _Plain) -> ComparedModel:
             model.device,
             model_dtype(model.model),
             model,
+            argument_names(model.model),
         )
     if isinstance(model, nn.Module):
         twin = replicate(model)
@@ -107,7 +110,8 @@ def _row(name: str, model: Any, plain: _Plain) -> ComparedModel:
                 output = choice.of(output)
             return _as_prediction(output, plain)
 
-        return ComparedModel(name or "model", predict, model_device(twin), model_dtype(twin), None)
+        names = argument_names(twin)
+        return ComparedModel(name or "model", predict, model_device(twin), model_dtype(twin), None, names)
     if callable(model):
         return ComparedModel(
             name or "function",

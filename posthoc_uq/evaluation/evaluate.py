@@ -183,7 +183,11 @@ def _pass(
 ) -> tuple[dict[str, Prediction], Tensor | None]:
     """Every row's prediction of a loader, and the targets; examples are chosen by the last row."""
     reader = BatchReader(
-        rows[0].device, reading.batch_to_inputs, reading.batch_to_targets, dtype=rows[0].dtype
+        rows[0].device,
+        reading.batch_to_inputs,
+        reading.batch_to_targets,
+        dtype=rows[0].dtype,
+        names=rows[0].argument_names,
     )
     parts: dict[str, list[Prediction]] = {row.name: [] for row in rows}
     targets: list[Tensor] = []

@@ -25,7 +25,15 @@ from posthoc_uq.heads.novelty import (
 )
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.layers import Call
-from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.loaders import (
+    Bar,
+    Batch,
+    BatchFunction,
+    BatchReader,
+    argument_names,
+    batches,
+    check_loader,
+)
 from posthoc_uq.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import DRAWS, QUADRATIC
@@ -154,7 +162,8 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
-        `RegressionPrediction` by the likelihood.
+        `RegressionPrediction` by the likelihood. The arguments are the model's, or one batch as a loader gives it,
+        ``(inputs, targets)`` or a mapping, whose targets are ignored.
 
         Raises:
             NonFiniteError: an input's prediction is not finite.
@@ -372,7 +381,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         No gradients are kept, and the global random state is afterwards as it was, whatever the loader draws.
 
         Args:
-            loader: of inputs, or of pairs whose targets are ignored.
+            loader: of inputs, or of pairs or mappings whose targets are ignored.
             batch_to_inputs: takes the model's inputs out of a batch of any other form.
             progress: whether to show a bar.
 
@@ -384,7 +393,10 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             PosthocUQError: the loader is none, yields no batch, or batches of an unknown form.
         """
         check_loader(loader)
-        reader = BatchReader(self.device, batch_to_inputs, dtype=model_dtype(self._model[0]))
+        model = self._model[0]
+        reader = BatchReader(
+            self.device, batch_to_inputs, dtype=model_dtype(model), names=argument_names(model)
+        )
         predictions, posterior = list[Prediction](), self._snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posthoc_uq.arguments import DECODER_INPUTS, lacks_decoder_inputs
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.counted import layout_of
 from posthoc_uq.likelihoods.log_mean import LogMean
@@ -66,16 +67,12 @@ def missing_decoder_inputs(model: nn.Module, batch: Batch) -> str | None:
         model: the user's, which is not run.
         batch: the first one.
     """
-    config: Any = getattr(model, "config", None)
     names = [kind.__name__ for kind in type(model).__mro__]
-    if not getattr(config, "is_encoder_decoder", False) or not any(n.endswith(_SEQUENCES) for n in names):
-        return None
-    if len(batch.args) > 1 or {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.kwargs):
+    if not lacks_decoder_inputs(model, batch) or not any(name.endswith(_SEQUENCES) for name in names):
         return None
     return (
         f"{type(model).__name__} is called without decoder_input_ids, so its decoder reads the encoder's inputs, and "
-        f"not the labels: put decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels) into every batch, "
-        f"here and for predictions."
+        f"not the labels: {DECODER_INPUTS}"
     )
 
 
