@@ -528,6 +528,7 @@ class TestRefusals:
         from posthoc_uq.serving import connections
 
         monkeypatch.setattr(connections, "CONNECTIONS", 8)
+        monkeypatch.setattr(connections, "_NEW", 0.0)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             while (await receive())["more_body"]:

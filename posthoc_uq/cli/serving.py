@@ -14,7 +14,7 @@ from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
 
 _NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
-_WAITING = 256  # connections that the system keeps until they are accepted
+_WAITING = 128  # connections that the system keeps until they are accepted
 _ANY = ("0.0.0.0", "::", "")
 
 

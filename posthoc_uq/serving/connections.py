@@ -6,8 +6,9 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-CONNECTIONS = 500
+CONNECTIONS = 400
 """At once. One more ends the one that has been without a whole request for longest."""
+_NEW = 0.25  # seconds in which a connection is not yet ended for another one
 _LOOK = 2.0  # seconds between two looks at a connection
 _TO_ASK, _TO_TAKE = 10.0, 30.0  # seconds for the head of a request to arrive, and for an answer to be taken
 
@@ -24,11 +25,11 @@ class Connection(H11Protocol):
         self._next_look = self.loop.call_later(_LOOK, self._look)
         if len(self.connections) <= CONNECTIONS:
             return
-        others = [one for one in self.connections if isinstance(one, Connection)]
-        there = [one for one in others if not one.transport.is_closing()]
-        idle = [one for one in there if one is not self and not one._asked]
-        if len(there) > CONNECTIONS and idle:
-            min(idle, key=lambda one: one._since).transport.abort()
+        all_of_them = [one for one in self.connections if isinstance(one, Connection)]
+        there = [one for one in all_of_them if not one.transport.is_closing()]
+        old = [one for one in there if self._since - one._since > _NEW and not one._asked]
+        if len(there) > CONNECTIONS and old:
+            min(old, key=lambda one: one._since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """No more looks."""
@@ -42,8 +43,9 @@ class Connection(H11Protocol):
 
     @property
     def _asked(self) -> bool:
-        """Whether a whole request is under way."""
-        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        """Whether a whole request is under way, and the answers before it were taken."""
+        cycle = self.cycle
+        return not (cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused)
 
     def _look(self) -> None:
         still = self.loop.time() - self._since
