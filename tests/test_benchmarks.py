@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from importlib.util import find_spec
@@ -387,6 +388,15 @@ def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
     assert row["wrong"] == 0 and row["requests"] == 60
     assert 0 < row["p50, ms"] <= row["p99, ms"]
     assert row["memory after, MiB"] < 1.2 * row["memory before, MiB"]
+
+
+@pytest.mark.slow
+def test_attacks_on_the_server_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS / "attacks"))
+        script = importlib.import_module("server")
+    assert script.main(["--smoke", "--only", "names", "logs"]) == 0, capsys.readouterr().out
+    assert "bad outcomes" in capsys.readouterr().out
 
 
 def test_message_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import socket
 import threading
+import time
 import warnings
 import weakref
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -219,6 +223,23 @@ BAD = {
     "no boundary": ("/predict/image", b"", {"Content-Type": "multipart/form-data"}, 400, "form"),
     "no form": ("/predict/image", b"x", {"Content-Type": "multipart/form-data; boundary=a"}, 400, "form"),
 }
+
+
+async def _status(app: Any, body: bytes, whole: bool = True) -> int:
+    """The status of an answer to a body, whose rest never comes where it is not whole."""
+    sent: list[Any] = []
+    messages = [{"type": "http.request", "body": body, "more_body": not whole}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers, "query_string": b""}
+    await app({**scope, "http_version": "1.1", "scheme": "http", "root_path": ""}, receive, send)
+    return sent[0]["status"]
 
 
 def _chunk(name: bytes, content: bytes) -> bytes:
@@ -459,6 +480,98 @@ class TestRefusals:
         service.under_way = 0
         assert client.post("/predict", json=x).status_code == 200
         assert service.under_way == 0
+
+    def test_slow_bodies_take_no_places(self, predictor: uq.Predictor) -> None:
+        app = application(Service(predictor, None, Settings(names=NAMES, queue=2, limits=LIMITS)), None)
+        body = json.dumps({"input": torch.zeros(3, 12, 12).tolist()}).encode()
+
+        async def ask() -> list[int]:
+            slow = [asyncio.ensure_future(_status(app, b"{", whole=False)) for _ in range(7)]
+            await asyncio.sleep(0)
+            statuses = [await _status(app, body) for _ in range(5)]
+            assert not any(task.done() for task in slow)
+            more = [asyncio.ensure_future(_status(app, b"{", whole=False)) for _ in range(7)]
+            # of 14, only four times the queue may be on their way
+            statuses += await asyncio.wait_for(asyncio.gather(*slow[:6]), 20)
+            assert not slow[6].done()
+            for task in (*slow, *more):
+                task.cancel()
+            return statuses
+
+        assert asyncio.run(ask()) == [200] * 5 + [503] * 6
+
+    def test_bodies_on_their_way_are_bounded_in_memory(self, predictor: uq.Predictor) -> None:
+        limits = Limits(bytes=20_000)
+        app = application(Service(predictor, None, Settings(names=NAMES, queue=2, limits=limits)), None)
+        body = json.dumps({"input": torch.zeros(3, 12, 12).tolist()}).encode()
+        assert len(body) < 20_000
+
+        async def ask() -> list[int]:
+            # together almost all that two requests may hold
+            slow = [asyncio.ensure_future(_status(app, b" " * 19_000, whole=False)) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            statuses = [await _status(app, body), await slow[0]]  # the first of them makes room
+            assert not slow[1].done()
+            slow[1].cancel()
+            return statuses
+
+        assert asyncio.run(ask()) == [200, 503]
+
+    def test_a_body_has_a_time_to_arrive(self, predictor: uq.Predictor) -> None:
+        limits = Limits(seconds=0.05)
+        app = application(Service(predictor, None, Settings(names=NAMES, limits=limits)), None)
+        assert asyncio.run(_status(app, b"{", whole=False)) == 408
+
+    def test_connections_that_keep_still_keep_nobody_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import uvicorn
+
+        from posthoc_uq.serving import connections
+
+        monkeypatch.setattr(connections, "CONNECTIONS", 8)
+        monkeypatch.setattr(connections, "_NEW", 0.0)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive())["more_body"]:
+                pass
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5000000")]}
+            )
+            await send({"type": "http.response.body", "body": b"x" * 5_000_000})
+
+        get = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+        slow = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"
+        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+            config = uvicorn.Config(
+                app, http=connections.Connection, lifespan="off", log_level="error", limit_concurrency=16
+            )
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=server.run, args=([listening],))
+            thread.start()
+
+            def opened(sent: bytes) -> socket.socket:
+                made = socket.create_connection(listening.getsockname(), timeout=20)
+                stack.enter_context(made)
+                made.sendall(sent)
+                return made
+
+            try:
+                for sent in (b"", b"GET", slow):  # more than there is room for, of each kind
+                    for _ in range(20):
+                        opened(sent)
+                    assert opened(get).recv(12) == b"HTTP/1.1 200"
+                monkeypatch.setattr(connections, "_LOOK", 0.05)
+                monkeypatch.setattr(connections, "_TO_ASK", 0.2)
+                monkeypatch.setattr(connections, "_TO_TAKE", 0.2)
+                for sent in (b"", b"GET", get + b"GET", get * 3):
+                    made = opened(sent)
+                    ended = b"more"
+                    time.sleep(1 if sent.startswith(get) else 0)  # it does not read
+                    with suppress(ConnectionResetError):
+                        while ended:  # it would be open for ever
+                            ended = made.recv(2**20)
+            finally:
+                server.should_exit = server.force_exit = True
+                thread.join()
 
     def test_a_fault_of_the_server_stays_in_its_log(
         self, client: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
@@ -809,6 +922,8 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     import httpx
     import uvicorn
 
+    from posthoc_uq.serving.connections import Connection
+
     servers: list[uvicorn.Server] = []
     answers: list[Any] = []
 
@@ -836,6 +951,7 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", printed["url"])
     image = torch.from_numpy(np.asarray(Image.open(place / "new" / "0.png")).copy()).permute(2, 0, 1)
     assert answers == [_expected(predictor, predictor(image[None].float() / 255), 0)]
+    assert servers[0].config.http is Connection
     names.write_text("a\nb")
     assert "2 class names" in failure("serve", *common, "--class-names", names)
     assert "cannot be listened on" in failure("serve", *common, "--host", "256.0.0.1")

@@ -14,6 +14,7 @@ from posthoc_uq.cli.predictors import predictor_of
 from posthoc_uq.errors import PosthocUQError
 
 _NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
+_WAITING = 128  # connections that the system keeps until they are accepted
 _ANY = ("0.0.0.0", "::", "")
 
 
@@ -97,7 +98,7 @@ def _application(path: str, options: Mapping[str, Any]) -> Any:
 def _socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=256)
+        return socket.create_server((host, port), family=family, backlog=_WAITING)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PosthocUQError(f"--host {host} --port {port} cannot be listened on: {reason}.") from None
@@ -106,13 +107,18 @@ def _socket(host: str, port: int) -> socket.socket:
 def _run(application: Any, listening: socket.socket) -> None:
     import uvicorn
 
+    from posthoc_uq.serving.connections import CONNECTIONS, Connection
+
     config = uvicorn.Config(
         application,
+        http=Connection,
+        ws="none",
+        backlog=_WAITING,  # so many at most come in before room is made for them
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=10,
         timeout_graceful_shutdown=10,
-        limit_concurrency=512,
+        limit_concurrency=2 * CONNECTIONS,
     )
     uvicorn.Server(config).run(sockets=[listening])

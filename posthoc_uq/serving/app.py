@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from posthoc_uq.serving.metrics import CONTENT_TYPE
 from posthoc_uq.serving.refusals import Refused
-from posthoc_uq.serving.requests import IMAGE_TYPES, body_of, files_of
+from posthoc_uq.serving.requests import BUSY, IMAGE_TYPES, Bodies, files_of
 from posthoc_uq.serving.service import Service, log
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -29,6 +30,7 @@ _SAME_SITE = (
     "same-site",
     "none",
 )  # what Sec-Fetch-Site says of a page of this site, or of no page
+_FORM = "multipart/form-data"
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
@@ -80,25 +82,41 @@ def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Sta
 
 def _endpoints(service: Service) -> dict[str, Endpoint]:
     limits = service.settings.limits
+    bodies = Bodies(limits, service.settings.queue)
 
     async def one(request: Request) -> Response:
         _check_json(request, "/predict")
-        body = await body_of(request, limits)
-        return JSONResponse((await _run(service, service.predict_numbers, body, False))[0])
+        async with bodies.whole(request) as body:
+            return JSONResponse((await _run(service, service.predict_numbers, body, False))[0])
+
+    def of_form(body: bytes, headers: Headers, many: bool) -> list[dict[str, Any]]:
+        files = files_of(body, headers, limits)
+        if len(files) != 1 and not many:
+            raise Refused(400, "form", f"The form has {len(files)} files; send several to /predict/batch.")
+        return service.predict_images(files)
 
     async def image(request: Request) -> Response:
-        files, kind = await _image_files(request, service)
-        if len(files) != 1:
-            raise Refused(400, "form", f"The form has {len(files)} files; send several to /predict/batch.")
-        return JSONResponse((await _run(service, service.predict_images, files, kind))[0])
+        kind = _content_type(request)
+        if kind not in (_FORM, *IMAGE_TYPES):
+            sentence = "/predict/image takes the content type image/png or image/jpeg, or one file of a form."
+            raise Refused(415, "type", sentence)
+        async with bodies.whole(request) as body:
+            if kind == _FORM:
+                found = await _run(service, of_form, body, request.headers, False)
+            else:
+                found = await _run(service, service.predict_images, [body], IMAGE_TYPES[kind])
+            return JSONResponse(found[0])
 
     async def batch(request: Request) -> Response:
-        if _content_type(request) == "multipart/form-data":
-            found = await _run(service, service.predict_images, await files_of(request, limits), None)
-        else:
+        form = _content_type(request) == _FORM
+        if not form:
             _check_json(request, "/predict/batch", ", or images as files of a form")
-            found = await _run(service, service.predict_numbers, await body_of(request, limits), True)
-        return JSONResponse({"predictions": found})
+        async with bodies.whole(request) as body:
+            if form:
+                found = await _run(service, of_form, body, request.headers, True)
+            else:
+                found = await _run(service, service.predict_numbers, body, True)
+            return JSONResponse({"predictions": found})
 
     async def health(_: Request) -> Response:
         return JSONResponse(service.health())
@@ -121,7 +139,20 @@ def _endpoints(service: Service) -> dict[str, Endpoint]:
 
 
 async def _run(service: Service, function: Callable[..., Any], *args: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(service.pool, function, *args)
+    """A request whose body is there, through the queue."""
+    _check_queue(service)
+    service.under_way += 1
+    service.metrics.waiting.set(service.under_way)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(service.pool, function, *args)
+    finally:
+        service.under_way -= 1
+        service.metrics.waiting.set(service.under_way)
+
+
+def _check_queue(service: Service) -> None:
+    if service.under_way >= service.settings.queue:
+        raise Refused(503, "busy", BUSY)
 
 
 def _content_type(request: Request) -> str:
@@ -133,41 +164,16 @@ def _check_json(request: Request, path: str, more: str = "") -> None:
         raise Refused(415, "type", f"{path} takes the content type application/json{more}.")
 
 
-async def _image_files(request: Request, service: Service) -> tuple[list[bytes], str | None]:
-    """The files of a request, and the format that it names."""
-    kind = _content_type(request)
-    if kind == "multipart/form-data":
-        return await files_of(request, service.settings.limits), None
-    if kind not in IMAGE_TYPES:
-        raise Refused(
-            415,
-            "type",
-            "/predict/image takes the content type image/png or image/jpeg, or one file of a form.",
-        )
-    return [await body_of(request, service.settings.limits)], IMAGE_TYPES[kind]
-
-
 def _counted(service: Service, name: str, endpoint: Endpoint) -> Endpoint:
-    """The endpoint within the queue, counted and timed, with every refusal as one sentence."""
+    """The endpoint, counted and timed, with every refusal as one sentence."""
     metrics, predicts = service.metrics, name.startswith("/predict")
-
-    async def answer(request: Request) -> Response:
-        if not predicts:
-            return await endpoint(request)
-        if service.under_way >= service.settings.queue:
-            raise Refused(503, "busy", "The server is busy; try again in a second.")
-        service.under_way += 1
-        metrics.waiting.set(service.under_way)
-        try:
-            return await endpoint(request)
-        finally:
-            service.under_way -= 1
-            metrics.waiting.set(service.under_way)
 
     async def wrapped(request: Request) -> Response:
         start = time.perf_counter()
         try:
-            response = await answer(request)
+            if predicts:
+                _check_queue(service)  # before a body is sent in vain; its place is taken when it is there
+            response = await endpoint(request)
             metrics.latency.labels(name).observe(time.perf_counter() - start)
         except Refused as refused:
             metrics.errors.labels(refused.kind).inc()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, cast
@@ -13,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
-from starlette.datastructures import UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
@@ -24,6 +25,9 @@ from posthoc_uq.serving.refusals import Refused, shortened
 _IMAGES = 8  # of the largest size, that a form may hold: decoding takes a second or two each
 _SCANS = 100  # of a JPEG file; progressive ones have about ten
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+BUSY = "The server is busy; try again in a second."
+_ARRIVING = 4  # times the queue's length, so many bodies may be on their way
+_PART = 2**20  # bytes of a form that are parsed at once
 IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
 
 
@@ -47,47 +51,75 @@ class Limits:
     shorter: int = UNKNOWN
 
 
-async def body_of(request: Request, limits: Limits) -> bytes:
-    """The whole body.
+class Bodies:
+    """Bodies of requests, bounded together: those on their way, and those of requests under way. Slow ones hold no
+    place in the queue; where one more would be too many, that which has been arriving for longest is given up.
 
-    Raises:
-        Refused: it is too large or too slow.
+    Args:
+        limits: of one request.
+        queue: requests under way, for whose bodies there is memory.
     """
 
-    async def joined() -> bytes:
-        return b"".join([part async for part in _limited(request, limits)])
+    def __init__(self, limits: Limits, queue: int) -> None:
+        self._limits, self._most, self._bytes = limits, _ARRIVING * queue, queue * limits.bytes
+        self._held = 0  # bytes of all
+        self._arriving: dict[_Arriving, asyncio.Task[bytes]] = {}  # the oldest first
 
-    return await _in_time(joined(), limits)
+    @asynccontextmanager
+    async def whole(self, request: Request) -> AsyncGenerator[bytes]:
+        """The body of a request. It counts until the end of the block.
+
+        Raises:
+            Refused: it is too large or too slow, or was given up.
+        """
+        arriving, held = _Arriving(), 0
+        task = self._arriving[arriving] = asyncio.ensure_future(self._arrive(request, arriving))
+        self._make_room()
+        try:
+            await asyncio.wait({task}, timeout=self._limits.seconds)
+            if not task.done():
+                raise Refused(
+                    408,
+                    "slow",
+                    f"The request's body took longer than {self._limits.seconds:g} seconds to arrive.",
+                )
+            if task.cancelled():
+                raise Refused(503, "busy", BUSY)
+            body = task.result()
+            self._give_up(arriving)
+            held = len(body)
+            self._held += held
+            yield body
+        finally:
+            self._give_up(arriving)
+            self._held -= held
+
+    async def _arrive(self, request: Request, arriving: _Arriving) -> bytes:
+        async for part in _limited(request, self._limits):
+            arriving.parts.append(part)
+            if arriving in self._arriving:
+                self._held += len(part)
+                self._make_room()
+        return b"".join(arriving.parts)
+
+    def _make_room(self) -> None:
+        while self._arriving and (self._held > self._bytes or len(self._arriving) > self._most):
+            self._give_up(next(iter(self._arriving)))
+
+    def _give_up(self, arriving: _Arriving) -> None:
+        """End one that is on its way, if it still is, and free its memory at once."""
+        task = self._arriving.pop(arriving, None)
+        if task is not None:
+            task.cancel()
+            self._held -= sum(map(len, arriving.parts))
+            arriving.parts.clear()
 
 
-async def files_of(request: Request, limits: Limits) -> list[bytes]:
-    """The files of a form, in memory.
+class _Arriving:
+    """What has come of a body."""
 
-    Raises:
-        Refused: the form cannot be read, is too large or too slow, or has no file.
-    """
-    parser = _InMemory(
-        request.headers,
-        _limited(request, limits),
-        max_files=limits.batch,
-        max_fields=0,
-        max_part_size=limits.bytes,
-    )
-    parser.spool_max_size = limits.bytes + 1
-    try:
-        form = await _in_time(parser.parse(), limits)
-    except (MultiPartException, KeyError, ValueError) as error:  # the parser's own errors are ValueErrors
-        reason = "it names no boundary" if isinstance(error, KeyError) else getattr(error, "message", error)
-        status, kind = (413, "size") if str(reason).startswith("Too many files") else (400, "form")
-        raise Refused(status, kind, f"The form cannot be read: {shortened(reason)}.") from None
-    uploads = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-    if not uploads:
-        raise Refused(400, "form", "The form has no file; send images as files (curl -F image=@photo.jpg).")
-    return [await upload.read() for upload in uploads]
-
-
-class _InMemory(MultiPartParser):
-    """Keeps files in memory, however large they are; the body's limit bounds them."""
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
 
 
 async def _limited(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
@@ -106,13 +138,31 @@ async def _limited(request: Request, limits: Limits) -> AsyncGenerator[bytes, No
         raise Refused(400, "disconnect", "The request ended before its body was complete.") from None
 
 
-async def _in_time(work: Any, limits: Limits) -> Any:
+def files_of(body: bytes, headers: Headers, limits: Limits) -> list[bytes]:
+    """The files of a form, in memory. Called outside of the event loop, for a form of many parts takes seconds.
+
+    Raises:
+        Refused: the form cannot be read, or has no file.
+    """
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        for start in range(0, len(body), _PART):
+            yield body[start : start + _PART]
+
+    parser = MultiPartParser(
+        headers, parts(), max_files=limits.batch, max_fields=0, max_part_size=limits.bytes
+    )
+    parser.spool_max_size = limits.bytes + 1  # files stay in memory; the body's limit bounds them
     try:
-        return await asyncio.wait_for(work, limits.seconds)
-    except (TimeoutError, asyncio.TimeoutError):
-        raise Refused(
-            408, "slow", f"The request's body took longer than {limits.seconds:g} seconds to arrive."
-        ) from None
+        form = asyncio.run(parser.parse())
+    except (MultiPartException, KeyError, ValueError) as error:  # the parser's own errors are ValueErrors
+        reason = "it names no boundary" if isinstance(error, KeyError) else getattr(error, "message", error)
+        status, kind = (413, "size") if str(reason).startswith("Too many files") else (400, "form")
+        raise Refused(status, kind, f"The form cannot be read: {shortened(reason)}.") from None
+    uploads = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+    if not uploads:
+        raise Refused(400, "form", "The form has no file; send images as files (curl -F image=@photo.jpg).")
+    return [upload.file.read() for upload in uploads]
 
 
 def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> Tensor:

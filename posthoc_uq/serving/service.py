@@ -46,7 +46,7 @@ class Settings:
         level: of intervals.
         limits: of one request.
         workers: threads that decode and predict; the model itself runs in one at a time.
-        queue: requests under way; more are told to come again.
+        queue: requests under way, each with its whole body; more are told to come again.
         integers: inputs of JSON are whole numbers, such as tokens.
         remember: inputs whose scores the live page shows.
         window: inputs of a test of drift.
