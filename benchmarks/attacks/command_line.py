@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import pkgutil
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -124,12 +125,12 @@ def call(folder: Path, *arguments: object, limit: float = LIMIT, **environment: 
     log = folder.parent / "said.txt"
     context = multiprocessing.get_context("fork")
     process = context.Process(
-        target=_child, args=([str(a) for a in arguments], str(folder), str(log), environment), daemon=True
+        target=_child, args=([str(a) for a in arguments], str(folder), str(log), environment)
     )
     process.start()
     process.join(limit)
-    if process.is_alive():
-        process.kill()
+    if process.is_alive() and process.pid is not None:
+        os.killpg(process.pid, signal.SIGKILL)  # with its own child processes
         process.join()
         return Result(None, log.read_text(errors="replace"))
     return Result(process.exitcode, log.read_text(errors="replace"))
@@ -383,7 +384,7 @@ def attack_links(place: Path) -> None:
         shutil.copytree(place / "photos", folder)
         spoil(folder)
         output = place / "spoilt" / f"{folder.name}.csv"
-        result = call(place, "predict", "i.h5", folder, *NET, "-o", output)
+        result = call(place, "predict", "i.h5", folder, *NET, "-o", output, "--workers", 0)
         rows = len(predicted_rows(output))
         wrong = complaint_of(result) or (f"{rows} rows of 15 images" if rows != 15 else None)
         silent = None if "left out" in result.text else "nothing was said of what was left out"
