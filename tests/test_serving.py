@@ -894,7 +894,17 @@ def test_from_predict_to_the_page(place: Path) -> None:
     for name in ("held", "new"):
         run("predict", place / "m.h5", place / name, *_model(place), "-o", place / f"{name}.csv", "-q")
     page = place / "page.html"
-    options = ["--reference", place / "held.csv", "-o", page, "--images", place / "new", "--window", 24]
+    options = [
+        "--reference",
+        place / "held.csv",
+        "-o",
+        page,
+        "--force",
+        "--images",
+        place / "new",
+        "--window",
+        24,
+    ]
     summary = run_json("monitor", place / "new.csv", *options)
     assert summary["inputs"] == summary["held_out"] == 24 and summary["pictures"] == 12
     assert {test["score"] for test in summary["newest"]} == {"entropy", "mutual_information", "novelty"}

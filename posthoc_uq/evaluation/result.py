@@ -61,7 +61,8 @@ class Evaluation(Measurements):
         return numbers
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write `rows` as a table of five columns.
+        """Write `rows` as a table of five columns. A name that a spreadsheet would compute as a formula gets an
+        apostrophe in front.
 
         Raises:
             PosthocUQError: the file cannot be written; an existing one is left as it was.
