@@ -21,6 +21,7 @@ from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.samples import at_least_float32, by_input
+from posthoc_uq.progress import counted
 from posthoc_uq.replica import replicate
 
 TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched
@@ -38,7 +39,7 @@ class Comparison:
         predictor: predicts them.
         seed: of the draws of a head that draws weights.
         matched: whether predictions have the temperature at which their mean entropy is the network's.
-        predicted: is told of every batch that was predicted, by its number of inputs.
+        predicted: is told how many inputs were predicted, as the work on them goes on.
 
     Attributes:
         samples: how many inputs there are.
@@ -83,10 +84,10 @@ class Comparison:
         try:
             self._predictor.refresh(self._seed)
             with torch.no_grad():
-                distributions = list[Any]()
-                for own, (distribution, _) in zip(self._compared, self._cache.distributions(), strict=True):
-                    distributions.append(distribution)
-                    self._predicted(len(own.outputs))
+                distributions, of_batches = list[Any](), self._cache.distributions()
+                for own in self._compared:
+                    with counted(len(own.outputs), self._predicted):
+                        distributions.append(next(of_batches)[0])
                 temperature = self._match(distributions) if self._matched else temperature
                 self._posterior.temperature = temperature
                 value = self._mean(distributions, self._posterior.likelihood.divergence)

@@ -25,9 +25,10 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials
 from posthoc_uq.likelihoods.counted import nothing_counts
-from posthoc_uq.loaders import Bar, Batch
+from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.progress import Progress
 from posthoc_uq.values import POSITIVE
 from posthoc_uq.warned import warn_user
 from posthoc_uq.widest import TOLERANCE, widest_within
@@ -38,6 +39,8 @@ _ABOVE = 3  # decades above the weights' own precision at which a search begins
 _BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
 _UP = 12  # decades above it at which a search gives up
 _FEW = 8  # inputs on which a search begins where each prediction runs the whole model
+# How many evaluations a search mostly takes, for what a bar shows: on all inputs without a look at a few, and with it.
+_USUAL, _USUAL_AFTER_FEW, _USUAL_OF_FEW = 4, 2, 4
 _ZERO = 1e-12  # mean square up to which weights count as zero
 
 
@@ -94,7 +97,7 @@ class FaithfulSearch:
         predictor: predicts them.
         seed: of the draws of a head that draws weights.
         matched: whether each prior precision has its own temperature.
-        progress: whether `run` shows a bar.
+        progress: whether a search shows a bar.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class FaithfulSearch:
         self.posterior, self.trials = posterior, Trials()
         self._evaluated = dict[float, tuple[float, float]]()
         self._progress = progress
-        self._bar: Bar | None = None
+        self._bar = Progress("faithful prior", "samples", False)
         self.name = widening(posterior)
         self._prior = posterior.prior_precision if posterior.takes_prior else None
         self._scale = posterior.scale
@@ -128,8 +131,7 @@ class FaithfulSearch:
 
     def run(self, budget: float) -> Reached:
         """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
-        with Bar((), "faithful prior", self._progress) as self._bar:
-            decade = self.set_widest(budget)
+        decade = self.set_widest(budget)
         divergence, _ = self._evaluated[decade]
         self.trials.chosen = self.trials.trials[list(self._evaluated).index(decade)]
         if not divergence <= budget:
@@ -145,14 +147,25 @@ class FaithfulSearch:
 
     def set_widest(self, budget: float) -> float:
         """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
-        decade = self._widest(budget)
+        total = self._expected(self._few or self._all, 0)
+        with Progress("faithful prior", "samples", self._progress, total) as self._bar:
+            decade = self._widest(budget)
         self._set(decade)
         self.posterior.temperature = self._evaluated[decade][1]
         return decade
 
     def _advance(self, inputs: int) -> None:
-        if self._bar is not None:
-            self._bar.advance(inputs)
+        self._bar.advance(inputs)
+
+    def _expected(self, comparison: Comparison, evaluated: int) -> int:
+        """How many predictions an evaluation on these inputs and those after it may take: the usual number of
+        evaluations, but always one more than this.
+        """
+        of_all = _USUAL if self._few is None else _USUAL_AFTER_FEW
+        if comparison is self._all:
+            return (1 + max(1, of_all - evaluated - 1)) * self._all.samples
+        of_few = 1 + max(1, _USUAL_OF_FEW - evaluated - 1)
+        return of_few * comparison.samples + of_all * self._all.samples
 
     @property
     def _label(self) -> str:
@@ -197,6 +210,7 @@ class FaithfulSearch:
     ) -> float:
         """The divergence at a decade on some inputs; it and its temperature are remembered."""
         if decade not in evaluated:
+            self._bar.expect(self._bar.done + self._expected(comparison, len(evaluated)))
             self._set(decade)
             evaluated[decade] = value, temperature = comparison.at_present()
             if comparison is self._all:

@@ -269,6 +269,6 @@ def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: 
         posterior.history.tuning["prior precision"] = "given"
     else:
         head["criterion"] = "evidence"
-        maximise_evidence(posterior)
+        maximise_evidence(posterior, progress=task.settings.progress)
         if task.val_loader is None:
-            warn_if_draws_differ(posterior, task.batch, seed)
+            warn_if_draws_differ(posterior, task.batch, seed, progress=task.settings.progress)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
+from posthoc_uq import interrupts
 from posthoc_uq.distributed import rank
+
+Part = TypeVar("Part")
 
 
 class Progress:
@@ -22,10 +28,11 @@ class Progress:
 
     Attributes:
         visible: whether it is shown.
+        done: how much is done.
     """
 
     def __init__(self, description: str, unit: str, visible: bool, total: int | None = None) -> None:
-        self.visible = visible and rank() == 0
+        self.visible, self.done = visible and rank() == 0, 0
         self._bar: Any = None
         if self.visible:
             # Every update looks at the clock, so that no second thread has to redraw a bar that became slow.
@@ -39,6 +46,7 @@ class Progress:
 
     def advance(self, done: int = 1) -> None:
         """Add to what is done."""
+        self.done += done
         if self._bar is not None:
             self._bar.update(done)
 
@@ -49,6 +57,7 @@ class Progress:
 
     def restart(self, description: str) -> None:
         """Begin again at nothing, with other work."""
+        self.done = 0
         if self._bar is not None:
             self._bar.reset()
             self._bar.set_description(description)
@@ -104,3 +113,65 @@ def _bars() -> Any:
     if hasattr(os, "register_at_fork"):  # the lock may be held by a thread that a forked child does not have
         os.register_at_fork(after_in_child=begin)
     return Bars
+
+
+_told: ContextVar[Callable[[float], None] | None] = ContextVar("told", default=None)
+"""Who is told which share of the work under way is done, in this thread."""
+
+
+@contextmanager
+def counted(number: int, advance: Callable[[int], Any]) -> Generator[None]:
+    """Work on so many things at once: `advance` is called with parts of their number, as the loops inside tell which
+    share of the work is done (`in_parts`), and in the end with the rest.
+    """
+    done, outer = 0, _told.get()
+
+    def tell(share: float) -> None:
+        nonlocal done
+        more = min(number, int(share * number)) - done
+        if more > 0:
+            done += more
+            advance(more)
+
+    _told.set(tell)
+    try:
+        yield
+    finally:
+        _told.set(outer)
+    tell(1.0)
+
+
+@contextmanager
+def share(start: float, stop: float) -> Generator[None]:
+    """Work that is a share of the work under way, from `start` to `stop`."""
+    outer = _told.get()
+    if outer is None:
+        yield
+        return
+    _told.set(lambda inner: outer(start + inner * (stop - start)))
+    try:
+        yield
+    finally:
+        _told.set(outer)
+    outer(stop)
+
+
+def in_parts(parts: Sequence[Part]) -> Iterator[Part]:
+    """Parts of the work under way, about equally long; not to be left by `break`."""
+    outer = _told.get()
+    for place, part in enumerate(parts):
+        interrupts.check()
+        if outer is not None:
+            _told.set(lambda inner, place=place: outer((place + inner) / len(parts)))
+        yield part
+        if outer is not None:
+            outer((place + 1) / len(parts))
+            _told.set(outer)
+
+
+def tell(done: float) -> None:
+    """Say which share of the work under way is done."""
+    interrupts.check()
+    listener = _told.get()
+    if listener is not None:
+        listener(done)

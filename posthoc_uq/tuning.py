@@ -180,7 +180,7 @@ def _by_evidence(
             "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
             "parameters and prior_precisions out, or take criterion='likelihood'."
         )
-    trials = maximise_evidence(posterior, per_layer=per_layer, noise=request.noise)
+    trials = maximise_evidence(posterior, per_layer=per_layer, noise=request.noise, progress=request.progress)
     posterior.history.head |= {"criterion": request.criterion} if posterior.history.head else {}
     return trials
 
@@ -297,23 +297,24 @@ def _by_likelihood(
     if first in names:
         if grid is None and posterior.likelihood.has_divergence:
             budget = GUARDED if request.divergence is None else request.divergence
-            _return_to_faithful(posterior, loader, predictor, reader, budget, seed)
+            _return_to_faithful(posterior, loader, predictor, reader, budget, seed, request.progress)
         elif grid is None:
             if request.divergence is not None:
                 raise PosthocUQError(
                     f"Likelihood {posterior.likelihood.name!r} measures no divergence; leave divergence out, or give "
                     f"it a method divergence(outputs, prediction)."
                 )
-            _return_to_evidence(posterior)
+            _return_to_evidence(posterior, request.progress)
 
         def set_as_fitted() -> None:
             if not posterior.likelihood.has_divergence:
-                _return_to_evidence(posterior)
+                _return_to_evidence(posterior, request.progress)
             elif faithful_value is not None:
                 posterior.adjust(**{cast(str, posterior.widening): faithful_value})
             else:
-                inputs = sampled_inputs(posterior, loader, reader, seed, False)
-                FaithfulSearch(posterior, inputs, predictor, seed=seed).set_widest(DIVERGENCE)
+                inputs = sampled_inputs(posterior, loader, reader, seed, request.progress)
+                again = FaithfulSearch(posterior, inputs, predictor, seed=seed, progress=request.progress)
+                again.set_widest(DIVERGENCE)
 
         search.widest(grid, set_as_fitted)
     for name in names:
@@ -331,6 +332,7 @@ def _return_to_faithful(
     reader: BatchReader,
     divergence: float,
     seed: int,
+    progress: bool,
 ) -> None:
     """Set the faithful prior, from which a search on held-out data goes upwards: the recorded one if it was found with
     the same head, budget and settings, or else that of the held-out inputs.
@@ -344,17 +346,16 @@ def _return_to_faithful(
     if same:
         posterior.adjust(**{cast(str, posterior.widening): recorded["value"]})
         return
-    settle_faithful(
-        posterior, sampled_inputs(posterior, loader, reader, seed, False), predictor, divergence, seed=seed
-    )
+    inputs = sampled_inputs(posterior, loader, reader, seed, progress)
+    settle_faithful(posterior, inputs, predictor, divergence, seed=seed, progress=progress)
 
 
-def _return_to_evidence(posterior: Posterior) -> None:
+def _return_to_evidence(posterior: Posterior, progress: bool) -> None:
     """Set the prior precision by the evidence, as a fit does where the likelihood has no faithful prior: from there a
     search on held-out data goes upwards. A posterior without an evidence stays as it is.
     """
     if posterior.takes_prior and LOG_DETERMINANT in posterior.capabilities:
-        maximise_evidence(posterior)
+        maximise_evidence(posterior, progress=progress)
 
 
 def _recorded_faithful_value(posterior: Posterior, head: str) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.heads.fixed_part import FixedPart
+from posthoc_uq.heads.fixed_part import FixedPart, _state
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.loaders import Batch
 from posthoc_uq.replica import replicate
@@ -413,3 +413,14 @@ def test_features_of_another_shape_of_model_are_refused() -> None:
     assert features is not None
     with pytest.raises(ReplayError):
         uq.wrap(other, others, "sampling", n_samples=2, batched=False).from_features(features)
+
+
+def test_a_tensor_that_was_replaced_is_seen_wherever_it_lies_in_memory() -> None:
+    model = nn.Linear(2, 2)
+    for number in range(50):
+        model.kept = torch.zeros(3)  # type: ignore[assignment]
+        before = _state(model)
+        assert before == _state(model)
+        del model.kept
+        model.kept = torch.zeros(3)  # type: ignore[assignment]
+        assert before != _state(model), number

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from networks import inputs_of, mlp
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.posteriors.weight_prior import WeightPrior
 from posthoc_uq.storage import schema
 
 OWN = {
@@ -279,3 +281,17 @@ def test_states_that_cannot_be() -> None:
     other = posterior_state(fit(model, "kfac", prior_precision=1.0))
     with pytest.raises(CorruptPosteriorError, match="which its blocks cannot have"):
         posterior_from_state(other | {"prior": state["prior"]}, mean)
+
+
+def test_a_kept_factor_belongs_to_its_prior_and_not_to_a_place_in_memory() -> None:
+    model, x = mlp(), inputs_of(4)
+    posterior = uq.fit(model, [x], "diag", prior_precision=1.0, progress=False)
+    for ratio in range(2, 60):  # each prior is gone before the next one is made, often in the same place
+        names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
+        precision = {name: torch.full_like(posterior.mean[name], float(ratio)) for name in names}
+        posterior.weight_prior = WeightPrior()
+        posterior.variance()
+        posterior.weight_prior = None  # type: ignore[assignment]
+        posterior.weight_prior = WeightPrior(precision)
+        for name, variance in posterior.variance().items():
+            assert float(variance.max()) <= 1 / ratio + 1e-6, (name, ratio)

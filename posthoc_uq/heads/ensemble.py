@@ -41,6 +41,7 @@ from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.replay import Features, check_refused_replay
 from posthoc_uq.outputs import output_tensor
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.progress import tell
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate
 
@@ -196,11 +197,15 @@ class Ensemble(nn.Module):
                 for block in self.from_features(features):
                     yield block
                     start += len(block)
+                    tell(start / len(self))
                 return
             except ReplayError as error:
                 check_refused_replay(error, lambda: deque(self.from_features(features), maxlen=0))
                 self.fixed_part.refuse(str(error))
-        yield from self._whole_passes(inputs, start)
+        for block in self._whole_passes(inputs, start):
+            yield block
+            start += len(block)
+            tell(start / len(self))
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """What enters the part of the model that the draws change; None where that is most of the model."""

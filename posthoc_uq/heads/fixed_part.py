@@ -346,6 +346,19 @@ def _random_state() -> Any:
     return [state.tolist() for state in states], random.getstate(), [np.asarray(n).tolist() for n in numbers]
 
 
+class _Held:
+    """An object that is held, so that no later one has its identity; equal for the same object, not written since."""
+
+    def __init__(self, value: Any) -> None:
+        counted = isinstance(value, Tensor) and not value.is_inference()
+        self.value, self.version = value, value._version if counted else -1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.value is other.value and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _state(model: nn.Module) -> dict[str, Any]:
     """A fingerprint of what the modules hold, by which a change is seen."""
     return {
@@ -357,15 +370,13 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 def _fingerprint(value: Any, depth: int) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if depth and isinstance(value, dict):
         return [(str(k), _fingerprint(v, depth - 1)) for k, v in cast("dict[Any, Any]", value).items()]
     if depth and isinstance(value, (list, tuple, deque)):
         return [_fingerprint(v, depth - 1) for v in cast("Collection[Any]", value)]
-    return id(value)
+    return _Held(value)
 
 
 def _check_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

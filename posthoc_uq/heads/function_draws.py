@@ -14,6 +14,7 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.forward import jvp
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import output_tensor
+from posthoc_uq.progress import in_parts
 
 # `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.
 _SWAPPING = threading.RLock()
@@ -44,7 +45,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
 
     outputs, derivatives = None, list[Tensor]()
     with _SWAPPING, torch.no_grad(), PlainAttention():
-        for draw in range(draws):
+        for draw in in_parts(range(draws)):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
             try:
                 value_and_derivative = jvp(run, (centre,), (tangent,))

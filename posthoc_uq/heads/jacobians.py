@@ -25,6 +25,7 @@ from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Factor
 from posthoc_uq.posteriors.dense import DenseFactor
+from posthoc_uq.progress import in_parts, tell
 
 Gradient = Callable[[int], Tensor]
 
@@ -72,7 +73,7 @@ def pull(
         last: whether these are the last backward passes through this recording.
     """
     layers: dict[str, Pulled] = {}
-    for place, number in enumerate(numbers):
+    for place, number in enumerate(in_parts(numbers)):
 
         def collect(layer_gradients: LayerGradients, place: int = place) -> None:
             name = layer_gradients.layer.name
@@ -120,6 +121,7 @@ class WeightCovariance:
         }
         parts: list[Checked] = []
         dense_layers: dict[str, Pulled] = {}
+        number = len(pulled)
         while pulled:
             layer = pulled.pop()
             if layer.layer.name in self.layers:
@@ -127,6 +129,7 @@ class WeightCovariance:
                 parts.append(contract(covariance, layer.activations, layer.stacked(functions), mode))
             else:
                 dense_layers[layer.layer.name] = layer
+            tell(1 - len(pulled) / number)
         sums = precise_values(parts)
         for layers, factor in self._dense:
             if any(layer.name in dense_layers for layer in layers):

@@ -19,6 +19,7 @@ from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
 from posthoc_uq.memory import default_budget
 from posthoc_uq.predictions.spread import Spread, of_product
+from posthoc_uq.progress import in_parts, share
 
 _AT_ONCE = 2**16  # logits whose covariance is reduced to its leading directions at once
 _STORED = 4  # output gradients of more than this many memory budgets split the batch
@@ -151,11 +152,13 @@ class Linearization:
         """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
         step = max(1, self._stored() // max(1, self._size()))
         variances: list[Tensor] = []
-        for start in range(0, number, step):
+        for start in in_parts(range(0, number, step)):
             numbers = range(start, min(number, start + step))
             last = numbers.stop == number
-            pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
-            variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
+            with share(0, 0.5):
+                pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
+            with share(0.5, 1):
+                variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
         return torch.cat(variances, dim=1)
 
     def _covariance(self, indices: Tensor | None, joint: bool, centre: bool = False) -> Tensor:
@@ -172,13 +175,15 @@ class Linearization:
         mode: Mode = "joint" if joint else "covariance"
         with torch.autocast(self._device.type, enabled=False):
             gradient = one_output(self.mean, indices)
-            pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=True)
-            return self._as_result(self._weights.contract(pulled, self._samples, number, mode))
+            with share(0, 0.5):
+                pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=True)
+            with share(0.5, 1):
+                return self._as_result(self._weights.contract(pulled, self._samples, number, mode))
 
     def _in_halves(self, indices: Tensor | None, centre: bool) -> Tensor:
         samples, parts = self._samples, list[Tensor]()
         del self._recording  # its graph is not needed any more
-        for start, stop in ((0, samples // 2), (samples // 2, samples)):
+        for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
             half = Linearization(self._engine, self._batch.narrow(start, stop - start, samples), stop - start)
             half_indices = None if indices is None else indices[start:stop]
             parts.append(half._covariance(half_indices, joint=False, centre=centre))

@@ -17,6 +17,7 @@ from posthoc_uq.heads.inputs import Inputs
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.replay import Features, check_refused_replay
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.progress import tell
 from posthoc_uq.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.reparametrised import AffineCalls, WeightMoments, drawn_outputs
 from posthoc_uq.replica import model_device, replicate
@@ -103,14 +104,16 @@ class OutputDraws(nn.Module):
                 for block in self.from_features(features):
                     yield block
                     start += 1
+                    tell(start / len(self))
                 return
             except ReplayError as error:
                 check_refused_replay(error, lambda: deque(self.from_features(features), maxlen=0))
                 self.fixed_part.refuse(str(error))
-        for seed in self._seeds[start:]:
+        for place, seed in enumerate(self._seeds[start:], start + 1):
             with self._drawing(seed):
                 outputs = inputs.run(self.template)
             yield outputs.unsqueeze(0)
+            tell(place / len(self))
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """What enters the part of the model that the draws change; None where that is most of the model."""

@@ -23,6 +23,7 @@ from posthoc_uq.layers import Call
 from posthoc_uq.memory import default_budget
 from posthoc_uq.predictions.layout import Layout
 from posthoc_uq.predictions.spread import Spread, of_product
+from posthoc_uq.progress import in_parts
 
 MOST_BACKWARD = (
     256  # backward passes that `engine="auto"` takes for a batch; of more outputs it draws the function
@@ -114,7 +115,7 @@ class PositionLinearization(_Rows):
         with torch.autocast(self._outputs.device.type, enabled=False):
             if self._last is not None:
                 return self._whole(self._closed_variance())
-            parts = [self._one_position(place)[0] for place in range(len(self._places))]
+            parts = [self._one_position(place)[0] for place in in_parts(range(len(self._places)))]
             return self._whole(torch.stack(parts, 1).flatten(0, 1))
 
     def gaussian(self) -> GaussianOutputs:
@@ -122,7 +123,7 @@ class PositionLinearization(_Rows):
         link, classes = self._engine.chosen.link, self._row_mean.shape[1]
         with torch.autocast(self._outputs.device.type, enabled=False):
             if self._last is None:
-                parts = [self._one_position(place) for place in range(len(self._places))]
+                parts = [self._one_position(place) for place in in_parts(range(len(self._places)))]
                 variance = torch.stack([part[0] for part in parts], 1).flatten(0, 1)
                 spreads = [part[1] for part in parts]
                 covariance = Spread(
@@ -246,7 +247,7 @@ class PositionLinearization(_Rows):
                 flat = self._closed_covariance()
                 return flat.reshape(self._samples, len(self._places), *flat.shape[1:])
             parts: list[Tensor] = []
-            for place in range(len(self._places)):
+            for place in in_parts(range(len(self._places))):
                 indices = self._engine.chosen.indices(self._at(place))
                 number = self._row_mean.shape[1] if indices is None else indices.shape[1]
                 parts.append(self._contracted(place, indices, number))

@@ -43,6 +43,7 @@ class RewrittenError(ReplayError):
 
 Version = tuple[int, int]
 """A tensor's identity, and how often it had been written."""
+_Watched = tuple[Version, "weakref.ref[Tensor]"]
 
 
 @dataclass
@@ -51,33 +52,36 @@ class _FinishedCall:
 
     Attributes:
         name: of the module.
-        leaves: the parts of what it returned: tensors as weak references, so that they live no longer than the model's
+        leaves: the parts of what it returned: tensors by their form alone, so that they live no longer than the model's
             code keeps them, or as copies.
         form: how the parts go together.
-        versions: of the tensors among the parts, when the call was complete; None for other parts.
+        watched: the tensors among the parts, and their versions when the call was complete; None for other parts.
     """
 
     name: str
     leaves: list[Any]
     form: TreeSpec
-    versions: list[Version | None]
+    watched: list[_Watched | None]
 
     def parts(self, used: Mapping[Version, Tensor]) -> list[tuple[Any, Version | None, Tensor | None]]:
         """Each part as it is stored, its version, and the tensor itself where later code read it."""
         parts: list[tuple[Any, Version | None, Tensor | None]] = []
-        for leaf, version in zip(self.leaves, self.versions, strict=True):
-            tensor = None if version is None else used.get(version)
-            if isinstance(leaf, _WeakTensor) and leaf.tensor() is not tensor:
+        for leaf, watched in zip(self.leaves, self.watched, strict=True):
+            if watched is None:
+                parts.append((leaf, None, None))
+                continue
+            version, reference = watched
+            tensor = used.get(version)
+            if tensor is not reference():
                 tensor = None  # a new tensor with the identity of a deleted one
             parts.append((leaf, version, tensor))
         return parts
 
 
 class _WeakTensor:
-    """A weak reference to a tensor, and its form."""
+    """The form of a tensor that is not kept."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = weakref.ref(tensor)
         self.form = form_of(tensor)
 
 
@@ -179,17 +183,17 @@ class FunctionRecorder(TorchFunctionMode):
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             self._under_way[-1].join(running)  # it runs again, and the calls inside of it are replayed
             return
-        versions = [self._watch(leaf) for leaf in leaves]
+        watched = [self._watch(leaf) for leaf in leaves]
         stored = writable_copy if running.name in self._rewritten else _weakly
         self._under_way[-1].calls.append(
-            _FinishedCall(running.name, [stored(leaf) for leaf in leaves], form, versions)
+            _FinishedCall(running.name, [stored(leaf) for leaf in leaves], form, watched)
         )
 
-    def _watch(self, leaf: Any) -> Version | None:
+    def _watch(self, leaf: Any) -> _Watched | None:
         if not isinstance(leaf, Tensor):
             return None
-        self._watched[id(leaf)] = weakref.ref(leaf)
-        return _version_of(leaf)
+        reference = self._watched[id(leaf)] = weakref.ref(leaf)
+        return _version_of(leaf), reference
 
     def _watches(self, tensor: Tensor) -> bool:
         reference = self._watched.get(id(tensor))  # may refer to a deleted tensor of the same identity
@@ -235,13 +239,13 @@ def _check_same_numbers(
         ReplayError: they do not, or it is not certain.
         RewrittenError: they do if copies of some are kept.
     """
-    returned = {version for call in (inputs, *finished) for version in call.versions}
+    parts = [(call, part) for call in (inputs, *finished) for part in call.parts(whole_pass.used)]
+    returned = {version for _, (_, version, tensor) in parts if tensor is not None}
     if any(version not in returned and version not in whole_pass.written for version in whole_pass.used):
         raise ReplayError("a module that would be replayed writes into a tensor that is read elsewhere")
     read = [
         (call, tensor, _version_of(tensor) != version)
-        for call in (inputs, *finished)
-        for _, version, tensor in call.parts(whole_pass.used)
+        for call, (_, version, tensor) in parts
         if tensor is not None
     ]
     memory = Counter(_memory(tensor) for _, tensor, _ in read)

@@ -6,7 +6,7 @@ does not depend on the prior precision, so its search needs no labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,15 +15,18 @@ import numpy as np
 import torch
 
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.interrupts import check
 from posthoc_uq.memory import default_budget
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
+from posthoc_uq.progress import Progress
 from posthoc_uq.warned import warn_user
 
 START = (-4.0, 6.0)  # decades of the prior precision that are searched first
 LIMITS = (-10.0, 12.0)  # decades beyond which the search gives up
 _BUDGETS = 2  # what blocks keep between trials may take so many memory budgets
 TOLERANCE = 0.02  # decades: 5 %
+_USUAL = 16  # trials of a search, for what a bar shows
 
 
 @dataclass(repr=False)
@@ -122,12 +125,46 @@ def search_decades(
             return 10.0**best, best - low < near or high - best < near
 
 
-def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: bool = False) -> Trials:
+class _Shown:
+    """A bar of the blocks that are factorised, with the usual number of trials of each search.
+
+    Args:
+        progress: whether it is shown.
+        searches: how many there are.
+        blocks: of a trial.
+    """
+
+    def __init__(self, progress: bool, searches: int, blocks: int) -> None:
+        self.bar = Progress("evidence", "blocks", progress, _USUAL * searches * blocks)
+        self._left, self._trials = searches, 0
+
+    def search(self) -> None:
+        """Another search begins."""
+        self._left, self._trials = self._left - 1, 0
+
+    def begin(self, blocks: int) -> None:
+        """A trial of so many blocks begins; at least one more may follow."""
+        self._trials += 1
+        following = max(1, _USUAL - self._trials) + max(0, self._left) * _USUAL
+        self.bar.expect(self.bar.done + (1 + following) * blocks)
+
+    def trial(self, blocks: Sequence[str]) -> Iterator[str]:
+        """The blocks of a trial, each counted when it is done."""
+        self.begin(len(blocks))
+        for block in blocks:
+            check()
+            yield block
+            self.bar.advance()
+
+
+def maximise_evidence(
+    posterior: Posterior, *, per_layer: bool = False, noise: bool = False, progress: bool = False
+) -> Trials:
     """Set the prior precision (one, or one per layer) where the log marginal likelihood is largest, and with
     `noise` the noise variance too.
 
     At fixed weights this noise variance is known to come out too large; by default it stays the variance of the
-    training residuals.
+    training residuals. With `progress` a bar is shown.
 
     Raises:
         PosthocUQError: `noise` is set, but the likelihood has no noise variance or the fit saw no labels.
@@ -139,12 +176,16 @@ def maximise_evidence(posterior: Posterior, *, per_layer: bool = False, noise: b
             f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}."
         )
     trials = Trials()
-    with _kept_parts(posterior):
-        prior_edges, noise_edges = _set_prior(posterior, per_layer, trials), list[str]()
+    apart = per_layer and all(block in posterior.layers for block in posterior.blocks)
+    searches = len(posterior.layers) if apart else 1 + per_layer
+    blocks = 1 if apart else len(posterior.blocks)
+    shown = _Shown(progress, searches if not noise else 3 * searches + 2, blocks)
+    with _kept_parts(posterior), shown.bar:
+        prior_edges, noise_edges = _set_prior(posterior, per_layer, trials, shown), list[str]()
         if noise:
             for _ in range(2):  # noise variance and prior precision in turn
-                noise_edges = _set_noise_scale(posterior, trials)
-                prior_edges = _set_prior(posterior, per_layer, trials)
+                noise_edges = _set_noise_scale(posterior, trials, shown)
+                prior_edges = _set_prior(posterior, per_layer, trials, shown)
     if noise:
         posterior.history.tuning["noise variance"] = "by the log marginal likelihood"
     posterior.history.tuning["prior precision"] = "by the log marginal likelihood"
@@ -177,31 +218,32 @@ def warn_edges(trials: Trials) -> None:
         )
 
 
-def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials) -> list[str]:
+def _set_prior(posterior: Posterior, per_layer: bool, trials: Trials, shown: _Shown) -> list[str]:
     """Set the prior precision, and return the values at an edge."""
     edges: list[str] = []
     if not per_layer:
-        posterior.prior_precision = _search_prior(posterior, list(posterior.blocks), "", trials, edges)
+        posterior.prior_precision = _search_prior(posterior, list(posterior.blocks), "", trials, edges, shown)
     elif all(block in posterior.layers for block in posterior.blocks):
         posterior.prior_precision = {
-            name: _search_prior(posterior, [name], f" of '{name}'", trials, edges)
+            name: _search_prior(posterior, [name], f" of '{name}'", trials, edges, shown)
             for name in posterior.layers
         }
     else:
-        _search_jointly(posterior, trials, edges)
+        _search_jointly(posterior, trials, edges, shown)
     return edges
 
 
 def _search_prior(
-    posterior: Posterior, blocks: list[str], label: str, trials: Trials, edges: list[str]
+    posterior: Posterior, blocks: list[str], label: str, trials: Trials, edges: list[str], shown: _Shown
 ) -> float:
+    shown.search()
     failure: NonFiniteError | None = None
 
     def objective(tau: float) -> float:
         nonlocal failure
         try:
             prior = _in_every_layer(posterior, tau)
-            value = 0.5 * sum(float(posterior.occam_factor(name, prior)) for name in blocks)
+            value = 0.5 * sum(float(posterior.occam_factor(name, prior)) for name in shown.trial(blocks))
         except NonFiniteError as error:  # no Cholesky factor: a value far from any optimum
             failure, value = error, float("inf")
         trials.trials.append(
@@ -224,15 +266,16 @@ def _in_every_layer(posterior: Posterior, tau: float) -> dict[str, float]:
     return dict.fromkeys(posterior.layers, tau)
 
 
-def _search_jointly(posterior: Posterior, trials: Trials, edges: list[str]) -> None:
+def _search_jointly(posterior: Posterior, trials: Trials, edges: list[str], shown: _Shown) -> None:
     """One prior precision per layer inside one dense block, by gradient ascent from the best common one."""
-    common = _search_prior(posterior, list(posterior.blocks), "", trials, edges)
-    names = list(posterior.layers)
+    common = _search_prior(posterior, list(posterior.blocks), "", trials, edges, shown)
+    names, blocks = list(posterior.layers), list(posterior.blocks)
+    shown.search()
 
     def objective(decades: np.ndarray) -> tuple[float, np.ndarray]:
         logs = torch.tensor(decades, dtype=torch.float64, requires_grad=True, device="cpu")
         priors = dict(zip(names, (10.0**logs).unbind(), strict=True))
-        value = 0.5 * torch.stack([posterior.occam_factor(block, priors) for block in posterior.blocks]).sum()
+        value = 0.5 * torch.stack([posterior.occam_factor(b, priors) for b in shown.trial(blocks)]).sum()
         (gradient,) = torch.autograd.grad(value, logs)
         trials.trials.append(
             {
@@ -256,11 +299,14 @@ def _search_jointly(posterior: Posterior, trials: Trials, edges: list[str]) -> N
     }
 
 
-def _set_noise_scale(posterior: Posterior, trials: Trials) -> list[str]:
+def _set_noise_scale(posterior: Posterior, trials: Trials, shown: _Shown) -> list[str]:
     """Set the scale of the noise variance, and return its value if at an edge."""
+    shown.search()
 
     def objective(factor: float) -> float:
+        shown.begin(len(posterior.blocks))
         value = -float(posterior.log_marginal_likelihood(noise_scale=factor))
+        shown.bar.advance(len(posterior.blocks))
         trials.trials.append({"noise scale": factor, "log marginal likelihood": -value})
         return value
 

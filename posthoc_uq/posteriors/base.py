@@ -370,12 +370,12 @@ class Posterior(Adjustable):
 
     def _factor(self, block: str, settings: Hyperparameters) -> Factor:
         priors = tuple(settings.layer_prior(name) for name in self.members[block])
-        key = (settings.scale, settings.noise_scale, settings.residual_weight, priors, id(self.weight_prior))
-        factor = self._cache.get(block, key)
+        key = (settings.scale, settings.noise_scale, settings.residual_weight, priors)
+        factor = self._cache.get(block, key, self.weight_prior)
         if factor is None:
             block_settings = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
             factor = self.blocks[block].factor(block_settings)
-            self._cache.put(block, key, factor)
+            self._cache.put(block, key, self.weight_prior, factor)
         return factor
 
     def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:

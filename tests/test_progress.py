@@ -1,0 +1,106 @@
+"""What a bar shows of a search, read from a file."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from networks import batches, cnn, inputs_of, mlp, targets_of
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq import progress
+from posthoc_uq.progress import counted, in_parts, share
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[int, int]]]:
+    """What the bars of a name have shown: how much is done, of how much."""
+    file, bars = io.StringIO(), progress._bars()
+    monkeypatch.setattr(progress, "_bars", lambda: partial(bars, mininterval=0, file=file, ncols=80))
+
+    def of(name: str) -> list[tuple[int, int]]:
+        lines = [line for line in re.split(r"[\r\n]", file.getvalue()) if line.startswith(name)]
+        found = [re.search(r"(\d+)/(\d+) \[", line) for line in lines]
+        assert all(found), [line for line, match in zip(lines, found, strict=True) if not match]
+        return [(int(match[1]), int(match[2])) for match in found if match]
+
+    return of
+
+
+def task(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return batches(x, targets_of(model, x, "classification"), 30)
+
+
+@pytest.mark.parametrize(
+    ("head", "layers"), [("linearized", None), ("linearized", "last"), ("sampling", None), ("moments", None)]
+)
+def test_the_search_for_the_faithful_prior_says_how_far_it_is(
+    head: str, layers: str | None, shown: Callable[[str], list[tuple[int, int]]]
+) -> None:
+    model, x = cnn(), inputs_of(1, 4, 4, samples=120)
+    posterior = uq.fit(model, task(model, x), "kfac", head=head, layers=layers)
+    frames = shown("faithful prior")
+    assert frames[0][0] == 0 and frames[0][1] > 120  # a total from the beginning
+    assert all(done < total for done, total in frames)  # never at the end while more may come
+    steps = [after[0] - before[0] for before, after in pairwise(frames)]
+    assert min(steps) >= 0 and max(steps) <= 64  # inside of an evaluation of 120 inputs, too
+    assert posterior.prior_precision > 0
+    if head == "linearized" and layers is None:
+        assert max(steps) < 60  # inside of a batch
+
+
+@pytest.mark.parametrize("options", [{}, {"per_layer": True}, {"noise": True}], ids=str)
+@pytest.mark.parametrize("method", ["kfac", "full"])
+def test_the_search_for_the_evidence_says_how_far_it_is(
+    method: str, options: dict[str, Any], shown: Callable[[str], list[tuple[int, int]]]
+) -> None:
+    model, x = mlp(), inputs_of(4, samples=60)
+    y = targets_of(model, x, "regression")
+    posterior = uq.fit(
+        model, batches(x, y), method, likelihood="regression", prior_precision=1.0, progress=False
+    )
+    trials = uq.tune(posterior, criterion="evidence", **options)
+    frames = shown("evidence")
+    assert len(frames) > len(trials.trials) and frames[0][1] >= 16
+    assert all(done < total for done, total in frames)
+
+
+def test_what_a_fit_and_a_tuning_search_by_the_way_is_shown(
+    shown: Callable[[str], list[tuple[int, int]]],
+) -> None:
+    model, x = mlp(), inputs_of(4, samples=60)
+    posterior = uq.fit(model, task(model, x), "diag", prior_precision="evidence")
+    assert shown("evidence") and shown("drawn models")[-1] == (20, 20)
+    assert not shown("faithful prior")
+    uq.tune(posterior, task(model, x), criterion="likelihood")
+    assert shown("faithful prior")
+
+
+def test_nothing_is_shown_without_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = mlp(), inputs_of(4, samples=60)
+    posterior = uq.fit(model, task(model, x), "diag", prior_precision="evidence", progress=False)
+    uq.tune(posterior, task(model, x), progress=False)
+    uq.tune(posterior, criterion="evidence", progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_shares_of_shares_add_up() -> None:
+    counts: list[int] = []
+    with counted(100, counts.append):
+        for _ in in_parts(range(2)):
+            with share(0, 0.5):
+                for _ in in_parts("abc"):
+                    pass
+            assert list(in_parts("de")) == ["d", "e"]
+    assert sum(counts) == 100 and len(counts) > 6 and min(counts) > 0
+    with pytest.raises(ZeroDivisionError), counted(10, counts.append):
+        for part in in_parts(range(2)):
+            torch.tensor(1 // part)
+    assert list(in_parts("fg")) == ["f", "g"] and sum(counts) == 100
