@@ -35,7 +35,7 @@ from posthoc_uq.preparing import prepared_task
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate, statistics_dtype, unwrap
 from posthoc_uq.request import Request, requested
-from posthoc_uq.storage.schema import fingerprint
+from posthoc_uq.storage.schema import buffers_fingerprint, fingerprint
 from posthoc_uq.tuning import settle_faithful, tune
 from posthoc_uq.tuning_names import has_something_to_tune, nothing_to_tune
 from posthoc_uq.warned import warn_user
@@ -149,6 +149,7 @@ def fit(
         task.checkpoint.remove()
     return_freed_memory()
     posterior.fingerprint = fingerprint(posterior.original)
+    posterior.buffers_fingerprint = buffers_fingerprint(model)
     return posterior
 
 

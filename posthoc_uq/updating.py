@@ -160,7 +160,7 @@ def _changed(
         ) from None
     seen = _Seen(sum(gather(content.samples)), sum(gather(content.total)) % WORD)
     new.history = deepcopy(new.history)
-    new.fingerprint = posterior.fingerprint
+    new.fingerprint, new.buffers_fingerprint = posterior.fingerprint, posterior.buffers_fingerprint
     _record(new.history, seen, sign)
     warnings = _cleared(new.history)
     if posterior.evidence.weight is not None and functions[2] is None:

@@ -19,7 +19,7 @@ from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.replica import other_name, unwrap
-from posthoc_uq.storage.schema import check_unchanged
+from posthoc_uq.storage.schema import check_buffers, check_unchanged
 from posthoc_uq.values import one_of
 from posthoc_uq.warned import warn_user
 
@@ -124,7 +124,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         `RegressionPrediction`; its `predict` takes a loader.
 
     Raises:
-        PosteriorMismatchError: the model's parameters are not those the posterior was fitted on.
+        PosteriorMismatchError: the model's parameters or buffers are not those the posterior was fitted on.
         PosthocUQError: the head is unknown, needs what the posterior's blocks cannot do, or does not take an option or
             its value.
     """
@@ -205,10 +205,10 @@ def head_class(head: str) -> type[Predictor]:
 
 
 def check_match(model: nn.Module, posterior: Posterior) -> None:
-    """Refuse a model whose parameters are not those the posterior was fitted on.
+    """Refuse a model whose parameters and buffers are not those the posterior was fitted on.
 
     Raises:
-        PosteriorMismatchError: a parameter is missing, or has another shape or other values.
+        PosteriorMismatchError: a parameter is missing, or has another shape or other values, or a buffer has.
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
@@ -247,3 +247,4 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
                 f"The values of parameter '{name}' are not those the posterior was fitted on; fit again "
                 f"after training."
             )
+    check_buffers(posterior, model)

@@ -171,12 +171,12 @@ class LinearizedPredictor(Linearizing):
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         if self._differentiated:
-            ratio = self._known_novelty(batch)
+            ratio = self._known_novelty(posterior, batch)
             return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
         with without_gradients():
             linearization = self._linearized(posterior, batch)
             outputs, calls = _shaped(linearization.gaussian()), linearization.watched
-        ratio = self._known_novelty(batch, calls)
+        ratio = self._known_novelty(posterior, batch, calls)
         if isinstance(linearization, (PositionLinearization, PositionProbes)):
             ratio = novelty_at(ratio, linearization.sizes, linearization.picked)
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
@@ -237,6 +237,7 @@ class LinearizedPredictor(Linearizing):
         with self.explaining(batch):
             if self._differentiated:
                 return self._with_graph(self._snapshot(), batch)[0]
+            self._snapshot()
             with without_gradients():
                 return batch.copied().call(self._twin[0])
 

@@ -308,7 +308,7 @@ class MomentsPredictor(Predictor):
         return gaussian_draws(self._distribution(posterior, batch), n, generator)
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        ratio = self._known_novelty(batch)
+        ratio = self._known_novelty(posterior, batch)
         return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:

@@ -24,6 +24,7 @@ from posthoc_uq.heads.novelty import (
     novelty_of_calls,
 )
 from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.outputs import Choice, choice_of, chosen_in, with_choice
@@ -94,6 +95,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
         self._centre = posterior.centre  # that of the copies of the network
         self._ratio: tuple[Any, PosteriorRatio] | None = None
+        self._watch = WeightWatch(model)
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
@@ -158,6 +160,8 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
 
         Raises:
             NonFiniteError: an input's prediction is not finite.
+            PosteriorMismatchError: the model's weights, or its buffers such as the statistics of batch normalisation,
+                changed after the predictor was made.
             PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
         return self._answer(self._snapshot(), self._batch(args, kwargs))
@@ -174,12 +178,26 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         """
         return self._prediction_of(self._snapshot(), distribution)
 
+    def check_weights(self) -> None:
+        """Refuse a model whose weights, or buffers that predictions depend on, changed after the predictor was made.
+        Every prediction begins with it; nothing is checked while a program is traced.
+
+        Raises:
+            PosteriorMismatchError: they did.
+        """
+        self._watch.check()
+
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; arrays become tensors, as in a loader."""
         return batch_of_call(args, kwargs, self._model[0], self.device)
 
     def _snapshot(self) -> Posterior:
-        """The posterior's settings of one moment; the copies of the network get its mean, where an update moved it."""
+        """The posterior's settings of one moment; the copies of the network get its mean, where an update moved it.
+
+        Raises:
+            PosteriorMismatchError: the model's weights changed after the predictor was made.
+        """
+        self.check_weights()
         centre = self._posterior.centre
         if self._centre is not centre:
             with _PREPARING:
@@ -293,15 +311,15 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             PosthocUQError: the posterior keeps nothing for ``"class"``, or has no quadratic forms for the others; a
                 setting is out of range, or the outputs are not of shape ``(batch,)`` or ``(batch, outputs)``.
         """
-        batch = self._batch(args, kwargs)
-        form = checked_of(of, self._posterior)
+        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        form = checked_of(of, posterior)
         if form != "class":
-            remedy = "ask for of='class'" if self._posterior.features is not None else ""
-            self._posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
+            remedy = "ask for of='class'" if posterior.features is not None else ""
+            posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
         network = self._network()
         if form == "class":
             with self.explaining(batch):
-                novelty = class_novelty(network, self._posterior, batch, smoothing)
+                novelty = class_novelty(network, posterior, batch, smoothing)
             check_finite({"novelty": novelty}, "novelty", self.head)
             return novelty
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
@@ -310,13 +328,13 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
                 f"{residual_weight}."
             )
         settings = RatioSettings(form, float(prior_precision), float(residual_weight))
-        novelty = self._posterior_ratio(settings, batch)(batch)
+        novelty = self._posterior_ratio(posterior, settings, batch)(batch)
         check_finite({"novelty": novelty}, "novelty", self.head)
         return novelty
 
-    def _posterior_ratio(self, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
+    def _posterior_ratio(self, posterior: Posterior, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
         """The ratio for these settings; the last one made is kept."""
-        network, posterior = self._network(), self._snapshot()
+        network = self._network()
         key = (settings, posterior.noise_scale, posterior.history.revision, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
@@ -324,20 +342,23 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
                 self._ratio = key, ratio
             return self._ratio[1]
 
-    def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
+    def _known_novelty(
+        self, posterior: Posterior, batch: Batch, calls: list[Call] | None = None
+    ) -> Tensor | None:
         """The novelty of a batch, for this head's predictions: None where it is not asked for, the posterior does not
         know it, or a program is being exported.
 
         Args:
+            posterior: a snapshot.
             batch: the model's arguments.
             calls: of the last layer, where the head's own pass recorded them; without them one more pass is run.
         """
-        features = self._posterior.features
+        features = posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
             return None
         if calls:
             return novelty_of_calls(features, calls, count_samples(batch))
-        return class_novelty(self._network(), self._posterior, batch)
+        return class_novelty(self._network(), posterior, batch)
 
     def _network(self) -> nn.Module:
         """The model at the posterior's mean, on the predictor's device."""
@@ -385,6 +406,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         predictions, posterior = list[Prediction](), self._snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
+                self.check_weights()
                 predictions.append(self._answer(posterior, batch, on_cpu=True))
                 bar.advance(len(predictions[-1]))
         return cat(predictions)

@@ -196,7 +196,9 @@ class SamplingPredictor(Predictor):
         return torch.cat([at_least_float32(block) for block in ensemble.blocks(*batch.args, **batch.kwargs)])
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs in place
+        ratio = self._known_novelty(
+            posterior, batch
+        )  # before the draws: a model may change its inputs in place
         return summarise(self._blocks(posterior, batch), posterior).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> Tensor:

@@ -116,7 +116,7 @@ def _with_block(posterior: Posterior, name: str, block: MessagesBlock, samples: 
         deepcopy(posterior.history),
         settings=settings,
     )
-    new.model, new.features, new.fingerprint = posterior.model, posterior.features, posterior.fingerprint
+    new.model, new.features = posterior.model, posterior.features
     new.history.fit["samples"] = samples
     return new
 

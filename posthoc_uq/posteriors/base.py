@@ -55,6 +55,8 @@ class Posterior(Adjustable):
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
+        buffers_fingerprint: digest of the model's buffers at the fit (`posthoc_uq.replica.statistics_of`); None where
+            it has none, or where a file of an earlier release does not say.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
 
@@ -88,6 +90,7 @@ class Posterior(Adjustable):
         self.features: FeatureGrams | None = None
         self.weight_prior = WeightPrior()
         self.fingerprint: str | None = None
+        self.buffers_fingerprint: str | None = None
         by_block = [type(block).makes.capabilities() for block in self.blocks.values()]
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
         outputs = {"noise_scale"} if likelihood.noise_variance is not None else set[str]()

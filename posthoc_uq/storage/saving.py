@@ -102,9 +102,11 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
             formats[name] = schema.dtype_name(wanted)
             arrays[schema.features_path(name)] = partial(as_array, tensor, wanted)
         features = {"attributes": state["features"]["attributes"], "dtypes": formats}
+    buffers = posterior.buffers_fingerprint
     described = {
         "library_version": __version__,
         "fingerprint": schema.fingerprint(posterior.original),
+        **({} if buffers is None else {"buffers_fingerprint": buffers}),
         "attributes": state["attributes"],
         "layers": state["layers"],
         "blocks": blocks,

@@ -271,7 +271,7 @@ _POSTERIOR = Record(
         "certain": Named(Items(Whole(0, 2**40), most=8)),
         "features": maybe(_FEATURES),
     },
-    {"prior": _PRIOR},
+    {"prior": _PRIOR, "buffers_fingerprint": _DIGEST},
 )
 
 _SUMMARY = Record(
