@@ -34,7 +34,6 @@ from posthoc_uq.values import flag
 from posthoc_uq.warned import warn_user
 
 _EARLIER = ", before the data changed"  # ends what the history says of hyperparameters found on other data
-_OF_THE_OBJECT = ("model", "warned_heads", "_searching")  # of a posterior, whatever its data
 
 
 def update(
@@ -79,7 +78,8 @@ def update(
     Raises:
         NonFiniteError: outputs, activations or gradients are not finite.
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
-        PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit.
+        PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit; or another thread is
+            changing this posterior.
     """
     functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
     return _changed(posterior, loader, "update", functions, progress)
@@ -117,7 +117,7 @@ def forget(
         NonFiniteError: outputs, activations or gradients are not finite.
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
         PosthocUQError: the method, or this posterior, cannot forget data; the data cannot all have been in; or they do
-            not fit.
+            not fit; or another thread is changing this posterior.
     """
     functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
     return _changed(posterior, loader, "forget", functions, progress)
@@ -130,11 +130,31 @@ def _changed(
     functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
     progress: bool,
 ) -> Posterior:
-    """Change the data of a posterior: everything is computed first, and then takes the place of the old at once."""
+    """Change the data of a posterior: everything is computed first, and then takes the place of the old at once.
+
+    Raises:
+        PosthocUQError: another thread is changing the posterior.
+    """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
             f"{change} takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
+    with posterior.changing(f"uq.{change}"):
+        new, warnings = _computed(posterior, loader, change, functions, progress)
+        posterior.replace_contents(new)
+    for warning in warnings:
+        warn_user(warning)
+    return posterior
+
+
+def _computed(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    change: Change,
+    functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
+    progress: bool,
+) -> tuple[Posterior, list[str]]:
+    """The posterior after a change, and what a user must know of it, in words; the given one stays as it is."""
     method = method_of(posterior.method)
     method.check_change(posterior, change)
     if functions[2] is not None:
@@ -172,10 +192,7 @@ def _changed(
         warnings.append(
             "These are the data of the last update, which now count twice; uq.forget takes them out again."
         )
-    vars(posterior).update({name: v for name, v in vars(new).items() if name not in _OF_THE_OBJECT})
-    for warning in warnings:
-        warn_user(warning)
-    return posterior
+    return new, warnings
 
 
 def _check_possible(posterior: Posterior, loader: Iterable[Any]) -> None:

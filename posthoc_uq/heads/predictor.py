@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -67,6 +67,20 @@ def _heads(kind: type[Predictor]) -> Iterator[type[Predictor]]:
         yield from [below] if hasattr(below, "head") else _heads(below)
 
 
+def same_centre(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether copies of a network at one trained mean serve the other: an update puts another one in its place."""
+    return first is second or not second
+
+
+def recentred(network: nn.Module, centre: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a network with another trained mean, in its own precision and place."""
+    parameters = dict(network.named_parameters())
+    with isolated_random_state():  # copying a module may run its code
+        return replicate(
+            network, {n: tensor.to(parameters[n]) for n, tensor in centre.items() if n in parameters}
+        )
+
+
 class Predictor(DrawnFunctions, nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
@@ -92,8 +106,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
         self._tells_novelty = False
-        self._plain: tuple[torch.device, tuple[nn.Module]] | None = None
-        self._centre = posterior.centre  # that of the copies of the network
+        self._plain: tuple[torch.device, Mapping[str, Tensor], tuple[nn.Module]] | None = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
         self._watch = WeightWatch(model)
 
@@ -192,25 +205,13 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         return batch_of_call(args, kwargs, self._model[0], self.device)
 
     def _snapshot(self) -> Posterior:
-        """The posterior's settings of one moment; the copies of the network get its mean, where an update moved it.
+        """The posterior's settings and data of one moment.
 
         Raises:
             PosteriorMismatchError: the model's weights changed after the predictor was made.
         """
         self.check_weights()
-        centre = self._posterior.centre
-        if self._centre is not centre:
-            with _PREPARING:
-                for network in self._with_old_mean():
-                    for name, parameter in network.named_parameters():
-                        if name in centre:
-                            parameter.data = centre[name].detach().to(parameter)
-                self._centre = centre
         return self._posterior.snapshot()
-
-    def _with_old_mean(self) -> list[nn.Module]:
-        """The copies of the network that it predicts with, when the mean moves; what other copies served is dropped."""
-        return [] if self._plain is None else [*self._plain[1]]
 
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
@@ -316,7 +317,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         if form != "class":
             remedy = "ask for of='class'" if posterior.features is not None else ""
             posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
-        network = self._network()
+        network = self._network(posterior)
         if form == "class":
             with self.explaining(batch):
                 novelty = class_novelty(network, posterior, batch, smoothing)
@@ -334,7 +335,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
 
     def _posterior_ratio(self, posterior: Posterior, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
         """The ratio for these settings; the last one made is kept."""
-        network = self._network()
+        network = self._network(posterior)
         key = (settings, posterior.noise_scale, posterior.history.revision, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
@@ -358,20 +359,22 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             return None
         if calls:
             return novelty_of_calls(features, calls, count_samples(batch))
-        return class_novelty(self._network(), posterior, batch)
+        return class_novelty(self._network(posterior), posterior, batch)
 
-    def _network(self) -> nn.Module:
-        """The model at the posterior's mean, on the predictor's device."""
-        self._snapshot()
+    def _network(self, posterior: Posterior | None = None) -> nn.Module:
+        """The model at a posterior's mean, on the predictor's device.
+
+        Args:
+            posterior: a snapshot; by default the present one.
+        """
+        centre = (self._snapshot() if posterior is None else posterior).centre
         device, cached = self.device, self._plain
-        if cached is None or cached[0] != device:
+        if cached is None or cached[0] != device or not same_centre(cached[1], centre):
             with _PREPARING, isolated_random_state():
-                network = replicate(self._model[0], self._posterior.centre)
-                self._plain = cached = (
-                    device,
-                    (network if model_device(network) == device else network.to(device),),
-                )
-        return cached[1][0]
+                network = replicate(self._model[0], centre)
+                network = network if model_device(network) == device else network.to(device)
+                self._plain = cached = device, centre, (network,)
+        return cached[2][0]
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

@@ -73,6 +73,7 @@ def save(
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
     """The whole file in memory."""
+    posterior = posterior.snapshot()  # of one moment, whatever another thread changes meanwhile
     state = posterior_state(posterior)
     blocks: dict[str, Any] = {}
     arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
