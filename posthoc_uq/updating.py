@@ -29,6 +29,7 @@ from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.preparing import prepared_task
 from posthoc_uq.replica import check_differentiable
+from posthoc_uq.storage.saving import check_numbers
 from posthoc_uq.storage.schema import check_unchanged
 from posthoc_uq.values import flag
 from posthoc_uq.warned import warn_user
@@ -63,6 +64,10 @@ def update(
     The posterior's history keeps counts and a digest of what came in and went out, none of the inputs. If anything
     fails, the posterior stays as it was; `save` it to keep the result.
 
+    Data are refused whose statistics are so large that more than 1 % of what is known (of the largest number of a
+    layer's) would be lost to rounding beside them, since `forget` could not give that back. In float32 that takes
+    gradients or features some hundred times as large as before.
+
     Args:
         posterior: from `fit` or `load`.
         loader: batches as in `fit`, of new data only. In a process group of `torch.distributed` each process passes its
@@ -78,7 +83,8 @@ def update(
     Raises:
         NonFiniteError: outputs, activations or gradients are not finite.
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
-        PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit; or another thread is
+        PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit, or could not be
+            forgotten again; or another thread is
             changing this posterior.
     """
     functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
@@ -178,6 +184,7 @@ def _computed(
             f"These data cannot all be among those of the posterior: without them, the {error} would be negative. Pass "
             f"samples that were fitted or added, unchanged; the posterior stays as it is."
         ) from None
+    check_numbers(new, factorised=True)
     seen = _Seen(sum(gather(content.samples)), sum(gather(content.total)) % WORD)
     new.history = deepcopy(new.history)
     new.fingerprint, new.buffers_fingerprint = posterior.fingerprint, posterior.buffers_fingerprint

@@ -125,6 +125,10 @@ class Posterior(Adjustable):
             frozen.settings = settings
         return frozen
 
+    def block_shape(self, block: str) -> tuple[int, int, int]:
+        """``(groups, outputs, inputs)`` of a block; of several layers ``(1, 1, weights)``."""
+        return self._layout.shape(block)
+
     @property
     def device(self) -> torch.device:
         """Where the blocks live."""
