@@ -82,6 +82,7 @@ def _exportable(predictor: Any) -> nn.Module:
         raise PosthocUQError(
             f"export takes a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
         )
+    predictor.check_weights()  # programs hold weights, and check none
     if isinstance(predictor, MomentsPredictor):
         return _Moments(predictor).eval()
     if not isinstance(predictor, SamplingPredictor):

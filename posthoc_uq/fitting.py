@@ -37,7 +37,8 @@ from posthoc_uq.preparing import prepared_task
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.replica import replicate, statistics_dtype, unwrap
 from posthoc_uq.request import Request, requested
-from posthoc_uq.storage.schema import fingerprint
+from posthoc_uq.storage.saving import check_numbers
+from posthoc_uq.storage.schema import buffers_fingerprint, fingerprint
 from posthoc_uq.tuning import settle_faithful, tune
 from posthoc_uq.tuning_names import has_something_to_tune, nothing_to_tune
 from posthoc_uq.warned import warn_user
@@ -143,6 +144,7 @@ def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
     noise_origin = set_observation_noise(task) if request.finds_noise else "given"
     posterior = _fitted(task, request.method)
     posterior.weight_prior = weight_prior
+    check_numbers(posterior, factorised=False)
     posterior.history.fit |= request.own_prior.described()
     task.observe()
     del task.prepared
@@ -158,8 +160,11 @@ def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
             tune(posterior, val_loader, seed=request.seed, progress=progress, **readers)
         else:
             warn_user(f"val_loader was not used. {nothing_to_tune(posterior)}")
+    # again, with the hyperparameters that were found; a faithful prior was found by predictions
+    check_numbers(posterior, factorised=posterior.history.head["criterion"] != "faithful")
     return_freed_memory()
     posterior.fingerprint = fingerprint(posterior.original)
+    posterior.buffers_fingerprint = buffers_fingerprint(model)
     return posterior, task
 
 

@@ -106,7 +106,7 @@ def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
     return ""
 
 
-def check_numbers(model: nn.Module) -> None:
+def check_not_meta(model: nn.Module) -> None:
     """Refuse a model with weights on the meta device.
 
     Raises:
@@ -219,6 +219,18 @@ def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
         if inside and others:
             found[inside[0]] = others
     return found
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that predictions depend on, by name: those of floating-point numbers that are in the model's state
+    dict, such as the statistics of batch normalisation. Counters are no such numbers.
+    """
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point() and key not in vars(module)["_non_persistent_buffers_set"]
+    }
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -19,7 +19,7 @@ from posthoc_uq.loaders import BatchReader, check_loader, check_reusable
 from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.outputs import Output, checked_output
 from posthoc_uq.posteriors.blocks import BLOCKS
-from posthoc_uq.replica import check_differentiable, check_numbers, unwrap
+from posthoc_uq.replica import check_differentiable, check_not_meta, unwrap
 from posthoc_uq.values import POSITIVE, SEED
 from posthoc_uq.wrapping import head_class
 
@@ -117,7 +117,7 @@ def requested(
             "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
         )
     network = unwrap(model)
-    check_numbers(network)
+    check_not_meta(network)
     if layers is not None:
         check_selection(layers)
     seed = SEED("seed", others["seed"])

@@ -30,12 +30,12 @@ from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.preparing import prepared_task
 from posthoc_uq.replica import check_differentiable
+from posthoc_uq.storage.saving import check_numbers
 from posthoc_uq.storage.schema import check_unchanged
 from posthoc_uq.values import flag
 from posthoc_uq.warned import warn_user
 
 _EARLIER = ", before the data changed"  # ends what the history says of hyperparameters found on other data
-_OF_THE_OBJECT = ("model", "warned_heads", "_searching")  # of a posterior, whatever its data
 
 
 @orderly
@@ -66,6 +66,10 @@ def update(
     The posterior's history keeps counts and a digest of what came in and went out, none of the inputs. If anything
     fails, the posterior stays as it was; `save` it to keep the result.
 
+    Data are refused whose statistics are so large that more than 1 % of what is known (of the largest number of a
+    layer's) would be lost to rounding beside them, since `forget` could not give that back. In float32 that takes
+    gradients or features some hundred times as large as before.
+
     Args:
         posterior: from `fit` or `load`.
         loader: batches as in `fit`, of new data only. In a process group of `torch.distributed` each process passes its
@@ -81,7 +85,9 @@ def update(
     Raises:
         NonFiniteError: outputs, activations or gradients are not finite.
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
-        PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit.
+        PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit, or could not be
+            forgotten again; or another thread is
+            changing this posterior.
     """
     functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
     return _changed(posterior, loader, "update", functions, progress)
@@ -120,7 +126,7 @@ def forget(
         NonFiniteError: outputs, activations or gradients are not finite.
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
         PosthocUQError: the method, or this posterior, cannot forget data; the data cannot all have been in; or they do
-            not fit.
+            not fit; or another thread is changing this posterior.
     """
     functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
     return _changed(posterior, loader, "forget", functions, progress)
@@ -133,9 +139,18 @@ def _changed(
     functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
     progress: bool,
 ) -> Posterior:
-    """Change the data of a posterior: everything is computed first, and then takes the place of the old at once."""
-    new, warnings = together(lambda: _computed(posterior, loader, change, functions, progress), change)
-    vars(posterior).update({name: v for name, v in vars(new).items() if name not in _OF_THE_OBJECT})
+    """Change the data of a posterior: everything is computed first, and then takes the place of the old at once.
+
+    Raises:
+        PosthocUQError: another thread is changing the posterior.
+    """
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"{change} takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+        )
+    with posterior.changing(f"uq.{change}"):
+        new, warnings = together(lambda: _computed(posterior, loader, change, functions, progress), change)
+        posterior.replace_contents(new)
     for warning in warnings:
         warn_user(warning)
     return posterior
@@ -148,11 +163,7 @@ def _computed(
     functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
     progress: bool,
 ) -> tuple[Posterior, list[str]]:
-    """The posterior of the changed data, and what a user must know of it."""
-    if not isinstance(cast(Any, posterior), Posterior):
-        raise PosthocUQError(
-            f"{change} takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
-        )
+    """The posterior after a change, and what a user must know of it, in words; the given one stays as it is."""
     method = method_of(posterior.method)
     method.check_change(posterior, change)
     if functions[2] is not None:
@@ -176,10 +187,11 @@ def _computed(
             f"These data cannot all be among those of the posterior: without them, the {error} would be negative. Pass "
             f"samples that were fitted or added, unchanged; the posterior stays as it is."
         ) from None
+    check_numbers(new, factorised=True)
     parts = gather((content.samples, content.total), f"counting the samples of {change}")
     seen = _Seen(sum(samples for samples, _ in parts), sum(total for _, total in parts) % WORD)
     new.history = deepcopy(new.history)
-    new.fingerprint = posterior.fingerprint
+    new.fingerprint, new.buffers_fingerprint = posterior.fingerprint, posterior.buffers_fingerprint
     _record(new.history, seen, sign)
     warnings = _cleared(new.history)
     if posterior.evidence.weight is not None and functions[2] is None:

@@ -18,8 +18,8 @@ from posthoc_uq.heads.sampling import Drawn, SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.links import DRAWS
-from posthoc_uq.replica import check_numbers, other_name, unwrap
-from posthoc_uq.storage.schema import check_unchanged
+from posthoc_uq.replica import check_not_meta, other_name, unwrap
+from posthoc_uq.storage.schema import check_buffers, check_unchanged
 from posthoc_uq.values import meant, one_of
 from posthoc_uq.warned import warn_user
 
@@ -124,7 +124,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         `RegressionPrediction`; its `predict` takes a loader.
 
     Raises:
-        PosteriorMismatchError: the model's parameters are not those the posterior was fitted on.
+        PosteriorMismatchError: the model's parameters or buffers are not those the posterior was fitted on.
         PosthocUQError: the head is unknown, needs what the posterior's blocks cannot do, or does not take an option or
             its value.
     """
@@ -209,17 +209,17 @@ def head_class(head: str) -> type[Predictor]:
 
 
 def check_match(model: nn.Module, posterior: Posterior) -> None:
-    """Refuse a model whose parameters are not those the posterior was fitted on.
+    """Refuse a model whose parameters and buffers are not those the posterior was fitted on.
 
     Raises:
-        PosteriorMismatchError: a parameter is missing, or has another shape or other values.
+        PosteriorMismatchError: a parameter is missing, or has another shape or other values, or a buffer has.
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
             f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     check_unchanged(posterior)
-    check_numbers(unwrap(model))
+    check_not_meta(unwrap(model))
     parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
     for name, mean in posterior.original.items():
         parameter = parameters.get(name)
@@ -252,3 +252,4 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
                 f"The values of parameter '{name}' are not those the posterior was fitted on; fit again "
                 f"after training."
             )
+    check_buffers(posterior, model)

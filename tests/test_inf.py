@@ -4,6 +4,7 @@ the sketch, regression.
 
 import pytest
 import torch
+from networks import batches, heads_of, inputs_of, mlp
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -346,3 +347,23 @@ def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, m
         assert len(called) == len(posterior.blocks) * (1 if budget else len(trials.trials))
         found.append(posterior.prior_precision)
     assert found[0] == found[1] and len(trials.trials) > 3
+
+
+def test_a_layer_that_keeps_no_direction_serves_every_head() -> None:
+    model, x = mlp(), inputs_of(4)
+    with torch.no_grad():
+        model[2].weight.zero_()  # no gradient reaches the first layer
+    posterior = uq.fit(model, batches(x, torch.arange(24) % 3), "inf", prior_precision=2.0, progress=False)
+    assert posterior.blocks["0"].tensors()["eigenvalues"].numel() == 0
+    for head in heads_of(posterior):
+        predictor = uq.wrap(model, posterior, head)
+        assert (
+            predictor(x).probs.isfinite().all()
+            and predictor.functional_samples(x, n_samples=2).isfinite().all()
+        )
+        assert predictor.novelty(x).isfinite().all()
+    inputs = torch.cat([x, torch.ones(24, 1)], 1).double()
+    of_prior = inputs.square().sum(1, keepdim=True).expand(24, 5) / 2  # weights as the prior has them
+    rows = posterior.rows("0")
+    torch.testing.assert_close(rows.quadratic(inputs.unsqueeze(1)).squeeze(1), of_prior)
+    torch.testing.assert_close(rows.covariance(inputs, None), torch.diag_embed(of_prior))

@@ -574,7 +574,7 @@ def predictor_covariance(predictor: LinearizedPredictor, x: Tensor) -> Tensor:
     """Of all outputs, from the kept draws."""
     batch = Batch((x,))
     drawn = predictor._deviations(predictor.posterior)  # pyright: ignore[reportPrivateUsage]
-    deviations = predictor._draw(batch, len(x), drawn)[1]  # pyright: ignore[reportPrivateUsage]
+    deviations = predictor._draw(predictor._networks, batch, len(x), drawn)[1]  # pyright: ignore[reportPrivateUsage]
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 

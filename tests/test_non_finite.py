@@ -2,11 +2,12 @@
 
 import functools
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from networks import short_options
+from networks import batches, inputs_of, mlp, short, short_options, takes_likelihood
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -141,3 +142,65 @@ def test_a_masked_class_is_an_answer() -> None:
     logits[1, 3, 2] = float("inf")
     with pytest.raises(NonFiniteError, match="of 1 of 5 inputs"):
         checked(uq.ClassPrediction.from_logits(logits), "linearized")
+
+
+def _rectified() -> nn.Sequential:
+    """A network whose features grow with its inputs."""
+    net = mlp()
+    net[1] = nn.ReLU()
+    return net
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_what_a_fit_on_extreme_data_gives_is_of_use(name: str, tmp_path: Path) -> None:
+    x, y, z = inputs_of(4), torch.arange(24) % 3, inputs_of(3, seed=2)
+    few = x.clone()
+    few[:8] *= 1e18
+    data: list[tuple[str, list[tuple[Tensor, Tensor]]]] = [
+        ("classification", [(x[:1], y[:1])]),
+        ("classification", batches(0 * x, y)),
+        ("classification", batches(few, y)),
+        ("classification", batches(1e31 * x, y)),
+        ("regression", batches(1e15 * x, z)),
+        ("regression", batches(x, 1e20 * z)),
+        ("regression", batches(x, _rectified()(x).detach())),
+    ]
+    refused = 0
+    for likelihood, loader in data:
+        net = _rectified()
+        if not takes_likelihood(name, likelihood):
+            continue
+        for prior in [{}] if short(name).trains else [{}, {"prior_precision": 1.0}]:
+            try:
+                posterior = uq.fit(net, loader, short(name), likelihood=likelihood, progress=False, **prior)
+            except uq.PosthocUQError as error:
+                refused += 1
+                assert 20 < len(str(error)) < 600
+                continue
+            uq.save(posterior, tmp_path / "p.h5")
+            prediction = uq.wrap(net, uq.load(tmp_path / "p.h5", net))(x)
+            assert all(
+                bool(v.isfinite().all()) for v in prediction.numbers().values() if v.is_floating_point()
+            )
+    assert refused or short(name).trains
+
+
+@pytest.mark.parametrize("name", ["diag", "full", "subnetwork", "kfac", "efb", "inf", "message_passing"])
+def test_an_update_that_could_never_be_forgotten_is_refused(name: str, tmp_path: Path) -> None:
+    net, x, y = _rectified(), inputs_of(4), torch.arange(24) % 3
+    method = uq.KFAC(keep_grams=True) if name == "kfac" else short(name)
+    posterior = uq.fit(net, batches(x, y), method, progress=False)
+    before, more = uq.wrap(net, posterior)(x).probs, inputs_of(4, samples=8, seed=3)
+    for size in (1e9, 1e12, 1e18, 1e36):
+        with pytest.raises(uq.PosthocUQError):
+            uq.update(posterior, [(size * more, y[:8])], progress=False)
+        assert not posterior.history.changes and posterior.evidence.samples == 24
+        assert torch.equal(uq.wrap(net, posterior)(x).probs, before)
+    for size in (0.0, 1.0, 20.0):
+        uq.update(posterior, [(size * more, y[:8])], progress=False)
+        uq.save(posterior, tmp_path / "p.h5")
+        uq.forget(posterior, [(size * more, y[:8])], progress=False)
+        after = uq.wrap(net, posterior)(x).probs
+        assert after.isfinite().all()
+        if name != "message_passing":  # by which data go out to first order only
+            torch.testing.assert_close(after, before, atol=5e-3, rtol=0)

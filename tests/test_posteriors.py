@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from networks import short
+from networks import batches, inputs_of, mlp, short
 from posterior_helpers import (
     GROUPS,
     INPUTS,
@@ -390,3 +390,46 @@ def test_the_report_says_everything_once_and_explains_its_columns(method):
     if posterior.takes_prior:
         posterior.prior_precision = {"0": 1.0, "2": 2.0}
         assert "  prior precision: of the layer's weights" in str(posterior.report()).splitlines()
+
+
+@pytest.mark.parametrize("precision", [1e-3, 1e-6, 1e-9, 1e-12])
+def test_the_evidence_of_a_float32_fit_at_a_small_prior_precision(precision: float) -> None:
+    """Against the definition in float64: in directions without a gradient the prior alone decides."""
+    model, x, y = mlp(), inputs_of(4), torch.arange(24) % 3
+    wide, inputs = mlp().double(), x.double()
+    weights = {name: p.detach() for name, p in wide.named_parameters()}
+    by_name = torch.func.jacrev(lambda w: torch.func.functional_call(wide, w, inputs))(weights)
+    jacobian = torch.cat([by_name[name].flatten(2) for name in weights], 2)
+    logits = wide(inputs).detach()
+    probs = logits.softmax(1)
+    hessians = torch.diag_embed(probs) - probs.unsqueeze(2) * probs.unsqueeze(1)
+    fisher = torch.einsum("ncp,ncd,ndq->pq", jacobian, hessians, jacobian)
+    size, squares = len(fisher), sum(float(p.square().sum()) for p in weights.values())
+    determinant = torch.logdet(fisher + precision * torch.eye(size, dtype=torch.float64))
+    occam = determinant - size * math.log(precision) + precision * squares
+    expected = -torch.nn.functional.cross_entropy(logits, y, reduction="sum") - 0.5 * occam
+    found = uq.fit(model, batches(x, y), uq.Dense(fisher="exact"), prior_precision=precision, progress=False)
+    assert float(found.log_marginal_likelihood()) == pytest.approx(float(expected), abs=0.02)
+    everything = uq.Subnetwork(fisher="exact", n=size)
+    found = uq.fit(model, batches(x, y), everything, prior_precision=precision, progress=False)
+    assert float(found.log_marginal_likelihood()) == pytest.approx(float(expected), abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["diag", "kfac", "efb", "inf"])
+def test_the_evidence_at_a_small_prior_precision_is_that_of_a_float64_fit(name: str) -> None:
+    x, y = inputs_of(4), torch.arange(24) % 3
+    for precision in (1e-6, 1e-9, 1e-12):
+        evidences = [
+            float(
+                uq.fit(
+                    mlp(dtype=dtype),
+                    batches(x.to(dtype), y),
+                    name,
+                    fisher="exact",
+                    prior_precision=precision,
+                    progress=False,
+                ).log_marginal_likelihood()
+            )
+            for dtype in (torch.float32, torch.float64)
+        ]
+        assert evidences[0] == pytest.approx(evidences[1], abs=0.02)

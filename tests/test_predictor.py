@@ -1,16 +1,20 @@
 """What all heads share: loaders, threads, processes, memory, and a model that is left as it was."""
 
+import copy
 import json
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from networks import HEADS, batches, cnn, inputs_of, mlp, targets_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -310,3 +314,106 @@ def test_a_model_that_was_trained_on_is_refused(tmp_path: Path) -> None:
         uq.wrap(net, str(tmp_path / "p.h5"))  # type: ignore[arg-type]
     with pytest.raises(uq.PosthocUQError, match="posterior first"):
         uq.save(str(tmp_path / "p.h5"), own)  # type: ignore[arg-type]
+
+
+def _changes(net: nn.Module) -> dict[str, Callable[[], object]]:
+    """Ways in which weights or statistics change, by name."""
+    saved = {name: value.clone() for name, value in net.state_dict().items()}
+    other = {name: v + 1 if v.is_floating_point() else v for name, v in saved.items()}
+
+    def trained() -> None:
+        net.train()
+        net(torch.randn(16, 1, 4, 4))
+        net.eval()
+
+    return {
+        "in place": lambda: net.last.weight.detach().add_(1),
+        "through data": lambda: net.last.weight.data.mul_(2),
+        "one number through data": lambda: net.last.bias.data[1].add_(1),
+        "other memory": lambda: setattr(net.last.weight, "data", saved["last.weight"] + 1),
+        "another parameter": lambda: setattr(net.last, "weight", nn.Parameter(saved["last.weight"] + 1)),
+        "a state dict": lambda: net.load_state_dict(other),
+        "an assigned state dict": lambda: net.load_state_dict(other, assign=True),
+        "NaN": lambda: net.last.weight.data.fill_(float("nan")),
+        "statistics": lambda: net.body[1].running_var.mul_(2),
+        "statistics through data": lambda: net.body[1].running_mean.data.add_(1),
+        "a pass in train mode": trained,
+    }
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize("head", HEADS)
+def test_weights_that_change_afterwards_are_noticed(head: str, layers: str) -> None:
+    net, x = cnn(), inputs_of(1, 4, 4)
+    data = batches(x, targets_of(net, x, "classification"))
+    own = uq.fit(net, data, "kfac", layers=layers, head=head, prior_precision=1.0, progress=False)
+    predictor = uq.wrap(net, own)
+    expected, saved = predictor(x).probs, {name: v.clone() for name, v in net.state_dict().items()}
+    for way, change in _changes(net).items():
+        change()
+        for ask in (predictor, lambda b: predictor.predict([b], progress=False), predictor.novelty):
+            with pytest.raises(uq.PosteriorMismatchError, match=r"changed after uq\.wrap.*fit again"):
+                ask(x)
+                raise AssertionError(f"{way} was not noticed")
+        net.load_state_dict(saved)
+        assert torch.equal(predictor(x).probs, expected), way
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_model_that_moves_is_none_that_changed(head: str) -> None:
+    net, x = cnn(), inputs_of(1, 4, 4)
+    data = batches(x, targets_of(net, x, "classification"))
+    own = uq.fit(net, data, "kfac", head=head, prior_precision=1.0, progress=False)
+    predictor, saved = uq.wrap(net, own), {name: v.clone() for name, v in net.state_dict().items()}
+    expected = predictor(x).probs
+    net.double()
+    assert torch.equal(predictor(x).probs, expected)
+    net.float().to(memory_format=torch.channels_last)
+    assert torch.equal(predictor(x).probs, expected)
+    net.body[0].weight.data[1, 0, 2, 2] += 1
+    with pytest.raises(uq.PosteriorMismatchError, match=r"'body\.0\.weight'"):
+        predictor(x)
+    net.load_state_dict(saved)
+    for other in (copy.deepcopy(predictor), pickle.loads(pickle.dumps(predictor))):
+        assert torch.equal(other(x).probs, expected)
+        other.model.last.bias.data += 1
+        with pytest.raises(uq.PosteriorMismatchError):
+            other(x)
+    # the memory that a predictor shares changes, and the model gets the right weights in other memory
+    predictor = uq.wrap(net, own)
+    net.last.weight.detach().add_(1)
+    net.load_state_dict(saved, assign=True)
+    with pytest.raises(uq.PosteriorMismatchError, match="wrap again"):
+        predictor(x)
+    assert torch.equal(uq.wrap(net, own)(x).probs, expected)
+
+
+def test_a_last_layer_by_messages_with_a_weight_that_is_nan() -> None:
+    net, x = mlp(), inputs_of(4)
+    own = uq.fit(net, batches(x, targets_of(net, x, "classification")), "message_passing", progress=False)
+    predictor = uq.wrap(net, own)
+    predictor(x)
+    net[0].weight.data[0, 0] = float("nan")
+    with pytest.raises(uq.PosteriorMismatchError, match="changed after"):
+        predictor(x)
+    with pytest.raises(uq.PosthocUQError):
+        uq.fit(net, batches(x, torch.arange(24) % 3), "message_passing", progress=False)
+
+
+def test_other_buffers_are_another_model(tmp_path: Path) -> None:
+    net, other, x = cnn(), cnn(), inputs_of(1, 4, 4)
+    own = uq.fit(net, batches(x, targets_of(net, x, "classification")), "diag", progress=False)
+    uq.save(own, tmp_path / "p.h5")
+    other.body[1].running_mean += 0.5
+    with pytest.raises(uq.PosteriorMismatchError, match="running statistics"):
+        uq.load(tmp_path / "p.h5", other)
+    with pytest.raises(uq.PosteriorMismatchError, match="running statistics"):
+        uq.wrap(other, own)
+    other.load_state_dict(net.state_dict())
+    other.body[1].num_batches_tracked += 7  # a counter, which predicts nothing
+    predicted = uq.wrap(other, uq.load(tmp_path / "p.h5", other))(x).probs
+    assert torch.equal(predicted, uq.wrap(net, own)(x).probs)
+    net.body[1].running_var *= 2  # as training goes on
+    for refused in (lambda: uq.wrap(net, own), lambda: uq.save(own, tmp_path / "p.h5")):
+        with pytest.raises(uq.PosteriorMismatchError, match="running statistics"):
+            refused()

@@ -21,6 +21,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from networks import cnn, inputs_of
 from storage_helpers import (
     KINDS,
     draw,
@@ -36,6 +37,7 @@ from storage_helpers import (
 )
 from torch import nn
 
+import posthoc_uq as uq
 import posthoc_uq.storage.sandbox as sandbox
 import posthoc_uq.storage.sizes as sizes
 from posthoc_uq import wrapping
@@ -47,6 +49,7 @@ from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.history import HEADS
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.storage import inspect, load, save, userblock
+from posthoc_uq.storage.schema import fingerprint
 
 
 @pytest.fixture
@@ -459,7 +462,7 @@ def test_foreign_files(saved: tuple[Path, nn.Module, Posterior], tmp_path: Path)
         load(foreign, model)
 
 
-@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (8, "version 8.*upgrade")])
+@pytest.mark.parametrize(("version", "words"), [(0, "version 0.*save again"), (9, "version 9.*upgrade")])
 def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, _ = saved
     of_version(path, version)
@@ -528,6 +531,24 @@ def test_version_1_still_loads(saved: tuple[Path, nn.Module, Posterior]) -> None
     loaded = load(path, model)
     assert same_bits(tensors_of(posterior), tensors_of(loaded)) and plain(posterior) == plain(loaded)
     assert inspect(path)["format_version"] == 1 and inspect(path)["centre"] == []
+
+
+def test_files_without_a_fingerprint_of_the_buffers_load(tmp_path: Path) -> None:
+    model, x, path = cnn(), inputs_of(1, 4, 4), tmp_path / "p.h5"
+    save(uq.fit(model, [(x, torch.arange(24) % 3)], "inf", progress=False), path)
+    digest = inspect(path)["buffers_fingerprint"]
+    assert digest == fingerprint(
+        {f"body.1.running_{k}": getattr(model.body[1], f"running_{k}") for k in ("mean", "var")}
+    )
+    with h5py.File(path) as file:
+        assert file.attrs["buffers_fingerprint"] == digest
+    model.body[1].running_mean += 1
+    with pytest.raises(PosteriorMismatchError, match="running statistics"):
+        load(path, model)
+    edit_state(path, lambda state: state.pop("buffers_fingerprint"))
+    edit(path, lambda file: file.attrs.__delitem__("buffers_fingerprint"))
+    of_version(path, 7)
+    assert load(path, model).buffers_fingerprint is None and inspect(path)["buffers_fingerprint"] is None
 
 
 @pytest.mark.parametrize("untrusted", [False, True])

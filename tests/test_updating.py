@@ -14,15 +14,17 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from networks import short
+from networks import HEADS, batches, inputs_of, mlp, short
 from torch import Tensor, nn
 from watching import Watch
 
@@ -669,3 +671,76 @@ def test_a_killed_update_leaves_the_old_file_whole(tmp_path: Path) -> None:
     uq.save(update(uq.load(path, model), NEW), path)
     assert uq.load(path, model).evidence.samples == 90
     assert [each.name for each in tmp_path.iterdir()] == ["p.h5"]
+
+
+class _Waiting:
+    """A loader that says when it is read, and then waits."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.read, self.go = data, threading.Event(), threading.Event()
+
+    def __iter__(self) -> Any:
+        self.read.set()
+        assert self.go.wait(60)
+        yield from self.data
+
+
+@pytest.mark.parametrize("change", [uq.update, uq.forget])
+def test_one_change_at_a_time(change: Any) -> None:
+    net, x = mlp(), inputs_of(4)
+    data = batches(x, torch.arange(24) % 3)
+    posterior = uq.fit(net, data, "diag", progress=False)
+    loader = _Waiting(data[:1])
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(uq.update, posterior, loader, progress=False)
+        assert loader.read.wait(60)
+        with pytest.raises(
+            uq.PosthocUQError, match=r"needs this posterior for itself, and uq\.update in another thread"
+        ):
+            change(posterior, data[1:2], progress=False)
+        posterior.prior_precision = 7.0  # which an update does not undo
+        loader.go.set()
+        first.result(60)
+    assert posterior.evidence.samples == 32 and posterior.history.changes["added"] == 8
+    assert posterior.prior_precision == 7.0 and posterior.scale == 32
+    change(posterior, data[:1], progress=False)  # the other one is done
+
+
+_GATES: list[tuple[threading.Event, threading.Event]] = []
+
+
+class _Gate(nn.Module):
+    """Says that a pass is here, and holds it up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _GATES:
+            reached, go = _GATES.pop()
+            reached.set()
+            assert go.wait(60)
+        return x
+
+
+@pytest.mark.parametrize("method", ["message_passing", "diag"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_prediction_under_way_is_of_the_posterior_before(method: str, head: str) -> None:
+    own, x = mlp(), inputs_of(4)
+    net = nn.Sequential(_Gate(), *own)
+    data = batches(x, torch.arange(24) % 3)
+    posterior = uq.fit(net, data, method, layers="last", head=head, progress=False)
+    predictor = uq.wrap(net, posterior)
+    before, reached, go = predictor(x), threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        _GATES.append((reached, go))
+        under_way = pool.submit(predictor, x)
+        assert reached.wait(60)
+        uq.update(posterior, [(3 * inputs, labels) for inputs, labels in data], progress=False)
+        after = predictor(x)
+        go.set()
+        found = under_way.result(60)
+    torch.testing.assert_close(found.probs, before.probs)
+    fresh = uq.wrap(net, posterior)(x)
+    if head == "sampling":  # whose weights are drawn until `redraw`
+        torch.testing.assert_close(after.probs, before.probs)
+    else:
+        torch.testing.assert_close(after.probs, fresh.probs)
+        assert not torch.allclose(after.probs, before.probs, atol=1e-4)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posthoc_uq.curvature.class_grams import FEW, ClassGrams, Grams, Summed
 from posthoc_uq.devices import as_double
-from posthoc_uq.posteriors.combining import NotContainedError
+from posthoc_uq.posteriors.combining import NotContainedError, Weights, check_forgettable
 from posthoc_uq.posteriors.features import ALL, FeatureGrams
 
 _STRAY = 1e-3
@@ -35,6 +35,7 @@ def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGram
 
     Raises:
         NotContainedError: more samples of a class would go out than there are.
+        PosthocUQError: what is known would be lost beside the new samples.
         NonFiniteError: a number is not finite.
     """
     # classes that the posterior has no Gram of are among its rare ones
@@ -49,6 +50,14 @@ def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGram
     one = min(1.0, float(kept.counts.sum()) / max(1, features.samples))  # what a sample weighs, on average
     if bool((counts < -max(one, _STRAY * float(fresh.totals[:, 1].sum()))).any()):
         raise NotContainedError("number of samples of a class")
+    if sign > 0:
+        weights = Weights.of(float(kept.counts.sum()), float(fresh.totals[:, 1].sum()), 0.0)
+        sizes = [
+            _mean_trace(of_part)
+            for of_part in ((kept.traces, kept.counts), (fresh.totals[:, 2], fresh.totals[:, 1]))
+        ]
+        precision = torch.finfo(features.basis.dtype).eps
+        check_forgettable(sizes[0], sizes[1], weights, precision, f"the inputs of '{features.layer.name}'")
     joined = _Joined(parts)
     left = ((counts > 0.5 * one) & (joined.traces >= 0)).nonzero().flatten()
     if not len(left):
@@ -62,6 +71,12 @@ def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGram
     result.smoothing = features.smoothing
     _rescale(result)
     return result.to(features.basis.device)
+
+
+def _mean_trace(part: tuple[Tensor, Tensor]) -> float:
+    """The trace of the Gram of a sample, on average over all classes."""
+    traces, counts = part
+    return float(traces.sum()) / max(1.0, float(counts.sum()))
 
 
 def _rescale(features: FeatureGrams) -> None:

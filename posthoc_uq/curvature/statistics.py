@@ -15,6 +15,7 @@ from torch import Tensor
 
 from posthoc_uq.curvature.operands import Operand, Rows, temporary_limit
 from posthoc_uq.curvature.squares import add_squares
+from posthoc_uq.devices import widest
 from posthoc_uq.likelihoods.weights import SampleWeights
 
 
@@ -197,15 +198,19 @@ def _mean_squares(total: Tensor, samples: float) -> Tensor:
 class JointFisher(_Sums):
     """The dense Fisher over all parameters of several layers, ``(parameters, parameters)``; for small nets.
 
-    Fed once per backward pass with the per-sample gradients of all layers side by side.
+    Fed once per backward pass with the per-sample gradients of all layers side by side. Summed in float64 where the
+    device has it: a small prior precision decides in the directions that no gradient has, and rounding errors of the
+    products in float32 are larger than many.
     """
 
-    def __init__(self, parameters: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__({"fisher": torch.zeros(parameters, parameters, dtype=dtype, device=device)})
+    def __init__(self, parameters: int, device: torch.device) -> None:
+        fisher = torch.zeros(parameters, parameters, dtype=widest(device), device=device)
+        super().__init__({"fisher": fisher})
 
     def add_rows(self, gradients: Tensor) -> None:
         """Take ``(samples, parameters)`` per-sample gradients."""
-        self._sums["fisher"] += gradients.T @ gradients
+        wide = gradients.to(self._sums["fisher"])
+        self._sums["fisher"] += wide.T @ wide
 
     def mean(self, samples: float) -> Tensor:
         """The Fisher over `samples`."""
@@ -217,12 +222,11 @@ class ChosenFisher(JointFisher):
 
     Args:
         index: places of the chosen among all parameters, ``(chosen,)``.
-        dtype: of the sums.
         device: of the sums.
     """
 
-    def __init__(self, index: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(len(index), dtype, device)
+    def __init__(self, index: Tensor, device: torch.device) -> None:
+        super().__init__(len(index), device)
         self._index = index.to(device)
 
     def add_rows(self, gradients: Tensor) -> None:

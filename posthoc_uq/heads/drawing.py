@@ -31,6 +31,8 @@ class DrawnFunctions(ABC):
 
         def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch: ...
 
+        def _snapshot(self) -> Posterior: ...
+
         def explaining(self, batch: Batch) -> AbstractContextManager[None]: ...
 
     @abstractmethod
@@ -106,7 +108,7 @@ class DrawnFunctions(ABC):
         )
 
     def _checked_draws(self, batch: Batch, n_samples: int, generator: torch.Generator) -> Tensor:
-        count, posterior = COUNT("n_samples", n_samples), self.posterior.snapshot()
+        count, posterior = COUNT("n_samples", n_samples), self._snapshot()
         with self.explaining(batch):
             functions = at_least_float32(self._functions(posterior, batch, count, generator))
         check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)

@@ -151,7 +151,7 @@ class LinearizedPredictor(Linearizing):
         """See `DrawnFunctions`."""
         with without_gradients():
             drawn = posterior.sample(n, generator)
-            network = replicate(self._twin[0])
+            network = replicate(self._networks_of(posterior).twin)
             place = model_device(network)
             deviations = {name: (d - posterior.mean[name]).to(place) for name, d in drawn.items()}
             outputs, derivatives = function_draws(network, batch, deviations)
@@ -165,18 +165,20 @@ class LinearizedPredictor(Linearizing):
     def _with_graph(self, posterior: Posterior, batch: Batch, joint: bool = False) -> tuple[Tensor, Tensor]:
         """Outputs and their covariance, differentiable in the inputs."""
         samples = count_samples(batch)
-        mean, covariance = differentiable_outputs(replicate(self._twin[0]), posterior, batch, samples, joint)
+        mean, covariance = differentiable_outputs(
+            replicate(self._networks_of(posterior).twin), posterior, batch, samples, joint
+        )
         check_shape(mean, samples)
         return mean, covariance
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         if self._differentiated:
-            ratio = self._known_novelty(batch)
+            ratio = self._known_novelty(posterior, batch)
             return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
         with without_gradients():
             linearization = self._linearized(posterior, batch)
             outputs, calls = _shaped(linearization.gaussian()), linearization.watched
-        ratio = self._known_novelty(batch, calls)
+        ratio = self._known_novelty(posterior, batch, calls)
         if isinstance(linearization, (PositionLinearization, PositionProbes)):
             ratio = novelty_at(ratio, linearization.sizes, linearization.picked)
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
@@ -219,17 +221,22 @@ class LinearizedPredictor(Linearizing):
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`."""
         with without_gradients():
-            features = self._fixed_part.features(args, kwargs)
+            networks = self._networks_of(self._snapshot())
+            features = networks.fixed_part.features(args, kwargs)
             if features is not None and self._engine != "jvp":
-                self._prepared(Batch(args, None, kwargs))
+                self._prepared(networks, Batch(args, None, kwargs))
             return features
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        if self._engine != "jvp" and self._ready is None:
+        posterior = self._snapshot()
+        networks = self._networks_of(posterior)
+        if self._engine != "jvp" and networks.ready is None:
             raise PosthocUQError("The features are those of another predictor.")
-        intercept(self._swapped[0] if self._ready is None else self._ready.capture.twin)
-        return self._distribution(self._snapshot(), FeatureBatch(features))
+        intercept(
+            (networks.swapped or networks.twin) if networks.ready is None else networks.ready.capture.twin
+        )
+        return self._distribution(posterior, FeatureBatch(features))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
@@ -237,8 +244,9 @@ class LinearizedPredictor(Linearizing):
         with self.explaining(batch):
             if self._differentiated:
                 return self._with_graph(self._snapshot(), batch)[0]
+            networks = self._networks_of(self._snapshot())
             with without_gradients():
-                return batch.copied().call(self._twin[0])
+                return batch.copied().call(networks.twin)
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from posthoc_uq.heads.position_linearization import (
     PositionLinearization,
     PositionProbes,
 )
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import Predictor, recentred, same_centre
 from posthoc_uq.heads.probes import Probes, drawn_outputs
 from posthoc_uq.heads.replay import FeatureBatch
 from posthoc_uq.heads.tracking import TrackedModel, track_layers
@@ -39,6 +40,30 @@ from posthoc_uq.replica import check_differentiable, model_device, replicate, st
 Self = TypeVar("Self", bound="Linearizing")
 
 _PREPARING = threading.RLock()
+
+
+@dataclass(eq=False)
+class _Networks:
+    """Copies of the network at one mean.
+
+    Attributes:
+        centre: the posterior's that they have.
+        twin: the copy.
+        swapped: one whose weights are swapped while it runs; None before it is needed.
+        fixed_part: the part of the network before the weights with a posterior.
+        ready: the copy whose layers are tracked, once the first batch is there.
+    """
+
+    centre: Mapping[str, Tensor]
+    twin: nn.Module
+    swapped: nn.Module | None
+    fixed_part: FixedPart
+    ready: TrackedModel | None = None
+
+    @classmethod
+    def of(cls, twin: nn.Module, posterior: Posterior) -> _Networks:
+        """What there is at the beginning."""
+        return cls(posterior.centre, twin, None, FixedPart(twin, posterior.mean))
 
 
 class Linearizing(Predictor):
@@ -65,45 +90,53 @@ class Linearizing(Predictor):
         check_differentiable(unwrap(model))
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
-            self._twin: tuple[nn.Module] = (replicate(self._model[0], self._posterior.centre),)
-            # a copy whose weights are swapped while it runs, so that no other thread may run it meanwhile
-            self._swapped = (
-                (replicate(self._model[0], self._posterior.centre),) if self._engine == "jvp" else self._twin
-            )
-        self._fixed_part = FixedPart(self._twin[0], self._posterior.mean)
-        self._ready: TrackedModel | None = None
+            twin = replicate(self._model[0], self._posterior.centre)
+        self._networks = _Networks.of(twin, self._posterior)
         self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
         self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
 
-    def _with_old_mean(self) -> list[nn.Module]:
-        self._ready = None  # it has tracked a copy of its own
-        return [*super()._with_old_mean(), *{id(own): own for own in (*self._twin, *self._swapped)}.values()]
+    def _networks_of(self, posterior: Posterior) -> _Networks:
+        """The copies of the network at a posterior's mean. An update may move it; predictions that are under way keep
+        the old copies.
+        """
+        networks = self._networks
+        if not same_centre(networks.centre, posterior.centre):
+            with _PREPARING:
+                networks = self._networks
+                if not same_centre(networks.centre, posterior.centre):
+                    self._networks = networks = _Networks.of(
+                        recentred(networks.twin, posterior.centre), posterior
+                    )
+        return networks
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)
-        for network in {id(own): own for own in (*self._twin, *self._swapped)}.values():
-            network._apply(fn)
-        self._dtype = statistics_dtype(self._twin[0], None)
-        self._fixed_part = FixedPart(self._twin[0], self._posterior.mean)
-        self._ready = self._weights = self._drawn = None
+        networks = self._networks
+        networks.twin._apply(fn)
+        if networks.swapped is not None:
+            networks.swapped._apply(fn)
+        self._dtype = statistics_dtype(networks.twin, None)
+        networks.fixed_part, networks.ready = FixedPart(networks.twin, self._posterior.mean), None
+        self._weights = self._drawn = None
         return self
 
     @property
     def device(self) -> torch.device:
         """Where it predicts."""
-        return model_device(self._twin[0])
+        return model_device(self._networks.twin)
 
     def _linearized(
         self, posterior: Posterior, batch: Batch
     ) -> Linearization | Probes | PositionLinearization | PositionProbes:
         """The linearisation of one batch under a posterior's settings."""
         samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
+        networks = self._networks_of(posterior)
         if self._engine == "jvp":
-            return self._probed(posterior, batch, samples)
+            return self._probed(networks, posterior, batch, samples)
         engine = Engine(
             self._engine,
-            self._prepared(batch),
+            self._prepared(networks, batch),
             tuple(posterior.layers),
             lambda device: self._covariances(posterior, device),
             self._chosen,
@@ -117,7 +150,7 @@ class Linearizing(Predictor):
         picked = picked_positions(self._positions, layout.positions(recording.outputs))
         linearization = PositionLinearization(engine, recording, layout, picked)
         if self._engine == "auto" and linearization.backward_passes > MOST_BACKWARD:
-            return self._probed(posterior, batch, samples, recording.watched)
+            return self._probed(networks, posterior, batch, samples, recording.watched)
         return linearization
 
     def _layout(self, outputs: Tensor) -> Layout | None:
@@ -135,14 +168,15 @@ class Linearizing(Predictor):
         return layout
 
     def _probed(
-        self, posterior: Posterior, batch: Batch, samples: int, watched: Sequence[Call] = ()
+        self,
+        networks: _Networks,
+        posterior: Posterior,
+        batch: Batch,
+        samples: int,
+        watched: Sequence[Call] = (),
     ) -> Probes | PositionProbes:
         """The linearisation by draws of the function."""
-        if self._swapped is self._twin:
-            with _PREPARING, isolated_random_state():
-                if self._swapped is self._twin:
-                    self._swapped = (replicate(self._twin[0]),)
-        outputs, deviations = self._draw(batch, samples, self._deviations(posterior))
+        outputs, deviations = self._draw(networks, batch, samples, self._deviations(posterior))
         layout = self._layout(outputs)
         if layout is None:
             return Probes(outputs, deviations, self._chosen)
@@ -151,9 +185,15 @@ class Linearizing(Predictor):
         probes.watched = list(watched)
         return probes
 
-    def _draw(self, batch: Batch, samples: int, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, networks: _Networks, batch: Batch, samples: int, deviations: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Outputs, and draws of their deviations; see `drawn_outputs`."""
-        return drawn_outputs(self._swapped[0], self._fixed_part, batch, samples, deviations, self._dtype)
+        if networks.swapped is None:
+            with _PREPARING, isolated_random_state():
+                if networks.swapped is None:
+                    networks.swapped = replicate(networks.twin)
+        return drawn_outputs(networks.swapped, networks.fixed_part, batch, samples, deviations, self._dtype)
 
     def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
         """The covariance of the weights, cached until settings or data change."""
@@ -176,22 +216,22 @@ class Linearizing(Predictor):
                 cached = self._drawn
                 if cached is None or cached[0] != settings:
                     draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
-                    device = model_device(self._twin[0])
+                    device = model_device(self._networks.twin)
                     deviations = {
                         name: (drawn - posterior.mean[name]).to(device) for name, drawn in draws.items()
                     }
                     self._drawn = cached = (settings, deviations)
         return cached[1]
 
-    def _prepared(self, batch: Batch) -> TrackedModel:
-        if self._ready is None:
+    def _prepared(self, networks: _Networks, batch: Batch) -> TrackedModel:
+        if networks.ready is None:
             with _PREPARING, isolated_random_state():
-                if self._ready is None:
-                    ready = track_layers(self._twin[0], self._posterior, batch.copied(), self._dtype)
+                if networks.ready is None:
+                    ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
                     if self._tells_novelty and self._posterior.features is not None:
                         ready.capture.watched = self._posterior.features.layer
-                    self._ready = ready
-        return self._ready
+                    networks.ready = ready
+        return networks.ready
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.interception import intercept
 from posthoc_uq.heads.layer_posteriors import WEIGHTS, LayerPosterior, layer_posteriors
 from posthoc_uq.heads.prediction import from_gaussian
-from posthoc_uq.heads.predictor import GaussianOutputs, Predictor
+from posthoc_uq.heads.predictor import GaussianOutputs, Predictor, recentred, same_centre
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.heads.stand_ins import writable_copy
 from posthoc_uq.loaders import Batch, BatchFunction
@@ -85,11 +85,13 @@ class _Prepared:
 
     Attributes:
         settings: the hyperparameters of the weights, and which data they belong to (`Posterior.moment`).
+        network: at the posterior's mean.
         layer_posteriors: one for each layer.
         calibration: the one made for these settings, or None.
     """
 
     settings: tuple[Hyperparameters, int]
+    network: nn.Module
     layer_posteriors: list[LayerPosterior]
     calibration: Calibration | None
 
@@ -163,20 +165,21 @@ class MomentsPredictor(Predictor):
         self._tells_novelty = self._options.novelty
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(self._model[0], posterior.centre)
+        self._centre = posterior.centre
         self._fixed_part = FixedPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
-    def _with_old_mean(self) -> list[nn.Module]:
-        return [*super()._with_old_mean(), self.network]
-
     def _prepare(self, posterior: Posterior) -> _Prepared:
+        if not same_centre(self._centre, posterior.centre):  # predictions under way keep the old network
+            self.network, self._centre = recentred(self.network, posterior.centre), posterior.centre
+            self._fixed_part = FixedPart(self.network, posterior.mean)
         layers = list(
             layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
         )
         self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
         calibration = fitting_calibration(posterior, self.settings())
-        return _Prepared(posterior.moment, layers, calibration)
+        return _Prepared(posterior.moment, self.network, layers, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -227,16 +230,17 @@ class MomentsPredictor(Predictor):
         return self._propagate(self._follow(self._snapshot()), self._batch(args, kwargs))
 
     def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        parameters = dict(self.network.named_parameters())
+        network = prepared.network
+        parameters = dict(network.named_parameters())
         layers = self._posterior.layers
         posteriors = [(parameters[layers[p.layer].weight], p) for p in prepared.layer_posteriors]
         # a model may change its inputs in place
         args, kwargs = tree_map(writable_copy, (batch.args, batch.kwargs))
         outputs = propagate(
-            lambda: self.network(*args, **kwargs),
+            lambda: network(*args, **kwargs),
             posteriors,
             self._rules,
-            lambda: running_module(self.network),
+            lambda: running_module(network),
         )
         self._check_used(prepared, outputs.used)
         return outputs.mean, outputs.variance, outputs.covariance
@@ -308,7 +312,7 @@ class MomentsPredictor(Predictor):
         return gaussian_draws(self._distribution(posterior, batch), n, generator)
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        ratio = self._known_novelty(batch)
+        ratio = self._known_novelty(posterior, batch)
         return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
@@ -344,9 +348,9 @@ class MomentsPredictor(Predictor):
         with features.replaying():
             return self._distribution(self._snapshot(), Batch(args, None, kwargs))
 
-    def _network(self) -> nn.Module:
+    def _network(self, posterior: Posterior | None = None) -> nn.Module:
         """See `Predictor`; this network moves with the predictor."""
-        return self.network
+        return self._prepared.network if posterior is None else self._follow(posterior).network
 
     def calibrate(
         self,

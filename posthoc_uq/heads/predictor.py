@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -24,6 +24,7 @@ from posthoc_uq.heads.novelty import (
     novelty_of_calls,
 )
 from posthoc_uq.heads.replay import Features
+from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import (
     Bar,
@@ -74,6 +75,20 @@ def _heads(kind: type[Predictor]) -> Iterator[type[Predictor]]:
         yield from [below] if hasattr(below, "head") else _heads(below)
 
 
+def same_centre(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether copies of a network at one trained mean serve the other: an update puts another one in its place."""
+    return first is second or not second
+
+
+def recentred(network: nn.Module, centre: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a network with another trained mean, in its own precision and place."""
+    parameters = dict(network.named_parameters())
+    with isolated_random_state():  # copying a module may run its code
+        return replicate(
+            network, {n: tensor.to(parameters[n]) for n, tensor in centre.items() if n in parameters}
+        )
+
+
 class Predictor(DrawnFunctions, nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
@@ -99,9 +114,11 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
         self._tells_novelty = False
-        self._plain: tuple[tuple[torch.device, torch.dtype], tuple[nn.Module]] | None = None
-        self._centre = posterior.centre  # that of the copies of the network
+        self._plain: (
+            tuple[tuple[torch.device, torch.dtype], Mapping[str, Tensor], tuple[nn.Module]] | None
+        ) = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
+        self._watch = WeightWatch(model)
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
@@ -167,6 +184,8 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
 
         Raises:
             NonFiniteError: an input's prediction is not finite.
+            PosteriorMismatchError: the model's weights, or its buffers such as the statistics of batch normalisation,
+                changed after the predictor was made.
             PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
         return self._answer(self._snapshot(), self._batch(args, kwargs))
@@ -183,25 +202,27 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         """
         return self._prediction_of(self._snapshot(), distribution)
 
+    def check_weights(self) -> None:
+        """Refuse a model whose weights, or buffers that predictions depend on, changed after the predictor was made.
+        Every prediction begins with it; nothing is checked while a program is traced.
+
+        Raises:
+            PosteriorMismatchError: they did.
+        """
+        self._watch.check()
+
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; arrays become tensors, as in a loader."""
         return batch_of_call(args, kwargs, self._model[0], self.device)
 
     def _snapshot(self) -> Posterior:
-        """The posterior's settings of one moment; the copies of the network get its mean, where an update moved it."""
-        centre = self._posterior.centre
-        if self._centre is not centre:
-            with _PREPARING:
-                for network in self._with_old_mean():
-                    for name, parameter in network.named_parameters():
-                        if name in centre:
-                            parameter.data = centre[name].detach().to(parameter)
-                self._centre = centre
-        return self._posterior.snapshot()
+        """The posterior's settings and data of one moment.
 
-    def _with_old_mean(self) -> list[nn.Module]:
-        """The copies of the network that it predicts with, when the mean moves; what other copies served is dropped."""
-        return [] if self._plain is None else [*self._plain[1]]
+        Raises:
+            PosteriorMismatchError: the model's weights changed after the predictor was made.
+        """
+        self.check_weights()
+        return self._posterior.snapshot()
 
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
@@ -302,15 +323,15 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             PosthocUQError: the posterior keeps nothing for ``"class"``, or has no quadratic forms for the others; a
                 setting is out of range, or the outputs are not of shape ``(batch,)`` or ``(batch, outputs)``.
         """
-        batch = self._batch(args, kwargs)
-        form = checked_of(of, self._posterior)
+        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        form = checked_of(of, posterior)
         if form != "class":
-            remedy = "ask for of='class'" if self._posterior.features is not None else ""
-            self._posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
-        network = self._network()
+            remedy = "ask for of='class'" if posterior.features is not None else ""
+            posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
+        network = self._network(posterior)
         if form == "class":
             with self.explaining(batch):
-                novelty = class_novelty(network, self._posterior, batch, smoothing)
+                novelty = class_novelty(network, posterior, batch, smoothing)
             check_finite({"novelty": novelty}, "novelty", self.head)
             return novelty
         if not 0 < prior_precision < float("inf") or not 0 <= residual_weight <= 1:
@@ -319,13 +340,13 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
                 f"{residual_weight}."
             )
         settings = RatioSettings(form, float(prior_precision), float(residual_weight))
-        novelty = self._posterior_ratio(settings, batch)(batch)
+        novelty = self._posterior_ratio(posterior, settings, batch)(batch)
         check_finite({"novelty": novelty}, "novelty", self.head)
         return novelty
 
-    def _posterior_ratio(self, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
+    def _posterior_ratio(self, posterior: Posterior, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
         """The ratio for these settings; the last one made is kept."""
-        network, posterior = self._network(), self._snapshot()
+        network = self._network(posterior)
         key = (settings, posterior.noise_scale, posterior.history.revision, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
@@ -333,32 +354,39 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
                 self._ratio = key, ratio
             return self._ratio[1]
 
-    def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | None:
+    def _known_novelty(
+        self, posterior: Posterior, batch: Batch, calls: list[Call] | None = None
+    ) -> Tensor | None:
         """The novelty of a batch, for this head's predictions: None where it is not asked for, the posterior does not
         know it, or a program is being exported.
 
         Args:
+            posterior: a snapshot.
             batch: the model's arguments.
             calls: of the last layer, where the head's own pass recorded them; without them one more pass is run.
         """
-        features = self._posterior.features
+        features = posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
             return None
         if calls:
             return novelty_of_calls(features, calls, count_samples(batch))
-        return class_novelty(self._network(), self._posterior, batch)
+        return class_novelty(self._network(posterior), posterior, batch)
 
-    def _network(self) -> nn.Module:
-        """The model at the posterior's mean, on the predictor's device."""
-        self._snapshot()
+    def _network(self, posterior: Posterior | None = None) -> nn.Module:
+        """The model at a posterior's mean, on the predictor's device.
+
+        Args:
+            posterior: a snapshot; by default the present one.
+        """
+        centre = (self._snapshot() if posterior is None else posterior).centre
         place, cached = (self.device, self._network_dtype()), self._plain
-        if cached is None or cached[0] != place:
+        if cached is None or cached[0] != place or not same_centre(cached[1], centre):
             with _PREPARING, isolated_random_state():
-                network = replicate(self._model[0], self._posterior.centre)
+                network = replicate(self._model[0], centre)
                 if (model_device(network), model_dtype(network)) != place:
                     network = network.to(*place)
-                self._plain = cached = place, (network,)
-        return cached[1][0]
+                self._plain = cached = place, centre, (network,)
+        return cached[2][0]
 
     def _network_dtype(self) -> torch.dtype:
         """The number type that the model's own weights have here."""
@@ -400,6 +428,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         predictions, posterior = list[Prediction](), self._snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
+                self.check_weights()
                 predictions.append(self._answer(posterior, batch, on_cpu=True))
                 bar.advance(len(predictions[-1]))
         return cat(predictions)

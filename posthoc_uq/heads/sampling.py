@@ -13,7 +13,7 @@ from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.output_draws import OutputDraws
 from posthoc_uq.heads.prediction import divisor_of, summarise
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import Predictor, same_centre
 from posthoc_uq.heads.replay import Features
 from posthoc_uq.layers import Call
 from posthoc_uq.loaders import Batch
@@ -128,7 +128,7 @@ class SamplingPredictor(Predictor):
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = [1, -1] * pairs
-        self._drawn_with, self._drawn_around = posterior.settings.plain(), self._posterior.centre
+        self._drawn_with, self._drawn_around = posterior.settings.plain(), posterior.centre
         if self._drawn_outputs:
             self.ensemble = OutputDraws(self._model[0], posterior, seeds)
             return
@@ -214,18 +214,18 @@ class SamplingPredictor(Predictor):
         if isinstance(ensemble, Ensemble):
             recorded = ensemble.recorded(*batch.args, **batch.kwargs)
         # before the draws: a model may change its inputs in place
-        ratio = self._known_novelty(batch, self._last_calls(recorded))
+        ratio = self._known_novelty(posterior, batch, self._last_calls(posterior, recorded))
         return summarise(self._blocks(posterior, batch, recorded), posterior).with_novelty(ratio)
 
-    def _last_calls(self, recorded: Features | None) -> list[Call] | None:
+    def _last_calls(self, posterior: Posterior, recorded: Features | None) -> list[Call] | None:
         """The calls of the last layer at the posterior's mean by what was recorded for the draws, which saves a pass
         through the part before the weights with a posterior; None where a pass of its own is needed.
         """
-        grams, around = self._posterior.features, self._posterior.centre
+        grams = posterior.features
         if recorded is None or grams is None or not self._tells_novelty:
             return None
-        if self._dtype is not None or self._drawn_around is not around:  # other numbers than in the fit
-            return None
+        if self._dtype is not None or not same_centre(self._drawn_around, posterior.centre):
+            return None  # other numbers than in the fit
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return self.ensemble.fixed_part.calls_of(grams.layer, recorded)

@@ -20,6 +20,7 @@ HIGH_LOGIT = 5.0
 """Where logits begin with ``"high"``: a probability of 0.9933."""
 
 _SIZE = 0.5  # of a weight, in root mean squares of its layer, at which its inclusion begins at one half
+_LARGEST = 1e12  # root mean square of a layer's weights, and its inverse: float32 holds their fourth powers
 _MOST = 6.0  # the largest logit that a weight's size gives
 _SMALL_LOG = -9.0  # of the deviations of weights and of the variances of z_0
 _START = 301  # stream of the seed
@@ -47,7 +48,7 @@ def begin(
         seed: of the fit.
 
     Raises:
-        PosthocUQError: the layer's weights are all zero, and say no scale.
+        PosthocUQError: the layer's weights are all zero, and say no scale, or theirs is out of range.
     """
     generator = torch.Generator().manual_seed(mixed_seed(seed, _START, index))
     trained = options.start == "trained"
@@ -56,6 +57,11 @@ def begin(
         raise PosthocUQError(
             f"Layer '{layer.name}' has only zero weights, so there is no scale to begin with; leave it out with "
             f"layers=, or take start='random'."
+        )
+    if trained and not 1 / _LARGEST <= size <= _LARGEST:
+        raise PosthocUQError(
+            f"The weights of layer '{layer.name}' have a root mean square of {size:.3g}, by which no training in "
+            f"float32 can compute; leave it out with layers=, or take start='random'."
         )
     if trained:
         tensors = _from_trained(weight, bias, options, size, generator)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from posthoc_uq.devices import as_double
@@ -27,6 +28,8 @@ from posthoc_uq.message_passing import joint
 from posthoc_uq.message_passing.gaussian import Message
 from posthoc_uq.message_passing.targets import Signal
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.blocks import largest_of
+from posthoc_uq.posteriors.combining import Weights, check_forgettable
 from posthoc_uq.posteriors.history import Evidence
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
 
@@ -74,6 +77,9 @@ def changed(posterior: Posterior, task: Task, sign: int) -> Posterior:
     task.settings = replace(task.settings, likelihood=posterior.likelihood)
     work = _joint if isinstance(block, JointMessagesBlock) else _diagonal
     field, precision, gram = work(block, layer, examples, partial(signal_of, task, options), sign)
+    if sign > 0:
+        weights = Weights.of(block.samples, len(examples.inputs), torch.finfo(block.field.dtype).eps)
+        check_forgettable(largest_of(block.total()), largest_of(precision), weights, 0.0, f"'{name}'")
     kept = [as_double(block.field) + sign * field, as_double(block.precision) + sign * precision]
     new = type(block)(
         block.prior_mean,
@@ -116,7 +122,7 @@ def _with_block(posterior: Posterior, name: str, block: MessagesBlock, samples: 
         deepcopy(posterior.history),
         settings=settings,
     )
-    new.model, new.features, new.fingerprint = posterior.model, posterior.features, posterior.fingerprint
+    new.model, new.features = posterior.model, posterior.features
     new.history.fit["samples"] = samples
     return new
 

@@ -13,10 +13,11 @@ from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.combining import NotContainedError, Weights
+from posthoc_uq.posteriors.blocks import Block, largest_of
+from posthoc_uq.posteriors.combining import NotContainedError, Weights, check_forgettable
 from posthoc_uq.posteriors.history import Evidence
 
+_GRAMS = ("input_gram", "output_gram", "positions")  # of KFAC, whose product is a Fisher
 _LEAST = 1e-9  # of the weight before: what is less, is rounding
 
 
@@ -32,7 +33,7 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
 
     Raises:
         NotContainedError: the data cannot all be among those of the posterior; names the layer.
-        PosthocUQError: no sample would be left.
+        PosthocUQError: no sample would be left, or what is known would be lost beside the new data.
     """
     before, change = posterior.evidence.total, sign * summary.weight
     evidence = combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
@@ -41,6 +42,8 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
     for name, block in posterior.blocks.items():
         device = next(iter(block.tensors().values())).device
         means = {key: placed(tensor, device) for key, tensor in part[name].items()}
+        if sign > 0:
+            _check_forgettable(posterior, name, means, weights)
         try:
             blocks[name] = block.combined(means, weights)
         except NotContainedError as error:
@@ -61,6 +64,20 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
         centre=posterior.centre,
         settings=replace(settings, scale=scale),
     )
+
+
+def _check_forgettable(
+    posterior: Posterior, name: str, means: Mapping[str, torch.Tensor], weights: Weights
+) -> None:
+    """See `check_forgettable`. A Fisher is compared as a part of the precision, which has the prior's, too."""
+    settings, tensors = posterior.settings, posterior.blocks[name].tensors()
+    prior = min(settings.layer_prior(layer) for layer in posterior.members[name]) / settings.scale
+    for key, part in means.items():
+        kept = tensors.get(key)
+        if kept is not None and kept.numel():
+            own = 0.0 if key in _GRAMS else prior
+            precision = torch.finfo(kept.dtype).eps
+            check_forgettable(largest_of(kept) + own, largest_of(part), weights, precision, f"'{name}'")
 
 
 def _precision(posterior: Posterior) -> float:

@@ -68,7 +68,8 @@ def check_stage(
             _note_sizes(letters, known[earlier], stages.get(earlier, {}).get(owner, {}))
         for tensor_name, tensor in tensors[owner].items():
             what = f"'{tensor_name}' of '{owner}' in '{name}'"
-            if name != NOISE_STAGE and tensor.dtype != dtype:
+            allowed = {dtype, torch.float64} if spec.tensors[tensor_name].wide else {dtype}
+            if name != NOISE_STAGE and tensor.dtype not in allowed:
                 raise CorruptPosteriorError(f"{what} is not of {dtype}, as this fit's statistics are")
             _check_tensor(what, tensor, spec.tensors[tensor_name].spec(letters))
             _note_sizes(letters, spec, {tensor_name: tensor})

@@ -24,12 +24,14 @@ class StageTensor:
         non_negative: as in `TensorSpec`.
         orthonormal: as in `TensorSpec`.
         symmetric: as in `TensorSpec`.
+        wide: whether it is in float64 where the device has that, whatever the statistics are in.
     """
 
     sides: str
     non_negative: bool = False
     orthonormal: bool = False
     symmetric: bool = False
+    wide: bool = False
 
     def spec(self, sizes: Mapping[str, int]) -> TensorSpec:
         """What the tensor must be where the letters have these sizes; a letter without one stands for any size."""

@@ -32,7 +32,7 @@ class Dense(Curvature):
     joint: ClassVar[bool] = True
     block_kinds: ClassVar[tuple[str, ...]] = ("dense",)
     stages: ClassVar[Stages] = {
-        "Fisher": StageSpec({"fisher": StageTensor("NN", symmetric=True)}, owner=_JOINT),
+        "Fisher": StageSpec({"fisher": StageTensor("NN", symmetric=True, wide=True)}, owner=_JOINT),
     }
 
     def passes(self) -> int:
@@ -60,7 +60,7 @@ def _fisher(task: Task) -> Tensors:
     parameters = sum(layer.parameters for layer in task.layers.values())
 
     def work() -> Tensors:
-        joint = JointFisher(parameters, task.settings.dtype, task.device)
+        joint = JointFisher(parameters, task.device)
         return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}
 
     return task.stage("Fisher", work)

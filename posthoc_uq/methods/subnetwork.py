@@ -49,7 +49,7 @@ class Subnetwork(Curvature):
     block_kinds: ClassVar[tuple[str, ...]] = ("subnetwork",)
     stages: ClassVar[Stages] = {
         "diagonal": StageSpec({"diagonal": StageTensor("Gmn", non_negative=True)}),
-        "chosen Fisher": StageSpec({"fisher": StageTensor("kk", symmetric=True)}, owner=_JOINT),
+        "chosen Fisher": StageSpec({"fisher": StageTensor("kk", symmetric=True, wide=True)}, owner=_JOINT),
     }
 
     n: int = 1000
@@ -152,7 +152,7 @@ def _fisher(task: Task, chosen: Tensor) -> Tensors:
     index = chosen.nonzero().flatten()
 
     def work() -> Tensors:
-        joint = ChosenFisher(index, task.settings.dtype, task.device)
+        joint = ChosenFisher(index, task.device)
         return {_JOINT: {"fisher": joint.mean(task.sweep({}, "chosen Fisher", joint=joint))}}
 
     return task.stage("chosen Fisher", work)

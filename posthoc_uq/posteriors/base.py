@@ -55,6 +55,8 @@ class Posterior(Adjustable):
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.capabilities`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
+        buffers_fingerprint: digest of the model's buffers at the fit (`posthoc_uq.replica.statistics_of`); None where
+            it has none, or where a file of an earlier release does not say.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
 
@@ -88,6 +90,7 @@ class Posterior(Adjustable):
         self.features: FeatureGrams | None = None
         self.weight_prior = WeightPrior()
         self.fingerprint: str | None = None
+        self.buffers_fingerprint: str | None = None
         by_block = [type(block).makes.capabilities() for block in self.blocks.values()]
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
         outputs = {"noise_scale"} if likelihood.noise_variance is not None else set[str]()
@@ -110,7 +113,8 @@ class Posterior(Adjustable):
         )
 
     def snapshot(self, settings: Hyperparameters | None = None) -> Posterior:
-        """A copy of this posterior that keeps the present settings whatever is set later; all else is shared.
+        """A copy of this posterior that keeps the present settings and data whatever is set or updated later; tensors
+        are shared.
 
         Args:
             settings: other settings, in place of the present ones.
@@ -120,6 +124,10 @@ class Posterior(Adjustable):
         if settings is not None:
             frozen.settings = settings
         return frozen
+
+    def block_shape(self, block: str) -> tuple[int, int, int]:
+        """``(groups, outputs, inputs)`` of a block; of several layers ``(1, 1, weights)``."""
+        return self._layout.shape(block)
 
     @property
     def device(self) -> torch.device:
@@ -195,9 +203,10 @@ class Posterior(Adjustable):
         places = {seed: place for place, seed in enumerate(unique)}
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
-        for layer, matrix, centred in self._drawn(unique, factors):
+        frozen = self.snapshot()
+        for layer, matrix, centred in frozen._drawn(unique, factors):
             for name, values in layer.to_parameters(matrix).items():
-                mean = self.mean[name]
+                mean = frozen.mean[name]
                 # A bias is a column of its layer's matrix: a view of it would keep the whole matrix in memory.
                 draw = values.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
@@ -215,7 +224,7 @@ class Posterior(Adjustable):
         For repeated draws: it takes the memory of about one more set of weights (for INF also the systems of its
         directions), and saves factorising at every draw the blocks that are too large for the posterior's own cache.
         """
-        return dict(self._each_factor())
+        return dict(self.snapshot()._each_factor())
 
     def _drawn(
         self, seeds: Sequence[int], factors: Mapping[str, Factor] | None = None
@@ -240,8 +249,9 @@ class Posterior(Adjustable):
         """
         self.require([can.VARIANCES], "posterior.variance()")
         variances: dict[str, Tensor] = {}
-        for name, factor in self._each_factor():
-            for layer, matrix in self._layout.split(name, factor.variance()):
+        frozen = self.snapshot()
+        for name, factor in frozen._each_factor():
+            for layer, matrix in frozen._layout.split(name, factor.variance()):
                 variances |= layer.to_parameters(matrix)
         return variances
 
@@ -259,11 +269,11 @@ class Posterior(Adjustable):
         unknown = sorted(set(jacobians) - set(self.layers))
         if unknown or not jacobians:
             raise PosthocUQError(f"Jacobians must be given for layers of the posterior; unknown: {unknown}.")
-        total, settings = None, self._settings
-        for name, inner in self.members.items():
+        total, frozen = None, self.snapshot()
+        for name, inner in frozen.members.items():
             if not any(layer in jacobians for layer in inner):
                 continue
-            part = self._factor(name, settings).quadratic(self._layout.join(name, jacobians))
+            part = frozen.factor(name).quadratic(frozen._layout.join(name, jacobians))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -299,7 +309,7 @@ class Posterior(Adjustable):
         """
         self.require([can.ROWS], "posterior.rows()")
         block, start = self._layout.home(layer)
-        return self.factor(block).rows(start, self.layers[layer].matrix_shape)
+        return self.snapshot().factor(block).rows(start, self.layers[layer].matrix_shape)
 
     def log_determinant(self) -> Tensor:
         """``log det P`` over all blocks, a scalar.
@@ -308,7 +318,7 @@ class Posterior(Adjustable):
             PosthocUQError: the blocks know none.
         """
         self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
-        return torch.stack([factor.log_determinant() for _, factor in self._each_factor()]).sum()
+        return torch.stack([factor.log_determinant() for _, factor in self.snapshot()._each_factor()]).sum()
 
     def log_marginal_likelihood(
         self,
@@ -329,8 +339,8 @@ class Posterior(Adjustable):
         """
         frozen = self.snapshot()
         noise_factor = frozen.noise_scale if noise_scale is None else noise_scale
-        parts = [frozen.occam_factor(name, prior_precision, noise_scale) for name in self.blocks]
-        return self.evidence.at_noise(noise_factor) - 0.5 * torch.stack(parts).sum()
+        parts = [frozen.occam_factor(name, prior_precision, noise_scale) for name in frozen.blocks]
+        return frozen.evidence.at_noise(noise_factor) - 0.5 * torch.stack(parts).sum()
 
     def occam_factor(
         self,
@@ -386,14 +396,15 @@ class Posterior(Adjustable):
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
+        frozen = self.snapshot()
         return build_report(
-            self.method,
-            self.likelihood.name,
-            self.layers,
-            self.blocks,
-            self.history,
-            settings=self._settings,
-            shown=self.reported(),
-            features=self.features,
-            noise_variance=self.noise_variance,
+            frozen.method,
+            frozen.likelihood.name,
+            frozen.layers,
+            frozen.blocks,
+            frozen.history,
+            settings=frozen._settings,
+            shown=frozen.reported(),
+            features=frozen.features,
+            noise_variance=frozen.noise_variance,
         )

@@ -18,6 +18,33 @@ _SLACK = 1e3
 """Rounding errors of a sum over a data set, in units of its number format's precision, relative to its size."""
 
 
+_LOST = 1e-2
+"""The share of what was known before that rounding may take when data come in, relative to its largest number."""
+
+
+def check_forgettable(kept: float, part: float, weights: Weights, precision: float, what: str) -> None:
+    """Refuse data beside which all that is known already would be lost to rounding, so that they could never go out
+    again.
+
+    Args:
+        kept: the largest number of a mean over all data so far; nothing is lost of a zero.
+        part: the same of the data that come in.
+        weights: of the two means.
+        precision: of the numbers, relative.
+        what: whose statistic it is, in words.
+
+    Raises:
+        PosthocUQError: more than 1 % of `kept` would be lost.
+    """
+    share = min(1.0, weights.part / weights.kept)
+    if kept > 0 and not max(precision, weights.precision) * share * part <= _LOST * kept:
+        raise PosthocUQError(
+            f"These data cannot come in: what they say of {what} is {part / kept:.2g} times as large as what all data "
+            f"before said, which would be lost to rounding, so that uq.forget could not take them out again. Look for "
+            f"inputs or targets that are out of range; the posterior stays as it is."
+        )
+
+
 class NotContainedError(PosthocUQError):
     """Data were to be taken out that cannot all have been in; its text is the statistic that shows it."""
 

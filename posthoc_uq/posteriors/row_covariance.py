@@ -146,7 +146,9 @@ class InformationRows(RowCovariance):
         parts: list[Tensor] = []
         for part in split:
             columns = (part.unsqueeze(3) * self.input_basis).permute(1, 2, 0, 3).flatten(2)  # (G, n, rows a)
-            reached = (self.shrunk @ columns).reshape(groups, outputs, -1, width)  # (G, m, rows, a)
+            reached = (self.shrunk @ columns).reshape(
+                groups, outputs, part.shape[0], width
+            )  # (G, m, rows, a)
             parts.append((reached @ self.row_roots.transpose(-1, -2)).square().sum(-1))
         low_rank = torch.cat(parts, dim=2).permute(2, 0, 1)
         # Where the data leave no variance, rounding may give a little less than zero.

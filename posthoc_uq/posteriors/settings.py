@@ -23,6 +23,7 @@ Value = TypeVar("Value")
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
 _CHANGES = WeakKeyDictionary["Adjustable", str]()
 """The posteriors that a call is changing now, and the name of that call."""
+_OF_THE_OBJECT = ("model", "warned_heads", "_searching")  # of a posterior, whatever its data
 _WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
 
 
@@ -234,6 +235,16 @@ class Adjustable:
         finally:
             with _SETTING:
                 del _CHANGES[self]
+
+    def replace_contents(self, new: Adjustable) -> None:
+        """Take the data and the history of another posterior of the same layers, at one moment: whoever reads this
+        posterior by a copy, as all of its methods do, has the old ones or the new ones. Of the settings the scale alone
+        is the other's.
+        """
+        with _SETTING:
+            contents = {name: value for name, value in vars(new).items() if name not in _OF_THE_OBJECT}
+            contents["_settings"] = replace(self._settings, scale=new.scale)
+            self.__dict__ = vars(self) | contents
 
     def _basis_of_thresholds(self, settings: Hyperparameters) -> dict[str, Any]:
         """What the thresholds of a referral depend on: these settings and, with the moments head, its calibration."""

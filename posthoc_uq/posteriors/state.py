@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
-from posthoc_uq.likelihoods import Likelihood, described, likelihood_from_attributes
+from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, described, likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import BLOCKS, Block
 from posthoc_uq.posteriors.features import FeatureGrams
@@ -34,20 +34,12 @@ PRIOR_MEAN, PRIOR_PRECISION = "prior_mean", "prior_precision"  # what a file kee
 
 def posterior_state(posterior: Posterior) -> dict[str, Any]:
     """The state of a posterior; its tensors are not copied."""
-    evidence = posterior.evidence
     return {
         "attributes": {
             "method": posterior.method,
             **posterior.settings.plain(),
             "likelihood": described(posterior.likelihood),
-            "evidence": {
-                "samples": evidence.samples,
-                "squared_residuals": evidence.squared_residuals,
-                "targets": evidence.targets,
-                "noise_power": evidence.noise_power,
-                **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
-                **({} if evidence.weight is None else {"weight": evidence.weight}),
-            },
+            "evidence": _evidence_state(posterior.evidence),
             "record": {
                 "fit": dict(posterior.history.fit),
                 "deterministic": dict(posterior.history.deterministic),
@@ -77,6 +69,26 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
         "features": None
         if posterior.features is None
         else {"attributes": posterior.features.attributes(), "tensors": posterior.features.tensors()},
+    }
+
+
+def numeric_attributes(posterior: Posterior) -> dict[str, Any]:
+    """The attributes of a state that follow from the data: hyperparameters, evidence, and what the package's own
+    likelihoods found.
+    """
+    kind = type(posterior.likelihood)
+    own = {"likelihood": described(posterior.likelihood)} if LIKELIHOODS.get(kind.name) is kind else {}
+    return {**posterior.settings.plain(), "evidence": _evidence_state(posterior.evidence), **own}
+
+
+def _evidence_state(evidence: Evidence) -> dict[str, Any]:
+    return {
+        "samples": evidence.samples,
+        "squared_residuals": evidence.squared_residuals,
+        "targets": evidence.targets,
+        "noise_power": evidence.noise_power,
+        **({} if evidence.log_likelihood is None else {"log_likelihood": evidence.log_likelihood}),
+        **({} if evidence.weight is None else {"weight": evidence.weight}),
     }
 
 

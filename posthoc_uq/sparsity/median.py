@@ -78,6 +78,7 @@ def median_model(posterior: Posterior, certain: bool = False) -> Posterior:
         settings=frozen.settings,
     )
     median.model, median.fingerprint = posterior.model, posterior.fingerprint
+    median.buffers_fingerprint = posterior.buffers_fingerprint
     median.features = posterior.features
     return median
 

@@ -25,6 +25,7 @@ def attributes_of(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "format_version": userblock.FORMAT_VERSION,
         "library_version": described["library_version"],
         "fingerprint": described["fingerprint"],
+        "buffers_fingerprint": described.get("buffers_fingerprint"),
         "prior_precision": "per layer" if isinstance(prior, Mapping) else prior,
         "likelihood": likelihood["name"],
         "likelihood_class": likelihood.get("class"),

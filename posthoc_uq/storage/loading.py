@@ -32,12 +32,12 @@ from posthoc_uq.posteriors.state import (
     posterior_from_state,
     state_blocks,
 )
-from posthoc_uq.replica import apart, check_numbers, model_device, unwrap
+from posthoc_uq.replica import apart, check_not_meta, model_device, unwrap
 from posthoc_uq.storage import schema, userblock
 from posthoc_uq.storage.attributes import check_attributes
 from posthoc_uq.storage.consistency import checked_layers
 from posthoc_uq.storage.hdf5 import ImageReader, Structure
-from posthoc_uq.storage.model_checks import check_fingerprint, check_model, parameters_of
+from posthoc_uq.storage.model_checks import check_buffers, check_fingerprint, check_model, parameters_of
 from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
 from posthoc_uq.storage.plain import read_plain
 from posthoc_uq.storage.sandbox import SandboxReader
@@ -88,10 +88,11 @@ def load(
             numbers, or the likelihood or the output's function is missing or
             another one.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
-        PosteriorMismatchError: it belongs to another model, or to other values of the weights that have a posterior.
+        PosteriorMismatchError: it belongs to another model, to other values of the weights that have a posterior, or to
+            other buffers, such as the running statistics of batch normalisation.
     """
     model = unwrap(model)
-    check_numbers(model)
+    check_not_meta(model)
     place = model_device(model)
     if device is not None:
         place = usable_device(
@@ -108,6 +109,7 @@ def load(
             names = {name for layer in layers.values() for name in layer.parameter_names}
             named = {name: mean[name] for name in names | set(expected.certain)}
             check_fingerprint(state["fingerprint"], named, path)
+            check_buffers(state.get("buffers_fingerprint"), model, path)
             likelihood = _likelihood(state, likelihood, path)
             tensors: dict[str, Tensor] = {}
             for dataset, stored in structure.datasets.items():
@@ -125,6 +127,7 @@ def load(
         own = apart(model, posterior.original)
         posterior.model = with_choice(own, choice_of(posterior.history.output, checked_output(output)))
         posterior.fingerprint = state["fingerprint"]
+        posterior.buffers_fingerprint = state.get("buffers_fingerprint")
         return posterior
 
 
@@ -133,9 +136,10 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
 
     Returns:
         A dictionary of plain values, which prints as a summary: ``format_version``, ``library_version``, ``bytes``,
-        ``fingerprint``, ``method``, ``likelihood``, ``scale``, ``prior_precision``, ``residual_weight``,
-        ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``, ``head``, ``faithful``,
-        ``calibration``, ``referral``, ``changes`` (of the data since the fit),
+        ``fingerprint``, ``buffers_fingerprint`` (None where the file has none), ``method``, ``likelihood``, ``scale``,
+        ``prior_precision``, ``residual_weight``, ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``,
+        ``deterministic``, ``head``, ``faithful``, ``calibration``, ``referral``,
+        ``changes`` (of the data since the fit),
         ``output`` (the part of what the model returns), ``parameters``, ``centre`` (names of
         parameters with a trained mean),
         ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes) and
@@ -158,6 +162,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             "library_version": state["library_version"],
             "bytes": len(data),
             "fingerprint": state["fingerprint"],
+            "buffers_fingerprint": state.get("buffers_fingerprint"),
             **attributes,
             **{key: history[key] for key in ("fit", "tuning", "deterministic")},
             **{

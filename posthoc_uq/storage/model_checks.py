@@ -81,3 +81,13 @@ def check_fingerprint(fingerprint: str, mean: Mapping[str, Tensor], path: str | 
             f"shapes agree, the numbers or their dtype do not. Load those weights into the model first, or "
             f"fit again."
         )
+
+
+def check_buffers(expected: str | None, model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Refuse a model with other buffers than at the fit, where the file says which these were."""
+    if expected is not None and schema.buffers_fingerprint(model) != expected:
+        raise PosteriorMismatchError(
+            f"The model's buffers, such as the running statistics of batch normalisation, are not those that the "
+            f"posterior in '{path}' was fitted with. Load the whole state dict of that model first "
+            f"(model.load_state_dict), or fit again."
+        )

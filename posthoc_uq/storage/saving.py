@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from typing import Any, Literal, cast
@@ -13,18 +13,26 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.distributed import rank
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.interrupts import check, orderly
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import likelihood_from_attributes
 from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT
+from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.specs import TensorSpec
-from posthoc_uq.posteriors.state import expected_blocks, expected_features, expected_prior, posterior_state
+from posthoc_uq.posteriors.state import (
+    expected_blocks,
+    expected_features,
+    expected_prior,
+    numeric_attributes,
+    posterior_state,
+)
 from posthoc_uq.storage import atomic, hdf5, plain, schema, userblock
 from posthoc_uq.storage.attributes import attributes_of
 from posthoc_uq.storage.consistency import checked_layers
 from posthoc_uq.storage.numbers import check_blocks, check_features, complaint
-from posthoc_uq.storage.table import check_posterior
+from posthoc_uq.storage.table import check_posterior, check_values
 from posthoc_uq.version import __version__
 
 _WIDER = "save with dtype=torch.bfloat16 or torch.float32"
@@ -73,8 +81,55 @@ def save(
         atomic.write(target, _image(posterior, dtype, compression))
 
 
+def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
+    """Refuse a posterior with numbers that no file may hold, or with a precision that cannot be factorised: it could
+    not be saved, or not predict. What else a file cannot keep, such as a likelihood of the user's, `save` says.
+
+    Args:
+        posterior: any.
+        factorised: whether to factorise its precision, at the present hyperparameters.
+
+    Raises:
+        NonFiniteError: a number is not finite, or too large, or a precision is not positive definite.
+    """
+    posterior = posterior.snapshot()
+    try:
+        attributes = numeric_attributes(posterior)
+        check_values(attributes)
+        for owner, name, spec, tensor in _tensors(posterior):
+            fault = complaint(spec, tensor)
+            if fault is not None:
+                raise CorruptPosteriorError(f"'{name}' of {owner} {fault}")
+        if posterior.features is not None:
+            check_features(posterior.features.tensors())
+        check_blocks(attributes, posterior.blocks, posterior.weight_prior.precision)
+        known = factorised and LOG_DETERMINANT in posterior.capabilities
+        if known and not bool(posterior.log_determinant().isfinite()):
+            raise CorruptPosteriorError("the determinant of its precision is not finite")
+    except (CorruptPosteriorError, NonFiniteError) as error:
+        raise NonFiniteError(
+            f"These data, or the weights of the model, lead to numbers that no posterior can be made of: "
+            f"{str(error).rstrip('.')}. Look for inputs or targets that are out of range or constant, and scale them."
+        ) from error
+
+
+def _tensors(posterior: Posterior) -> Iterator[tuple[str, str, TensorSpec, Tensor]]:
+    """Every tensor that a file keeps: whose it is, its name, what it must be."""
+    for name, block in posterior.blocks.items():
+        specs = type(block).specs(posterior.block_shape(name), block.attributes())
+        for key, tensor in block.tensors().items():
+            yield f"'{name}'", key, specs[key], tensor
+    for name, tensor in posterior.centre.items():
+        yield "the mean", name, TensorSpec(tuple(tensor.shape)), tensor
+    if posterior.features is not None:
+        specs = FeatureGrams.specs(posterior.features.attributes())
+        for key, tensor in posterior.features.tensors().items():
+            yield "the features", key, specs[key], tensor
+
+
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
     """The whole file in memory."""
+    posterior = posterior.snapshot()  # of one moment, whatever another thread changes meanwhile
     state = posterior_state(posterior)
     blocks: dict[str, Any] = {}
     arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
@@ -104,9 +159,11 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
             formats[name] = schema.dtype_name(wanted)
             arrays[schema.features_path(name)] = partial(as_array, tensor, wanted)
         features = {"attributes": state["features"]["attributes"], "dtypes": formats}
+    buffers = posterior.buffers_fingerprint
     described = {
         "library_version": __version__,
         "fingerprint": schema.fingerprint(posterior.original),
+        **({} if buffers is None else {"buffers_fingerprint": buffers}),
         "attributes": state["attributes"],
         "layers": state["layers"],
         "blocks": blocks,

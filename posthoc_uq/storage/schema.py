@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from hashlib import sha256
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posthoc_uq.errors import PosteriorMismatchError
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.state import PRIOR_MEAN, PRIOR_PRECISION
+from posthoc_uq.replica import statistics_of, unwrap
 from posthoc_uq.storage.hdf5 import link_name
 
 CHECKPOINT = "checkpoint"  # the kind of a file that is no posterior yet
@@ -82,14 +83,36 @@ def fingerprint(parameters: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def buffers_fingerprint(model: nn.Module) -> str | None:
+    """The `fingerprint` of the buffers that a model's predictions depend on; None where it has none."""
+    buffers = statistics_of(unwrap(model))
+    return fingerprint(buffers) if buffers else None
+
+
 def check_unchanged(posterior: Posterior) -> None:
     """Refuse a posterior whose model was trained further after the fit: ``posterior.original`` is the model's memory.
 
     Raises:
-        PosteriorMismatchError: the parameters are not those of the fit.
+        PosteriorMismatchError: the parameters, or the buffers of its model, are not those of the fit.
     """
     if posterior.fingerprint is not None and fingerprint(posterior.original) != posterior.fingerprint:
         raise PosteriorMismatchError(
             "The model's parameters changed after the posterior was fitted or loaded; fit again, or give the model its "
             "parameters back."
+        )
+    if posterior.model is not None:
+        check_buffers(posterior, posterior.model)
+
+
+def check_buffers(posterior: Posterior, model: nn.Module) -> None:
+    """Refuse a model with other buffers than that of the fit.
+
+    Raises:
+        PosteriorMismatchError: it has.
+    """
+    expected = posterior.buffers_fingerprint
+    if expected is not None and buffers_fingerprint(model) != expected:
+        raise PosteriorMismatchError(
+            "The model's buffers, such as the running statistics of batch normalisation, are not those that the "
+            "posterior was fitted on; load the whole state dict of that model (model.load_state_dict), or fit again."
         )

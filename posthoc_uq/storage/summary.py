@@ -114,6 +114,8 @@ def _facts(path: str, contents: Mapping[str, Any]) -> list[tuple[str, str]]:
     if contents["changes"]:
         lines.append(("data since the fit", described_changes(contents["changes"])))
     lines.append(("fingerprint", contents["fingerprint"]))
+    if contents["buffers_fingerprint"] is not None:
+        lines.append(("fingerprint, buffers", contents["buffers_fingerprint"]))
     return lines
 
 

@@ -7,6 +7,7 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -271,7 +272,7 @@ _POSTERIOR = Record(
         "certain": Named(Items(Whole(0, 2**40), most=8)),
         "features": maybe(_FEATURES),
     },
-    {"prior": _PRIOR},
+    {"prior": _PRIOR, "buffers_fingerprint": _DIGEST},
 )
 
 _SUMMARY = Record(
@@ -342,6 +343,20 @@ def check_posterior(state: Any) -> None:
         CorruptPosteriorError: says which field, and what it may be.
     """
     _POSTERIOR.check(state, "its description")
+
+
+def check_values(attributes: Mapping[str, Any]) -> None:
+    """Refuse numbers of a posterior's attributes that they may not have.
+
+    Args:
+        attributes: hyperparameters, ``evidence`` and, of the package's own likelihoods, ``likelihood``.
+
+    Raises:
+        CorruptPosteriorError: says which, and what it may be.
+    """
+    for name, field in {**_HYPERPARAMETERS, "evidence": _EVIDENCE, "likelihood": _LIKELIHOOD}.items():
+        if name in attributes:
+            field.check(attributes[name], f"its {name}")
 
 
 def check_checkpoint(state: Any) -> None:

@@ -17,7 +17,7 @@ from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, Pos
 from posthoc_uq.posteriors.families import FAMILIES
 from posthoc_uq.storage.schema import CHECKPOINT
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 OLDEST_VERSION = 1  # the oldest that is still read
 SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"

@@ -1,0 +1,206 @@
+"""Whether a model still has the weights that a predictor was made for: cheap enough to be asked before every batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.devices import on_host
+from posthoc_uq.errors import PosteriorMismatchError
+from posthoc_uq.randomness import mixed_seed, sample_keys
+from posthoc_uq.replica import statistics_of, unwrap
+
+_SAMPLE = 64  # numbers of a tensor that are compared every time, evenly spaced; a smaller one is compared as a whole
+_ROW = 2**12  # numbers that are hashed together
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SETTLING = threading.RLock()  # a lock of the watch's own could not be copied or pickled
+
+
+class _Place(NamedTuple):
+    """Where a module holds a tensor."""
+
+    name: str
+    home: dict[str, Tensor | None]
+    key: str
+
+    def tensor(self) -> Tensor | None:
+        """The tensor that is there now."""
+        return self.home.get(self.key)
+
+
+class _Seen(NamedTuple):
+    """What was seen of the tensors the last time that all of their numbers were compared.
+
+    Attributes:
+        marks: for each its address and how often it was written.
+        views: a few numbers of each as integers, views of its memory: one list for each device.
+        numbers: what they were.
+    """
+
+    marks: list[Any]
+    views: list[list[Any]]
+    numbers: list[Any]
+
+
+class WeightWatch:
+    """Notices that parameters of a model, or buffers that its predictions depend on, are no longer those of the moment
+    when the watch was made.
+
+    Every look reads where the tensors are and how often they were written, which torch counts, and a few of their
+    numbers, because writes through ``.data`` are not counted. Only where these differ are all numbers compared, by
+    their hashes: weights that are given back, or moved to other memory, are in order.
+
+    Args:
+        model: the user's; never written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = unwrap(model)
+        self._find()
+        tensors = [place.tensor() for place in self._places]
+        self._hashes = _hashes(tensors)
+        # predictors share this memory, also once the model has other memory
+        self._held = [None if tensor is None else tensor.detach() for tensor in tensors]
+        self._take()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies have other memory: they look for it, and compare all numbers once
+        return {name: self.__dict__[name] for name in ("_model", "_hashes", "_names")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._find()
+        self._seen = _Seen([], [], [])
+        self._held = [None] * len(self._places)
+
+    def _find(self) -> None:
+        self._places = [place for place in _places(self._model) if _watchable(place.tensor())]
+        self._names = [place.name for place in self._places]
+
+    def check(self) -> None:
+        """Refuse a model whose weights changed. Costs next to nothing, and on a GPU one wait for it; nothing is done
+        while a program is traced.
+
+        Raises:
+            PosteriorMismatchError: they did; names the first of them.
+        """
+        if torch.compiler.is_compiling() or self._as_seen(self._seen):
+            return
+        with _SETTLING:
+            if not self._as_seen(self._seen):
+                self._compare()
+                self._take()
+
+    def _as_seen(self, seen: _Seen) -> bool:
+        return seen.marks == [_mark(place.tensor()) for place in self._places] and seen.numbers == [
+            _read(views) for views in seen.views
+        ]
+
+    def _take(self) -> None:
+        """Note what there is, all of which is as it should be."""
+        tensors = [place.tensor() for place in self._places]
+        marks = [_mark(tensor) for tensor in tensors]
+        by_device: dict[torch.device, list[Any]] = {}
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                sample = _sample(tensor)
+                if sample is not None:
+                    by_device.setdefault(tensor.device, []).append(sample)
+        views = list(by_device.values())
+        self._seen = _Seen(marks, views, [_read(of_device) for of_device in views])
+
+    def _compare(self) -> None:
+        tensors = [place.tensor() for place in self._places]
+        found = _hashes(tensors)
+        shared = _hashes(self._held)
+        for index, name in enumerate(self._names):
+            tensor, held = tensors[index], self._held[index]
+            as_before = held is None or shared[index] == self._hashes[index]
+            same = found[index] == self._hashes[index] or _is_cast(tensor, held)
+            if not (as_before and same):
+                raise PosteriorMismatchError(
+                    f"'{name}' of the model changed after uq.wrap, and the posterior belongs to the weights of the "
+                    f"fit: load these back into the model (model.load_state_dict), or fit again, and then wrap again."
+                )
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Where the parameters are and the buffers that predictions depend on."""
+    buffers, found = set(map(id, statistics_of(model).values())), list[_Place]()
+    for name, module in model.named_modules():
+        parameters, others = vars(module)["_parameters"], vars(module)["_buffers"]
+        kept = [(parameters, key) for key in parameters]
+        kept += [(others, key) for key, buffer in others.items() if id(buffer) in buffers]
+        found += [_Place(f"{name}.{key}" if name else key, home, key) for home, key in kept]
+    return found
+
+
+def _watchable(tensor: Tensor | None) -> bool:
+    """Whether it is a plain tensor with numbers in memory."""
+    return (
+        tensor is not None
+        and type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+    )
+
+
+def _mark(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> Any:
+    """A few numbers of a tensor as integers, a view of its memory: an array of a tensor on the CPU, which is read
+    faster. None for a tensor with gaps in its memory.
+    """
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    dense = tensor.detach().permute(order)  # as it lies in memory
+    integers = _INTEGERS.get(tensor.element_size())
+    if integers is None or not dense.is_contiguous():
+        return None
+    every = max(1, tensor.numel() // _SAMPLE)
+    sample = dense.view(-1).view(integers)[::every]
+    return np.from_dlpack(sample) if sample.device.type == "cpu" else sample
+
+
+def _read(samples: list[Any]) -> Any:
+    """The numbers of samples on one device, in one read."""
+    if isinstance(samples[0], Tensor):
+        return torch.cat(samples).tolist()
+    return np.concatenate(samples).tobytes()
+
+
+def _hashes(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """A hash of the numbers of each tensor, the same on every device; it differs for other shapes and types."""
+    with torch.inference_mode(False), torch.no_grad():
+        found = on_host(*(_hash(tensor) for tensor in tensors if tensor is not None))
+    hashes = iter([int(value) for value in found])
+    return [
+        None if tensor is None else mixed_seed(next(hashes), *tensor.shape, tensor.element_size())
+        for tensor in tensors
+    ]
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    whole = flat.numel() // _ROW * _ROW
+    rest = sample_keys([flat[whole:].reshape(1, -1)], 1, 0)
+    if not whole:
+        return rest
+    rows = sample_keys([flat[:whole].reshape(-1, _ROW)], whole // _ROW, 0)
+    return sample_keys([torch.cat([rows, rest]).reshape(1, -1)], 1, 0)
+
+
+def _is_cast(tensor: Tensor | None, held: Tensor | None) -> bool:
+    """Whether a model was given another precision, with the same numbers to rounding."""
+    if tensor is None or held is None or tensor.dtype == held.dtype or tensor.shape != held.shape:
+        return False
+    return torch.equal(held.to(tensor), tensor.detach())
