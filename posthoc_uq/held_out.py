@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import isfinite, log, log10
+from math import inf, isfinite, log, log10
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
-from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.likelihoods.counted import labelled, mean_of_labels
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
@@ -34,7 +33,7 @@ _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
 _DECADES = 8  # of the prior precision that are searched upwards
 _TOLERANCE = 0.1  # decades of the prior precision
-_TOO_SMALL = 2.0  # times the noise variance: a larger mean squared residual is warned of
+_NOISES = (-8.0, 16.0)  # decades of the noise scale in which the network's own best one is sought
 _TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
 SPREAD = 0.3  # prior deviation of the logarithm of a temperature, so that a few samples hardly move it
 
@@ -100,7 +99,6 @@ class HeldOutSearch:
         self._cache = FeatureCache(predictor, self._batches)
         self._tempered = temperature
         self._best_loss, self._best = float("inf"), posterior.settings
-        self._searched_noise = False
 
     def _network(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Outputs of the network at the posterior's centre, and targets, batch by batch."""
@@ -108,33 +106,34 @@ class HeldOutSearch:
         return self._cache.outputs(lambda batch: batch.copied().call(twin))
 
     def start_noise(self) -> None:
-        """Set the noise variance to the mean squared residual of the held-out data, where a search may begin that does
-        not depend on what was found before; it stays where residuals are not defined.
+        """Set the noise scale at which the network alone predicts the held-out data best: for Gaussian noise that of
+        their mean squared residual. There a search may begin that does not depend on what was found before.
+
+        A posterior that was trained, and not laid around a network, may know a noise of its own: it keeps that of the
+        training where it then predicts better.
         """
-        if isinstance(self.posterior.likelihood, Gaussian):
-            self.posterior.noise_scale = self._residual_noise(self.posterior.likelihood)
-
-    def _residual_noise(self, likelihood: Gaussian) -> float:
-        """The mean squared residual of the held-out data, as a multiple of the noise variance of the fit."""
-        total, count = 0.0, 0
+        posterior, likelihood = self.posterior, self.posterior.likelihood.of_targets()
         with torch.no_grad():
-            for outputs, targets in self._network():
-                likelihood.check(outputs, targets)
-                squares = likelihood.residuals(outputs, targets).square() / likelihood.noise(outputs)
-                total, count = total + float(as_double(squares).sum()), count + squares.numel()
-        return total / max(1, count)
+            pairs = list(self._network())
+        for outputs, targets in pairs:
+            likelihood.check(outputs, targets)
 
-    def _warn_of_noise(self) -> None:
-        """Warn where the noise variance was not searched and is far below what the held-out data say."""
-        likelihood = self.posterior.likelihood
-        if self._searched_noise or not isinstance(likelihood, Gaussian):
-            return
-        factor = self._residual_noise(likelihood) / self.posterior.noise_scale
-        if factor > _TOO_SMALL:
-            warn_user(
-                f"The held-out data's mean squared residual is {factor:.3g} times the noise variance, which comes from "
-                f"the training data if you gave none, so that intervals are too narrow: pass noise=True to tune it too."
+        def loss(factor: float) -> float:
+            noisy = likelihood.at_noise_scale(factor)
+            total = sum(
+                float(as_double(noisy.log_prob(outputs, targets)).sum()) for outputs, targets in pairs
             )
+            return -total if total == total else inf
+
+        factor, _ = search_decades(loss, (-2.0, 2.0), _NOISES, max_evaluations=60)
+        if posterior.takes_prior:
+            posterior.noise_scale = factor
+            return
+        losses = dict[float, float]()
+        for candidate in (1.0, factor):
+            posterior.noise_scale = candidate
+            losses[candidate] = self._finite_loss()
+        posterior.noise_scale = min(losses, key=lambda candidate: losses[candidate])
 
     def _batches(self) -> Iterator[tuple[Any, Tensor]]:
         with isolated_random_state(self._seed):
@@ -180,13 +179,16 @@ class HeldOutSearch:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
         return float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
 
-    def _evaluate(self) -> float:
-        posterior = self.posterior
+    def _finite_loss(self) -> float:
+        """`loss`, infinite where there is none: for draws of extreme weights."""
         try:
             value = self.loss()
-        except NonFiniteError:  # draws of extreme weights: a value that no search keeps
-            value = float("inf")
-        value = value if value == value else float("inf")
+        except NonFiniteError:
+            return inf
+        return value if value == value else inf
+
+    def _evaluate(self) -> float:
+        posterior, value = self.posterior, self._finite_loss()
         self._bar.update()
         tried = posterior.settings.labelled()
         first = {label: tried.pop(label) for label in ("prior precision", "residual weight")}
@@ -295,7 +297,6 @@ class HeldOutSearch:
         """Minimise the loss over one of ``"residual_weight"``, ``"scale"``, ``"noise"``, from the present values; keep
         the best values tried.
         """
-        self._searched_noise = self._searched_noise or name == "noise"
         if self._best_loss == float("inf"):
             self._best_loss, self._best = self._evaluate(), self.posterior.settings
         base, hyperparameter = self._best, HYPERPARAMETER.get(name, name)
@@ -324,7 +325,9 @@ class HeldOutSearch:
                 shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
         self.posterior.settings = self._best
-        label = "noise variance" if name == "noise" else ABOUT[hyperparameter].label
+        label = ABOUT[hyperparameter].label
+        if name == "noise" and self.posterior.noise_variance is not None:
+            label = "noise variance"
         self.posterior.history.tuning[label] = "validation NLL"
 
     def only_temperature(self) -> None:
@@ -338,8 +341,8 @@ class HeldOutSearch:
         self._bar.close()
         self.trials.chosen = self._trial_in_place()
         warn_edges(self.trials)
-        self._warn_of_noise()
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
+        likelihood = self.posterior.observation.of_targets()
         with torch.no_grad():
             alone = (  # where the mean was trained, the model alone is another network
                 ((batch.copied().call(twin), targets) for batch, targets in self._batches())
@@ -347,7 +350,7 @@ class HeldOutSearch:
                 else self._cache.outputs(lambda batch: batch.copied().call(twin))
             )
             for outputs, targets in alone:
-                total -= float(self._plain_likelihood().log_prob(outputs, targets).sum())
+                total -= float(likelihood.log_prob(outputs, targets).sum())
                 count += labelled(self.posterior.likelihood, targets)
         self.trials.model_alone = mean_of_labels(total, count)
         if self._best_loss > self.trials.model_alone + 2 * SLACK:
@@ -370,11 +373,6 @@ class HeldOutSearch:
             for trial in reversed(self.trials.trials)
             if all(trial[name.replace("_", " ")] == value for name, value in present.items())
         )
-
-    def _plain_likelihood(self) -> Likelihood:
-        """The posterior's likelihood of the targets at its present noise variance."""
-        likelihood, noise_variance = self.posterior.likelihood.of_targets(), self.posterior.noise_variance
-        return likelihood if noise_variance is None else likelihood.with_noise(noise_variance)
 
 
 def _geometric_mean(prior: Any) -> float:

@@ -38,7 +38,7 @@ def tune(
     divergence: float | None = None,
     temperature: bool | None = None,
     per_layer: bool = False,
-    noise: bool = False,
+    noise: bool | None = None,
     parameters: tuple[str, ...] | None = None,
     prior_precisions: Sequence[float] | None = None,
     head: str | None = None,
@@ -61,8 +61,8 @@ def tune(
       fit may also cost at most a tenth of the best. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
       are logits every prior precision has the temperature that predicts best, under a log-normal prior around 1, so
-      that a few samples do not move it far. `scale`, `residual_weight` and the noise variance are searched if asked
-      for, one after the other.
+      that a few samples do not move it far. The observation noise of a regression is searched after it. `scale` and
+      `residual_weight` are searched if asked for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -80,12 +80,15 @@ def tune(
             logits. With ``"faithful"``: whether the mean entropy on the training inputs is brought back to the
             network's; by default not, since that keeps a network's overconfidence on what it memorised.
         per_layer: one prior precision per layer (evidence only).
-        noise: for regression, tune the noise variance too; by default it stays at the training residuals' variance. On
-            held-out data the prior precision is then chosen at the noise of their mean squared residual, and the noise
-            variance after it.
-        parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
-            ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or the scale
-            where that is fixed, or nothing where there is neither.
+        noise: tune a common factor on the observation noise of a regression: the noise variance, the variances that a
+            heteroscedastic network predicts, the dispersion of ``"negative_binomial"`` and of ``"gamma"`` (the inverse
+            of its shape). By default on held-out data, unless `parameters` leave it out, also where it was given to the
+            fit: training residuals say too little of a network that overfits. The prior precision is then chosen at
+            the noise at which the network alone predicts them best, and the noise after it. False keeps the noise. By
+            the evidence the noise variance is tuned only with True.
+        parameters: all that is to be searched on held-out data, out of ``"prior_precision"``, ``"residual_weight"``,
+            ``"scale"``, ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or
+            the scale where that is fixed, or nothing where there is neither, and the noise if there is one.
         prior_precisions: the values to try on held-out data, in place of the search (of per-layer prior precisions:
             their geometric mean).
         head: the head that predicts: ``"sampling"``, ``"linearized"`` or ``"moments"``; by default the one that the
@@ -115,7 +118,7 @@ def tune(
         _criterion(criterion, loader),
         None if divergence is None else POSITIVE("divergence, a budget in nats,", divergence),
         None if temperature is None else flag("temperature", temperature),
-        flag("noise", noise),
+        None if noise is None else flag("noise", noise),
         parameters,
         prior_precisions,
         COUNT("max_evaluations", max_evaluations),
@@ -161,7 +164,7 @@ class _Request:
     criterion: str
     divergence: float | None
     temperature: bool | None
-    noise: bool
+    noise: bool | None
     parameters: tuple[str, ...] | None
     grid: Sequence[float] | None
     max_evaluations: int
@@ -178,7 +181,7 @@ def _by_evidence(
             "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
             "parameters and prior_precisions out, or take criterion='likelihood'."
         )
-    trials = maximise_evidence(posterior, per_layer=per_layer, noise=request.noise)
+    trials = maximise_evidence(posterior, per_layer=per_layer, noise=bool(request.noise))
     posterior.history.head |= {"criterion": request.criterion} if posterior.history.head else {}
     return trials
 

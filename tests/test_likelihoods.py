@@ -514,7 +514,7 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     assert str(found) and found.foreign["posterior"]["foreign"]
     assert found.set_referral(0.1) > -math.inf
     tuned = fit(name, model, "diag", fisher="exact")
-    trials = uq.tune(tuned, [(x, y)], max_evaluations=3, progress=False)
+    trials = uq.tune(tuned, [(x, y)], max_evaluations=3, noise=False, progress=False)
     assert trials.model_alone == pytest.approx(
         -float(CASES[name].distribution(model(x).detach()).log_prob(y).mean()), rel=1e-6
     )

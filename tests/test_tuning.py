@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -642,30 +643,96 @@ class TestHeads:
             uq.tune(self.posterior, [self.held_out], head="moments", n_probes=3, progress=False)
 
 
-def test_a_noise_variance_that_held_out_data_contradict_is_said_aloud_and_tuned_alike_at_every_call() -> None:
+def _overfitted_line() -> tuple[nn.Module, list[Any], list[Any], float]:
+    """Least squares on few samples, whose training residuals are too small; and the held-out mean squared residual."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 8, generator=generator)
     y = x[:, :1] + 0.5 * torch.randn(60, 1, generator=generator)
     model = nn.Linear(8, 1)
-    with torch.no_grad():  # least squares on few samples: training residuals are too small
+    with torch.no_grad():
         solved = torch.linalg.lstsq(torch.cat([x[:12], torch.ones(12, 1)], 1), y[:12]).solution
         model.weight.copy_(solved[:8].T)
         model.bias.copy_(solved[8])
-    held_out = [(x[12:], y[12:])]
+    residual = float((model(x[12:]) - y[12:]).detach().square().mean())
+    return model, [(x[:12], y[:12])], [(x[12:], y[12:])], residual
+
+
+def test_held_out_labels_tune_the_noise_variance_unless_it_is_kept() -> None:
+    model, train, held_out, residual = _overfitted_line()
     options: dict[str, Any] = {"method": "full", "likelihood": "regression", "progress": False}
-    posterior = uq.fit(model, [(x[:12], y[:12])], **options)
-    residual = float((model(x[12:]) - y[12:]).square().mean())
-    factor = residual / float(posterior.noise_variance)
-    with pytest.warns(UserWarning, match=f"mean squared residual is {factor:.3g} times .*noise=True"):
-        uq.tune(posterior, held_out, progress=False)
+    posterior = uq.fit(model, train, **options)
+    fitted = float(posterior.noise_variance)
+    assert residual > 5 * fitted
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        uq.tune(posterior, held_out, noise=True, progress=False)
+        for choice in ({"noise": False}, {"parameters": ("prior_precision",)}):
+            uq.tune(posterior, held_out, progress=False, **choice)
+            assert float(posterior.noise_variance) == fitted
+        uq.tune(posterior, held_out, progress=False)
         found = posterior.settings
         assert 0.2 * residual < float(posterior.noise_variance) <= 1.1 * residual
-        uq.tune(posterior, held_out, noise=True, progress=False)
-    assert posterior.settings == found
-    honest = uq.fit(model, held_out, **options)  # the noise of other data that the network has not seen
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        uq.tune(honest, held_out, progress=False)
+        assert posterior.history.tuning["noise variance"] == "validation NLL"
+        low, high = uq.wrap(model, posterior)(held_out[0][0]).interval(0.9)
+        assert 0.8 < float(((low <= held_out[0][1]) & (held_out[0][1] <= high)).float().mean()) < 0.98
+        uq.tune(posterior, held_out, progress=False)  # alike at every call
+        assert posterior.settings == found
+        uq.tune(posterior, held_out, noise=True, parameters=("prior_precision",), progress=False)
+        assert posterior.settings == found
+        at_once = uq.fit(model, train, val_loader=held_out, **options)
+    assert float(at_once.noise_variance) == pytest.approx(float(posterior.noise_variance), rel=0.1)
+    with pytest.raises(PosthocUQError, match="noise=False keeps it"):
+        uq.tune(posterior, held_out, noise=False, parameters=("noise",), progress=False)
+
+
+def _with_dispersion(name: str) -> tuple[uq.Likelihood, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A likelihood of too little dispersion, inputs, outputs, and targets of 20 times as much."""
+    torch.manual_seed(0)
+    x = torch.randn(320, 2)
+    mean = x @ torch.tensor([[0.5], [0.3]]) + 2
+    if name == "heteroscedastic":
+        logs = x[:, :1] - 1
+        targets = mean + (20 * logs.exp()).sqrt() * torch.randn(320, 1)
+        return uq.Heteroscedastic(), x, torch.cat([mean, logs], 1), targets
+    rates = torch.distributions.Gamma(1.0, 1.0).sample((320, 1)) * mean.exp()
+    if name == "gamma":
+        return uq.Gamma(shape=20.0), x, mean, rates.clamp(min=1e-3)
+    return uq.NegativeBinomial(dispersion=0.05), x, mean, torch.poisson(rates)
+
+
+@pytest.mark.parametrize("name", ["heteroscedastic", "gamma", "negative_binomial"])
+def test_held_out_labels_tune_the_dispersion_of_other_regressions(name: str, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        likelihood, x, outputs, targets = _with_dispersion(name)
+    model = nn.Linear(2, outputs.shape[1])
+    solved = torch.linalg.lstsq(torch.cat([x, torch.ones(320, 1)], 1), outputs).solution
+    with torch.no_grad():
+        model.weight.copy_(solved[:2].T)
+        model.bias.copy_(solved[2])
+    posterior = uq.fit(
+        model, [(x[:40], targets[:40])], likelihood=likelihood, prior_precision=10.0, progress=False
+    )
+    before = uq.wrap(model, posterior)(x[40:])
+    variances = posterior.variance()
+    uq.tune(posterior, [(x[40:200], targets[40:200])], prior_precisions=[10.0], noise=False, progress=False)
+    assert posterior.noise_scale == 1.0
+    uq.tune(posterior, [(x[40:200], targets[40:200])], prior_precisions=[10.0], progress=False)
+    assert posterior.noise_scale == pytest.approx(20, rel=0.5)
+    assert posterior.history.tuning["noise scale"] == "validation NLL"
+    assert "noise scale" in str(posterior.report())
+    predicted = uq.wrap(model, posterior)(x[40:])
+    held_out = slice(160, 280)
+    gain = predicted.log_prob(targets[40:]) - before.log_prob(targets[40:])
+    assert float(gain.flatten()[held_out].mean()) > 0.5
+    low, high = predicted.interval(0.9)
+    inside = ((low <= targets[40:]) & (targets[40:] <= high)).float()
+    assert 0.85 <= float(inside[held_out].mean()) <= 0.98
+    uq.save(posterior, tmp_path / "file.h5")
+    loaded = uq.load(tmp_path / "file.h5", model)
+    assert loaded.noise_scale == pytest.approx(posterior.noise_scale)
+    again = uq.wrap(model, loaded)(x[40:])
+    assert torch.allclose(again.log_prob(targets[40:]), predicted.log_prob(targets[40:]), atol=1e-4)
+    for (
+        key,
+        value,
+    ) in posterior.variance().items():  # a factor on predictions: the weights keep their variances
+        assert torch.allclose(value, variances[key])

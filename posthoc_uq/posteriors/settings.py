@@ -177,7 +177,7 @@ class Adjustable:
     residual_weight = _Hyperparameter[float]()
     """Omega in [0, 1], the weight of INF's diagonal residual."""
     noise_scale = _Hyperparameter[float]()
-    """Factor on the noise variance of the likelihood (regression)."""
+    """Factor on the noise variance, or the dispersion, of the likelihood (regression)."""
     temperature = _Hyperparameter[float]()
     """Divides the logits in prediction (classification)."""
 
