@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite, log, log10
 from typing import Any
@@ -36,21 +35,6 @@ _TOLERANCE = 0.1  # decades of the prior precision
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the network's own best one is sought
 _TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
 SPREAD = 0.3  # prior deviation of the logarithm of a temperature, so that a few samples hardly move it
-
-
-@contextmanager
-def restored_on_error(posterior: Posterior) -> Generator[None]:
-    """Restore the hyperparameters, and the history of how they were found, if the search fails."""
-    settings = posterior.settings
-    history = posterior.history
-    records = {name: dict(getattr(history, name)) for name in ("tuning", "calibration", "head", "faithful")}
-    try:
-        yield
-    except BaseException:
-        posterior.settings = settings
-        for name, value in records.items():
-            setattr(history, name, value)
-        raise
 
 
 def model_of(posterior: Posterior) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.held_out import HeldOutSearch, model_of, restored_on_error
+from posthoc_uq.held_out import HeldOutSearch, model_of
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.loaders import Batch, BatchFunction, BatchReader, check_loader
@@ -50,7 +50,7 @@ def tune(
     progress: bool = True,
     **options: Any,
 ) -> Trials:
-    """Choose the hyperparameters of `posterior`, in place, by one of three criteria.
+    """Choose the hyperparameters of `posterior`, and set them, by one of three criteria.
 
     * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, as a
       mean over a few hundred inputs like the training inputs. Needs no labels. It is the default of `fit`.
@@ -103,6 +103,9 @@ def tune(
 
     Referral thresholds belong to the hyperparameters they were set for; a search that changes these warns of it.
 
+    The search works on a copy: until it ends, and if it fails, other threads predict with the posterior as it was, and
+    save that. One call at a time may change a posterior.
+
     Returns:
         All trials. Printed, they begin with the chosen trial and the nats given up against the best for a wider
         posterior; values at the edge of their interval are listed, and warned of.
@@ -132,8 +135,11 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        with posterior.searching():
-            return _by_evidence(posterior, loader, request, per_layer)
+        with posterior.changing("uq.tune"):
+            trial = posterior.trial()
+            trials = _by_evidence(trial, loader, request, per_layer)
+            posterior.adopt(trial)
+        return trials
     if per_layer:
         raise PosthocUQError(
             "per_layer=True is chosen by the log marginal likelihood; call tune without a loader."
@@ -144,17 +150,22 @@ def tune(
             + ("held-out data with targets." if request.criterion == "likelihood" else "training inputs.")
         )
     check_loader(loader)
-    with posterior.searching(), restored_on_error(posterior):
-        name, head_options = _head(posterior, head, n_samples, request.seed, options)
-        _forget_calibration(posterior, name)
-        posterior.warned_heads.add(name)
-        faithful_value = _recorded_faithful_value(posterior, name)
-        predictor = wrap(model_of(posterior), posterior, name, **head_options)
-        recorded_options = plain_options(options or _recorded_options(posterior, name))
-        posterior.history.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
+    with posterior.changing("uq.tune"):
+        trial = posterior.trial()
+        name, head_options = _head(trial, head, n_samples, request.seed, options)
+        _forget_calibration(trial, name)
+        trial.warned_heads = {*posterior.warned_heads, name}
+        faithful_value = _recorded_faithful_value(trial, name)
+        predictor = wrap(model_of(trial), trial, name, **head_options)
+        recorded_options = plain_options(options or _recorded_options(trial, name))
+        trial.history.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
         if request.criterion == "faithful":
-            return _by_faithfulness(posterior, loader, predictor, reader, request)
-        return _by_likelihood(posterior, loader, predictor, reader, request, faithful_value)
+            trials = _by_faithfulness(trial, loader, predictor, reader, request)
+        else:
+            trials = _by_likelihood(trial, loader, predictor, reader, request, faithful_value)
+        posterior.adopt(trial)
+        posterior.warned_heads.add(name)
+    return trials
 
 
 @dataclass(frozen=True)

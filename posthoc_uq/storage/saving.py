@@ -68,7 +68,7 @@ def save(
     if rank() == 0:
         target = atomic.checked_target(path)
         atomic.remove_leftovers(target)
-        atomic.write(target, _image(posterior, dtype, compression))
+        atomic.write(target, _image(posterior.snapshot(), dtype, compression))
 
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
