@@ -736,3 +736,49 @@ def test_held_out_labels_tune_the_dispersion_of_other_regressions(name: str, tmp
         value,
     ) in posterior.variance().items():  # a factor on predictions: the weights keep their variances
         assert torch.allclose(value, variances[key])
+
+
+def _line_of(samples: int) -> tuple[nn.Module, list[Any]]:
+    """Least squares of 8 inputs on so many samples."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 8, generator=generator)
+    y = x[:, :1] + 0.5 * torch.randn(samples, 1, generator=generator)
+    model = nn.Linear(8, 1)
+    solved = torch.linalg.lstsq(torch.cat([x, torch.ones(samples, 1)], 1), y).solution
+    with torch.no_grad():
+        model.weight.copy_(solved[:8].T)
+        model.bias.copy_(solved[8])
+    return model, [(x, y)]
+
+
+@pytest.mark.parametrize("method", ["full", "inf", "kfac", "diag", "subnetwork"])
+def test_a_regression_says_when_its_training_residuals_say_nothing(method: str) -> None:
+    """Nine parameters and ten rows, and nine and three hundred."""
+    options: dict[str, Any] = {"method": method, "likelihood": "regression", "progress": False}
+    memorised, few = _line_of(10)
+    honest, many = _line_of(300)
+    settings = {"subnetwork": {"n": 9}}.get(method, {})
+    if method != "diag":  # whose limit is as many parameters as targets
+        with pytest.warns(UserWarning, match=r"about [89] effective parameters for 10 training targets.*uq\.tune"):
+            uq.fit(memorised, few, **options, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.fit(honest, many, **options, **settings)
+        uq.fit(memorised, few, noise_variance=0.25, **options, **settings)
+        uq.fit(memorised, few, val_loader=many, **options, **settings)
+
+
+def test_a_network_that_reproduces_its_targets_is_warned_of() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(30, 4)
+        y = torch.sin(x.sum(1, keepdim=True)) + 0.5 * torch.randn(30, 1)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+        for _ in range(600):
+            optimiser.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimiser.step()
+    for options in ({}, {"method": "diag"}, {"layers": "last"}):
+        with pytest.warns(UserWarning, match="effective parameters for 30 training targets"):
+            uq.fit(model, [(x, y)], likelihood="regression", progress=False, **options)
