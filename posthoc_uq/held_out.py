@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import inf, isfinite, log, log10
+from math import inf, isfinite, log, log1p, log10
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ _DECADES = 8  # of the prior precision that are searched upwards
 _TOLERANCE = 0.1  # decades of the prior precision
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the network's own best one is sought
 _TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
-SPREAD = 0.3  # prior deviation of the logarithm of a temperature, so that a few samples hardly move it
+_COARSE = 0.25  # decades between the temperatures from which the search for the best one goes on
+SPREAD = 0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `reluctance`
 
 
 def model_of(posterior: Posterior) -> nn.Module:
@@ -48,6 +49,19 @@ def model_of(posterior: Posterior) -> nn.Module:
             "The posterior has lost its model; set posterior.model to the model it was fitted on."
         )
     return posterior.model
+
+
+def reluctance(factor: float) -> float:
+    """Minus the logarithm of the prior density of a temperature, or of a noise scale, less that at 1, in nats.
+
+    Below 1, where predictions become more certain, the logarithm has a normal density with exponential tails: a few
+    labels that are all predicted correctly ask for a temperature of zero. Above 1 it has a Cauchy density, since a
+    network that has memorised its data needs a temperature of ten, and a noise of thousands of times its residuals.
+    """
+    x = log(factor) / SPREAD
+    if x >= 0:
+        return log1p(x**2)
+    return x**2 / 2 if x > -1 else -x - 0.5
 
 
 class HeldOutSearch:
@@ -83,6 +97,7 @@ class HeldOutSearch:
         self._cache = FeatureCache(predictor, self._batches)
         self._tempered = temperature
         self._best_loss, self._best = float("inf"), posterior.settings
+        self._labels = 0  # that count, of the last evaluation
 
     def _network(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Outputs of the network at the posterior's centre, and targets, batch by batch."""
@@ -90,8 +105,9 @@ class HeldOutSearch:
         return self._cache.outputs(lambda batch: batch.copied().call(twin))
 
     def start_noise(self) -> None:
-        """Set the noise scale at which the network alone predicts the held-out data best: for Gaussian noise that of
-        their mean squared residual. There a search may begin that does not depend on what was found before.
+        """Set the noise scale at which the network alone predicts the held-out data best, under the prior of
+        `reluctance`: for Gaussian noise about that of their mean squared residual. There a search may begin that does
+        not depend on what was found before.
 
         A posterior that was trained, and not laid around a network, may know a noise of its own: it keeps that of the
         training where it then predicts better.
@@ -107,7 +123,7 @@ class HeldOutSearch:
             total = sum(
                 float(as_double(noisy.log_prob(outputs, targets)).sum()) for outputs, targets in pairs
             )
-            return -total if total == total else inf
+            return reluctance(factor) - total if total == total else inf
 
         factor, _ = search_decades(loss, (-2.0, 2.0), _NOISES, max_evaluations=60)
         if posterior.takes_prior:
@@ -132,9 +148,7 @@ class HeldOutSearch:
         """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats, at
         the present hyperparameters; sets the temperature first if that is searched too.
 
-        The temperature is the most probable one under a log-normal prior around 1. Without that prior, the best
-        temperature for a few samples that are all predicted correctly is close to zero, which makes every prediction
-        certain.
+        The temperature is the most probable one under the prior of `reluctance`.
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():
@@ -146,9 +160,9 @@ class HeldOutSearch:
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(distributions) + (log(temperature) / SPREAD) ** 2 / (2 * max(1, count))
+                return self._mean(distributions) + reluctance(temperature) / max(1, count)
 
-            self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
+            self.posterior.temperature = _best_temperature(at)
             return self._mean(distributions)
 
     def _mean(self, distributions: Iterable[tuple[Any, Tensor]]) -> float:
@@ -157,6 +171,7 @@ class HeldOutSearch:
             prediction = self._predictor.prediction_of(distribution)
             total += self._log_prob(prediction, targets)
             count += labelled(self.posterior.likelihood, targets)
+        self._labels = count
         return mean_of_labels(-total, count)
 
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
@@ -263,7 +278,9 @@ class HeldOutSearch:
             self._note_temperature()
 
     def _note_temperature(self) -> None:
-        self.posterior.history.tuning["temperature"] = "validation NLL, and a log-normal prior around 1"
+        self.posterior.history.tuning["temperature"] = (
+            "validation NLL, and a prior around 1 with a heavy tail above it"
+        )
         low, high = (10.0**decade for decade in _TEMPERATURES)
         if not 1.05 * low < self.posterior.temperature < high / 1.05:
             self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
@@ -284,12 +301,13 @@ class HeldOutSearch:
         if self._best_loss == float("inf"):
             self._best_loss, self._best = self._evaluate(), self.posterior.settings
         base, hyperparameter = self._best, HYPERPARAMETER.get(name, name)
-        tried = [(self._best_loss, base)]
+        tried = [(self._best_loss + self._prior_of(name), self._best_loss, base)]
 
         def objective(x: float) -> float:
             value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(base, hyperparameter) * x
             self.posterior.settings = replace(base, **{hyperparameter: value})
-            tried.append((self._evaluate(), self.posterior.settings))
+            loss = self._evaluate()
+            tried.append((loss + self._prior_of(name), loss, self.posterior.settings))
             return tried[-1][0]
 
         edge = False
@@ -302,9 +320,9 @@ class HeldOutSearch:
             objective(1.0)
         else:
             _, edge = search_decades(objective, (-2.0, 2.0), (-2.0, 2.0), 0.05, max_evaluations)
-        improved = min(tried, key=lambda pair: pair[0])
-        if improved[0] < self._best_loss - _INDIFFERENT:
-            self._best_loss, self._best = improved
+        improved = min(tried, key=lambda each: each[0])
+        if improved[0] < tried[0][0] - _INDIFFERENT:
+            _, self._best_loss, self._best = improved
             if edge:
                 shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
@@ -313,6 +331,10 @@ class HeldOutSearch:
         if name == "noise" and self.posterior.noise_variance is not None:
             label = "noise variance"
         self.posterior.history.tuning[label] = "validation NLL"
+
+    def _prior_of(self, name: str) -> float:
+        """What the prior adds to the mean loss of the present settings, where `name` is searched."""
+        return reluctance(self.posterior.noise_scale) / max(1, self._labels) if name == "noise" else 0.0
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""
@@ -357,6 +379,26 @@ class HeldOutSearch:
             for trial in reversed(self.trials.trials)
             if all(trial[name.replace("_", " ")] == value for name, value in present.items())
         )
+
+
+def _best_temperature(objective: Callable[[float], float]) -> float:
+    """Where the objective is least: the prior may leave it a minimum near 1 and another far above, so that a coarse
+    grid comes first.
+    """
+    from scipy.optimize import minimize_scalar
+
+    tried = dict[float, float]()
+
+    def at(decade: float) -> float:
+        tried[decade] = objective(10.0**decade)
+        return tried[decade]
+
+    low, high = _TEMPERATURES
+    steps = round((high - low) / _COARSE)
+    best = min((low + step * _COARSE for step in range(steps + 1)), key=at)
+    bounds = max(low, best - _COARSE), min(high, best + _COARSE)
+    minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 0.005, "maxiter": 25})
+    return 10.0 ** min(tried, key=lambda decade: tried[decade])
 
 
 def _geometric_mean(prior: Any) -> float:

@@ -60,9 +60,9 @@ def tune(
       nats above the best; of classes, what is wider than the faithful posterior of a
       fit may also cost at most a tenth of the best. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
-      are logits every prior precision has the temperature that predicts best, under a log-normal prior around 1, so
-      that a few samples do not move it far. The observation noise of a regression is searched after it. `scale` and
-      `residual_weight` are searched if asked for, one after the other.
+      are logits every prior precision has the temperature that predicts best, under a prior that is firm below 1, so
+      that a few labels sharpen nothing, and has a heavy tail above it. The observation noise of a regression is
+      searched after it. `scale` and `residual_weight` are searched if asked for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 

@@ -310,8 +310,12 @@ def test_a_temperature_beside_the_prior_or_alone(classifier):
     assert posterior.prior_precision == prior
     samples = sum(len(labels) for _, labels in held_out)
 
-    def goal() -> float:  # the likelihood of a temperature, and of it a log-normal prior of deviation 0.3
-        return _loss(model, posterior, held_out) + np.log(posterior.temperature) ** 2 / (2 * 0.3**2 * samples)
+    def goal() -> (
+        float
+    ):  # the likelihood of a temperature, and its prior: Cauchy above 1, and normal, then exponential
+        x = np.log(posterior.temperature) / 0.1
+        prior = np.log1p(x**2) if x > 0 else -x - 0.5 if x < -1 else x**2 / 2
+        return _loss(model, posterior, held_out) + prior / samples
 
     best, found = goal(), posterior.temperature
     assert found != 1.0 and posterior.history.tuning["temperature"].startswith("validation NLL")
@@ -334,10 +338,32 @@ def test_a_few_samples_hardly_move_the_temperature():
     few, many = (x[right][:30], labels[right][:30]), (x[1000:], labels[1000:])
     uq.tune(posterior, [few], parameters=(), progress=False)
     assert (
-        0.6 < posterior.temperature < 1
+        0.9 < posterior.temperature <= 1
     )  # all of them right: the likelihood alone asks for a temperature of zero
     uq.tune(posterior, [many], parameters=(), progress=False)
     assert posterior.temperature == pytest.approx(2.5, rel=0.1)
+
+
+def test_thirty_labels_find_a_large_temperature_and_many_a_small_one():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(4000, 2)
+        logits = x @ torch.tensor([[0.7, -0.7], [0.0, 0.0]])
+        labels = torch.distributions.Categorical(logits=logits).sample()
+    model = nn.Linear(2, 2)
+
+    def tuned(factor: float, samples: int) -> float:
+        """The temperature of a network whose logits are `factor` times too large."""
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[0.7, 0.0], [-0.7, 0.0]]) * factor), model.bias.zero_()
+        posterior = uq.fit(model, [(x[:200], labels[:200])], prior_precision=1e6, progress=False)
+        held_out = [(x[1000 : 1000 + samples], labels[1000 : 1000 + samples])]
+        uq.tune(posterior, held_out, parameters=(), progress=False)
+        return posterior.temperature
+
+    assert 5 < tuned(10.0, 30) < 20
+    assert tuned(0.5, 30) > 0.7  # a few labels sharpen little
+    assert tuned(0.5, 3000) == pytest.approx(0.5, rel=0.1)
 
 
 def test_regression_on_held_out_data(regression):
@@ -759,7 +785,9 @@ def test_a_regression_says_when_its_training_residuals_say_nothing(method: str) 
     honest, many = _line_of(300)
     settings = {"subnetwork": {"n": 9}}.get(method, {})
     if method != "diag":  # whose limit is as many parameters as targets
-        with pytest.warns(UserWarning, match=r"about [89] effective parameters for 10 training targets.*uq\.tune"):
+        with pytest.warns(
+            UserWarning, match=r"about [89] effective parameters for 10 training targets.*uq\.tune"
+        ):
             uq.fit(memorised, few, **options, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
