@@ -137,13 +137,16 @@ TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
         _made, "classification", n_samples=1500, n_features=20, n_informative=6, n_classes=5, flip_y=0.1
     ),
     "diabetes": partial(_sklearn, "diabetes", True),
+    "friedman": partial(_made, "friedman1", n_samples=1000, noise=1.0),
+    "impedance": partial(_made, "friedman2", n_samples=1000, noise=100.0),
+    "linear": partial(_made, "regression", n_samples=600, n_features=10, n_informative=6, noise=60.0),
     "concrete": partial(_uci, "concrete"),
     "boston": partial(_uci, "boston"),
     "ames": partial(_modeldata, "ames", "Sale_Price", log=True),
     "cars": partial(_modeldata, "car_prices", "Price", log=True),
 }
 """Tables by name: jobs are those of a computing cluster and their four classes of running time (hpc_data), cells those
-of an image segmentation, moons and mixture are generated."""
+of an image segmentation; moons, mixture, friedman, impedance and linear are generated."""
 
 
 @cache

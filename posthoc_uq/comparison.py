@@ -90,7 +90,7 @@ class Comparison:
                         distributions.append(next(of_batches)[0])
                 temperature = self._match(distributions) if self._matched else temperature
                 self._posterior.temperature = temperature
-                value = self._mean(distributions, self._posterior.likelihood.divergence)
+                value = self._mean(distributions, self._posterior.observation.divergence)
         except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
             self._posterior.temperature = temperature
         return (value if isfinite(value) else inf), temperature

@@ -21,7 +21,7 @@ from posthoc_uq.inference.features import keep_features, trained_features, watch
 from posthoc_uq.inference.first_batch import missing_decoder_inputs, other_dispersion, unshifted_labels
 from posthoc_uq.inference.identity import fit_identity
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
-from posthoc_uq.inference.observation_noise import set_observation_noise
+from posthoc_uq.inference.observation_noise import set_observation_noise, warn_if_memorised
 from posthoc_uq.inference.probabilities import PROBABILITIES_MEANT, gives_probabilities, refusal
 from posthoc_uq.inference.row_check import check_log_prob
 from posthoc_uq.inference.task import Task, check_common
@@ -153,6 +153,8 @@ def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
     posterior.history.head = {"name": request.head, "options": {}}
     choice = chosen_in(task.model)
     posterior.history.output = {} if choice is None else choice.plain()
+    if request.finds_noise and val_loader is None:
+        warn_if_memorised(posterior)
     _set_prior(posterior, request, task, kept_inputs)
     if val_loader is not None and not request.method.trains:
         readers = {name: arguments[name] for name in ("batch_to_inputs", "batch_to_targets")}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import isfinite, log, log10
+from math import inf, isfinite, log, log1p, log10
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.inference.evidence import Trials, search_decades, warn_edges
-from posthoc_uq.likelihoods import Gaussian, Likelihood
 from posthoc_uq.likelihoods.counted import labelled, mean_of_labels
 from posthoc_uq.loaders import BatchReader, batches, check_reusable
 from posthoc_uq.posteriors.base import Posterior
@@ -34,24 +32,10 @@ _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
 _DECADES = 8  # of the prior precision that are searched upwards
 _TOLERANCE = 0.1  # decades of the prior precision
-_TOO_SMALL = 2.0  # times the noise variance: a larger mean squared residual is warned of
+_NOISES = (-8.0, 16.0)  # decades of the noise scale in which the network's own best one is sought
 _TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
-SPREAD = 0.3  # prior deviation of the logarithm of a temperature, so that a few samples hardly move it
-
-
-@contextmanager
-def restored_on_error(posterior: Posterior) -> Generator[None]:
-    """Restore the hyperparameters, and the history of how they were found, if the search fails."""
-    settings = posterior.settings
-    history = posterior.history
-    records = {name: dict(getattr(history, name)) for name in ("tuning", "calibration", "head", "faithful")}
-    try:
-        yield
-    except BaseException:
-        posterior.settings = settings
-        for name, value in records.items():
-            setattr(history, name, value)
-        raise
+_COARSE = 0.25  # decades between the temperatures from which the search for the best one goes on
+SPREAD = 0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `reluctance`
 
 
 def model_of(posterior: Posterior) -> nn.Module:
@@ -65,6 +49,19 @@ def model_of(posterior: Posterior) -> nn.Module:
             "The posterior has lost its model; set posterior.model to the model it was fitted on."
         )
     return posterior.model
+
+
+def reluctance(factor: float) -> float:
+    """Minus the logarithm of the prior density of a temperature, or of a noise scale, less that at 1, in nats.
+
+    Below 1, where predictions become more certain, the logarithm has a normal density with exponential tails: a few
+    labels that are all predicted correctly ask for a temperature of zero. Above 1 it has a Cauchy density, since a
+    network that has memorised its data needs a temperature of ten, and a noise of thousands of times its residuals.
+    """
+    x = log(factor) / SPREAD
+    if x >= 0:
+        return log1p(x**2)
+    return x**2 / 2 if x > -1 else -x - 0.5
 
 
 class HeldOutSearch:
@@ -100,7 +97,7 @@ class HeldOutSearch:
         self._cache = FeatureCache(predictor, self._batches)
         self._tempered = temperature
         self._best_loss, self._best = float("inf"), posterior.settings
-        self._searched_noise = False
+        self._labels = 0  # that count, of the last evaluation
 
     def _network(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Outputs of the network at the posterior's centre, and targets, batch by batch."""
@@ -108,33 +105,35 @@ class HeldOutSearch:
         return self._cache.outputs(lambda batch: batch.copied().call(twin))
 
     def start_noise(self) -> None:
-        """Set the noise variance to the mean squared residual of the held-out data, where a search may begin that does
-        not depend on what was found before; it stays where residuals are not defined.
+        """Set the noise scale at which the network alone predicts the held-out data best, under the prior of
+        `reluctance`: for Gaussian noise about that of their mean squared residual. There a search may begin that does
+        not depend on what was found before.
+
+        A posterior that was trained, and not laid around a network, may know a noise of its own: it keeps that of the
+        training where it then predicts better.
         """
-        if isinstance(self.posterior.likelihood, Gaussian):
-            self.posterior.noise_scale = self._residual_noise(self.posterior.likelihood)
-
-    def _residual_noise(self, likelihood: Gaussian) -> float:
-        """The mean squared residual of the held-out data, as a multiple of the noise variance of the fit."""
-        total, count = 0.0, 0
+        posterior, likelihood = self.posterior, self.posterior.likelihood.of_targets()
         with torch.no_grad():
-            for outputs, targets in self._network():
-                likelihood.check(outputs, targets)
-                squares = likelihood.residuals(outputs, targets).square() / likelihood.noise(outputs)
-                total, count = total + float(as_double(squares).sum()), count + squares.numel()
-        return total / max(1, count)
+            pairs = list(self._network())
+        for outputs, targets in pairs:
+            likelihood.check(outputs, targets)
 
-    def _warn_of_noise(self) -> None:
-        """Warn where the noise variance was not searched and is far below what the held-out data say."""
-        likelihood = self.posterior.likelihood
-        if self._searched_noise or not isinstance(likelihood, Gaussian):
-            return
-        factor = self._residual_noise(likelihood) / self.posterior.noise_scale
-        if factor > _TOO_SMALL:
-            warn_user(
-                f"The held-out data's mean squared residual is {factor:.3g} times the noise variance, which comes from "
-                f"the training data if you gave none, so that intervals are too narrow: pass noise=True to tune it too."
+        def loss(factor: float) -> float:
+            noisy = likelihood.at_noise_scale(factor)
+            total = sum(
+                float(as_double(noisy.log_prob(outputs, targets)).sum()) for outputs, targets in pairs
             )
+            return reluctance(factor) - total if total == total else inf
+
+        factor, _ = search_decades(loss, (-2.0, 2.0), _NOISES, max_evaluations=60)
+        if posterior.takes_prior:
+            posterior.noise_scale = factor
+            return
+        losses = dict[float, float]()
+        for candidate in (1.0, factor):
+            posterior.noise_scale = candidate
+            losses[candidate] = self._finite_loss()
+        posterior.noise_scale = min(losses, key=lambda candidate: losses[candidate])
 
     def _batches(self) -> Iterator[tuple[Any, Tensor]]:
         with isolated_random_state(self._seed):
@@ -149,9 +148,7 @@ class HeldOutSearch:
         """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats, at
         the present hyperparameters; sets the temperature first if that is searched too.
 
-        The temperature is the most probable one under a log-normal prior around 1. Without that prior, the best
-        temperature for a few samples that are all predicted correctly is close to zero, which makes every prediction
-        certain.
+        The temperature is the most probable one under the prior of `reluctance`.
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():
@@ -163,9 +160,9 @@ class HeldOutSearch:
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(distributions) + (log(temperature) / SPREAD) ** 2 / (2 * max(1, count))
+                return self._mean(distributions) + reluctance(temperature) / max(1, count)
 
-            self.posterior.temperature, _ = search_decades(at, _TEMPERATURES, _TEMPERATURES, 0.005, 40)
+            self.posterior.temperature = _best_temperature(at)
             return self._mean(distributions)
 
     def _mean(self, distributions: Iterable[tuple[Any, Tensor]]) -> float:
@@ -174,19 +171,23 @@ class HeldOutSearch:
             prediction = self._predictor.prediction_of(distribution)
             total += self._log_prob(prediction, targets)
             count += labelled(self.posterior.likelihood, targets)
+        self._labels = count
         return mean_of_labels(-total, count)
 
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
         return float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
 
-    def _evaluate(self) -> float:
-        posterior = self.posterior
+    def _finite_loss(self) -> float:
+        """`loss`, infinite where there is none: for draws of extreme weights."""
         try:
             value = self.loss()
-        except NonFiniteError:  # draws of extreme weights: a value that no search keeps
-            value = float("inf")
-        value = value if value == value else float("inf")
+        except NonFiniteError:
+            return inf
+        return value if value == value else inf
+
+    def _evaluate(self) -> float:
+        posterior, value = self.posterior, self._finite_loss()
         self._bar.advance()
         tried = posterior.settings.labelled()
         first = {label: tried.pop(label) for label in ("prior precision", "residual weight")}
@@ -277,7 +278,9 @@ class HeldOutSearch:
             self._note_temperature()
 
     def _note_temperature(self) -> None:
-        self.posterior.history.tuning["temperature"] = "validation NLL, and a log-normal prior around 1"
+        self.posterior.history.tuning["temperature"] = (
+            "validation NLL, and a prior around 1 with a heavy tail above it"
+        )
         low, high = (10.0**decade for decade in _TEMPERATURES)
         if not 1.05 * low < self.posterior.temperature < high / 1.05:
             self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")
@@ -295,16 +298,16 @@ class HeldOutSearch:
         """Minimise the loss over one of ``"residual_weight"``, ``"scale"``, ``"noise"``, from the present values; keep
         the best values tried.
         """
-        self._searched_noise = self._searched_noise or name == "noise"
         if self._best_loss == float("inf"):
             self._best_loss, self._best = self._evaluate(), self.posterior.settings
         base, hyperparameter = self._best, HYPERPARAMETER.get(name, name)
-        tried = [(self._best_loss, base)]
+        tried = [(self._best_loss + self._prior_of(name), self._best_loss, base)]
 
         def objective(x: float) -> float:
             value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(base, hyperparameter) * x
             self.posterior.settings = replace(base, **{hyperparameter: value})
-            tried.append((self._evaluate(), self.posterior.settings))
+            loss = self._evaluate()
+            tried.append((loss + self._prior_of(name), loss, self.posterior.settings))
             return tried[-1][0]
 
         edge = False
@@ -317,15 +320,21 @@ class HeldOutSearch:
             objective(1.0)
         else:
             _, edge = search_decades(objective, (-2.0, 2.0), (-2.0, 2.0), 0.05, max_evaluations)
-        improved = min(tried, key=lambda pair: pair[0])
-        if improved[0] < self._best_loss - _INDIFFERENT:
-            self._best_loss, self._best = improved
+        improved = min(tried, key=lambda each: each[0])
+        if improved[0] < tried[0][0] - _INDIFFERENT:
+            _, self._best_loss, self._best = improved
             if edge:
                 shown = getattr(self._best, hyperparameter)
                 self.trials.at_edge.append(f"{name.replace('_', ' ')} = {shown:.3g}")
         self.posterior.settings = self._best
-        label = "noise variance" if name == "noise" else ABOUT[hyperparameter].label
+        label = ABOUT[hyperparameter].label
+        if name == "noise" and self.posterior.noise_variance is not None:
+            label = "noise variance"
         self.posterior.history.tuning[label] = "validation NLL"
+
+    def _prior_of(self, name: str) -> float:
+        """What the prior adds to the mean loss of the present settings, where `name` is searched."""
+        return reluctance(self.posterior.noise_scale) / max(1, self._labels) if name == "noise" else 0.0
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""
@@ -338,8 +347,8 @@ class HeldOutSearch:
         self._bar.close()
         self.trials.chosen = self._trial_in_place()
         warn_edges(self.trials)
-        self._warn_of_noise()
         twin, total, count = replicate(model_of(self.posterior)), 0.0, 0
+        likelihood = self.posterior.observation.of_targets()
         with torch.no_grad():
             alone = (  # where the mean was trained, the model alone is another network
                 ((batch.copied().call(twin), targets) for batch, targets in self._batches())
@@ -347,7 +356,7 @@ class HeldOutSearch:
                 else self._cache.outputs(lambda batch: batch.copied().call(twin))
             )
             for outputs, targets in alone:
-                total -= float(self._plain_likelihood().log_prob(outputs, targets).sum())
+                total -= float(likelihood.log_prob(outputs, targets).sum())
                 count += labelled(self.posterior.likelihood, targets)
         self.trials.model_alone = mean_of_labels(total, count)
         if self._best_loss > self.trials.model_alone + 2 * SLACK:
@@ -371,10 +380,25 @@ class HeldOutSearch:
             if all(trial[name.replace("_", " ")] == value for name, value in present.items())
         )
 
-    def _plain_likelihood(self) -> Likelihood:
-        """The posterior's likelihood of the targets at its present noise variance."""
-        likelihood, noise_variance = self.posterior.likelihood.of_targets(), self.posterior.noise_variance
-        return likelihood if noise_variance is None else likelihood.with_noise(noise_variance)
+
+def _best_temperature(objective: Callable[[float], float]) -> float:
+    """Where the objective is least: the prior may leave it a minimum near 1 and another far above, so that a coarse
+    grid comes first.
+    """
+    from scipy.optimize import minimize_scalar
+
+    tried = dict[float, float]()
+
+    def at(decade: float) -> float:
+        tried[decade] = objective(10.0**decade)
+        return tried[decade]
+
+    low, high = _TEMPERATURES
+    steps = round((high - low) / _COARSE)
+    best = min((low + step * _COARSE for step in range(steps + 1)), key=at)
+    bounds = max(low, best - _COARSE), min(high, best + _COARSE)
+    minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 0.005, "maxiter": 25})
+    return 10.0 ** min(tried, key=lambda decade: tried[decade])
 
 
 def _geometric_mean(prior: Any) -> float:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.faithful import DIVERGENCE, GUARDED, FaithfulSearch
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.held_out import HeldOutSearch, model_of, restored_on_error
+from posthoc_uq.held_out import HeldOutSearch, model_of
 from posthoc_uq.inference.evidence import Trials, maximise_evidence
 from posthoc_uq.inference.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.interrupts import orderly
@@ -40,7 +40,7 @@ def tune(
     divergence: float | None = None,
     temperature: bool | None = None,
     per_layer: bool = False,
-    noise: bool = False,
+    noise: bool | None = None,
     parameters: tuple[str, ...] | None = None,
     prior_precisions: Sequence[float] | None = None,
     head: str | None = None,
@@ -52,7 +52,7 @@ def tune(
     progress: bool = True,
     **options: Any,
 ) -> Trials:
-    """Choose the hyperparameters of `posterior`, in place, by one of three criteria.
+    """Choose the hyperparameters of `posterior`, and set them, by one of three criteria.
 
     * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, as a
       mean over a few hundred inputs like the training inputs. Needs no labels. It is the default of `fit`.
@@ -62,9 +62,9 @@ def tune(
       nats above the best; of classes, what is wider than the faithful posterior of a
       fit may also cost at most a tenth of the best. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
-      are logits every prior precision has the temperature that predicts best, under a log-normal prior around 1, so
-      that a few samples do not move it far. `scale`, `residual_weight` and the noise variance are searched if asked
-      for, one after the other.
+      are logits every prior precision has the temperature that predicts best, under a prior that is firm below 1, so
+      that a few labels sharpen nothing, and has a heavy tail above it. The observation noise of a regression is
+      searched after it. `scale` and `residual_weight` are searched if asked for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -82,12 +82,15 @@ def tune(
             logits. With ``"faithful"``: whether the mean entropy on the training inputs is brought back to the
             network's; by default not, since that keeps a network's overconfidence on what it memorised.
         per_layer: one prior precision per layer (evidence only).
-        noise: for regression, tune the noise variance too; by default it stays at the training residuals' variance. On
-            held-out data the prior precision is then chosen at the noise of their mean squared residual, and the noise
-            variance after it.
-        parameters: what to search on held-out data, out of ``"prior_precision"``, ``"residual_weight"``, ``"scale"``,
-            ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or the scale
-            where that is fixed, or nothing where there is neither.
+        noise: tune a common factor on the observation noise of a regression: the noise variance, the variances that a
+            heteroscedastic network predicts, the dispersion of ``"negative_binomial"`` and of ``"gamma"`` (the inverse
+            of its shape). By default on held-out data, unless `parameters` leave it out, also where it was given to the
+            fit: training residuals say too little of a network that overfits. The prior precision is then chosen at
+            the noise at which the network alone predicts them best, and the noise after it. False keeps the noise. By
+            the evidence the noise variance is tuned only with True.
+        parameters: all that is to be searched on held-out data, out of ``"prior_precision"``, ``"residual_weight"``,
+            ``"scale"``, ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or
+            the scale where that is fixed, or nothing where there is neither, and the noise if there is one.
         prior_precisions: the values to try on held-out data, in place of the search (of per-layer prior precisions:
             their geometric mean).
         head: the head that predicts: ``"sampling"``, ``"linearized"`` or ``"moments"``; by default the one that the
@@ -101,6 +104,9 @@ def tune(
         **options: of the head, as in `wrap`.
 
     Referral thresholds belong to the hyperparameters they were set for; a search that changes these warns of it.
+
+    The search works on a copy: until it ends, and if it fails, other threads predict with the posterior as it was, and
+    save that. One call at a time may change a posterior.
 
     Returns:
         All trials. Printed, they begin with the chosen trial and the nats given up against the best for a wider
@@ -117,7 +123,7 @@ def tune(
         _criterion(criterion, loader),
         None if divergence is None else POSITIVE("divergence, a budget in nats,", divergence),
         None if temperature is None else flag("temperature", temperature),
-        flag("noise", noise),
+        None if noise is None else flag("noise", noise),
         parameters,
         prior_precisions,
         COUNT("max_evaluations", max_evaluations),
@@ -131,8 +137,11 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        with posterior.searching():
-            return _by_evidence(posterior, loader, request, per_layer)
+        with posterior.changing("uq.tune"):
+            trial = posterior.trial()
+            trials = _by_evidence(trial, loader, request, per_layer)
+            posterior.adopt(trial)
+        return trials
     if per_layer:
         raise PosthocUQError(
             "per_layer=True is chosen by the log marginal likelihood; call tune without a loader."
@@ -143,17 +152,22 @@ def tune(
             + ("held-out data with targets." if request.criterion == "likelihood" else "training inputs.")
         )
     check_loader(loader)
-    with posterior.searching(), restored_on_error(posterior):
-        name, head_options = _head(posterior, head, n_samples, request.seed, options)
-        _forget_calibration(posterior, name)
-        posterior.warned_heads.add(name)
-        faithful_value = _recorded_faithful_value(posterior, name)
-        predictor = wrap(model_of(posterior), posterior, name, **head_options)
-        recorded_options = plain_options(options or _recorded_options(posterior, name))
-        posterior.history.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
+    with posterior.changing("uq.tune"):
+        trial = posterior.trial()
+        name, head_options = _head(trial, head, n_samples, request.seed, options)
+        _forget_calibration(trial, name)
+        trial.warned_heads = {*posterior.warned_heads, name}
+        faithful_value = _recorded_faithful_value(trial, name)
+        predictor = wrap(model_of(trial), trial, name, **head_options)
+        recorded_options = plain_options(options or _recorded_options(trial, name))
+        trial.history.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
         if request.criterion == "faithful":
-            return _by_faithfulness(posterior, loader, predictor, reader, request)
-        return _by_likelihood(posterior, loader, predictor, reader, request, faithful_value)
+            trials = _by_faithfulness(trial, loader, predictor, reader, request)
+        else:
+            trials = _by_likelihood(trial, loader, predictor, reader, request, faithful_value)
+        posterior.adopt(trial)
+        posterior.warned_heads.add(name)
+    return trials
 
 
 @dataclass(frozen=True)
@@ -163,7 +177,7 @@ class _Request:
     criterion: str
     divergence: float | None
     temperature: bool | None
-    noise: bool
+    noise: bool | None
     parameters: tuple[str, ...] | None
     grid: Sequence[float] | None
     max_evaluations: int
@@ -180,7 +194,9 @@ def _by_evidence(
             "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
             "parameters and prior_precisions out, or take criterion='likelihood'."
         )
-    trials = maximise_evidence(posterior, per_layer=per_layer, noise=request.noise, progress=request.progress)
+    trials = maximise_evidence(
+        posterior, per_layer=per_layer, noise=bool(request.noise), progress=request.progress
+    )
     posterior.history.head |= {"criterion": request.criterion} if posterior.history.head else {}
     return trials
 

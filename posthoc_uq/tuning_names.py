@@ -26,7 +26,7 @@ def tunes_temperature(posterior: Posterior, temperature: bool | None) -> bool:
 
 def has_something_to_tune(posterior: Posterior) -> bool:
     """Whether a search on held-out data, with nothing named, has something to search."""
-    return posterior.widening is not None or posterior.likelihood.logits
+    return posterior.widening is not None or posterior.likelihood.logits or posterior.likelihood.has_noise
 
 
 def nothing_to_tune(posterior: Posterior) -> PosthocUQError:
@@ -65,18 +65,18 @@ def checked_grid(names: list[str], grid: Sequence[float]) -> list[float]:
     return [POSITIVE("Each of prior_precisions", value) for value in grid]
 
 
-def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool) -> list[str]:
+def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool | None) -> list[str]:
     """The names of what is searched one after the other, which may be none."""
-    has_noise = posterior.noise_variance is not None
+    has_noise = posterior.likelihood.has_noise
     available = _available(posterior)
     if noise and not has_noise:
         raise PosthocUQError(
-            f"noise=True tunes the noise variance of a regression, and likelihood {posterior.likelihood.name!r} has "
-            f"none; leave it out."
+            f"noise=True tunes the noise variance, or dispersion, of a regression, and likelihood "
+            f"{posterior.likelihood.name!r} has none; leave it out."
         )
     if parameters is None:
         first = [] if posterior.widening is None else [posterior.widening]
-        return [*first, "noise"] if noise else first
+        return [*first, "noise"] if has_noise and noise is not False else first
     if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
         raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")
     unknown = [p for p in parameters if p not in available]
@@ -86,4 +86,6 @@ def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, nois
         raise PosthocUQError(
             f"parameters must be {allowed} for this posterior; not {list(parameters)}.{close}"
         )
-    return list(parameters)
+    if noise is False and "noise" in parameters:
+        raise PosthocUQError("parameters name the noise, and noise=False keeps it; leave one of them out.")
+    return [*parameters, "noise"] if noise and "noise" not in parameters else list(parameters)

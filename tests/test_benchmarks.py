@@ -408,3 +408,24 @@ def test_message_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert 0 < row["updated"] < row["not updated"]
     assert row["forgotten"] > 0 and row["not forgotten"] > 0
     assert "in and out" in capsys.readouterr().out
+
+
+def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _script("tuning").main(["--smoke", "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "tuning.json").read_text())
+    rows = {row["row"]: row for row in found["classes"]}
+    assert rows.keys() == {"network", "untuned", "temperature scaling", "tuned"}
+    assert all(isfinite(row["NLL"]) and 0 <= row["ECE"] <= 1 for row in rows.values())
+    untuned, tuned = found["values"][-2:]
+    assert (untuned["row"], tuned["row"]) == ("untuned", "tuned")
+    assert untuned["coverage"] < 0.1 < 0.6 < tuned["coverage"] and tuned["NLL"] < untuned["NLL"]
+    assert "coverage of 90%" in capsys.readouterr().out
+
+
+def test_searches_beside_threads_leave_no_bad_outcome(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS / "attacks"))
+        attack = __import__("threads_tune")
+    assert attack.main(["--smoke"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "search" in line]
+    assert len(lines) == 4 and all(line.endswith("| 0 |") for line in lines)

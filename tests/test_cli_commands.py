@@ -560,9 +560,14 @@ class TestRegression:
         line = ["--model", f"{code}:line", "--weights", place / "line.pt"]
         file, out = tmp_path / "line.h5", tmp_path / "out.csv"
         run("fit", f"{code}:points", *line, "-o", file, "--likelihood", "regression", "--method", "full")
-        said = run_json("tune", file, *line, "--data", f"{code}:points", "--noise", "--referral-rate", 0.1)
+        said = run_json("tune", file, *line, "--data", f"{code}:points", "--referral-rate", 0.1)
         assert said["score"] == ["standard_deviation", "novelty"] == list(said["threshold"])
         assert len(said["hyperparameters"]["noise variance"]) == 1
+        assert uq.inspect(file)["tuning"]["noise variance"] == "validation NLL"
+        kept = tmp_path / "kept.h5"
+        run("fit", f"{code}:points", *line, "-o", kept, "--likelihood", "regression", "--method", "full")
+        run("tune", kept, *line, "--data", f"{code}:points", "--no-noise")
+        assert uq.inspect(kept)["tuning"]["noise variance"].startswith("mean squared residual")
         options = ["--head", "sampling", "--n-samples", 5, "--level", 0.5]
         said = run_json("predict", file, f"{code}:points", *line, "-o", out, *options)
         rows = table(out)

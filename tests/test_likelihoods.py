@@ -517,7 +517,7 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
         ["novelty"] if "novelty" in prediction.scores() else []
     )
     tuned = fit(name, model, "diag", fisher="exact")
-    trials = uq.tune(tuned, [(x, y)], max_evaluations=3, progress=False)
+    trials = uq.tune(tuned, [(x, y)], max_evaluations=3, noise=False, progress=False)
     assert trials.model_alone == pytest.approx(
         -float(CASES[name].distribution(model(x).detach()).log_prob(y).mean()), rel=1e-6
     )

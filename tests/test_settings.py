@@ -241,3 +241,43 @@ def test_settings_are_one_value() -> None:
         assert twin.settings == posterior.settings
         twin.prior_precision = 7.0
         assert posterior.prior_precision == {"0": 2.0, "3": 2.0} == {**prior}
+
+
+@pytest.mark.parametrize("how", ["likelihood", "faithful", "fails"])
+def test_a_search_changes_nothing_before_its_end(how: str, meddling: Any, tmp_path: Path) -> None:
+    """Predictions and files made while trials are evaluated are those of before; another search is refused."""
+    model, posterior, x = _fitted()
+    predictor, batch = uq.wrap(model, posterior), [(x, torch.arange(10) % 3)]
+    before, settings, history = predictor(x), posterior.settings, copy.deepcopy(posterior.history)
+    calls, refused, busy = 0, list[str](), False
+
+    def meanwhile() -> None:
+        nonlocal calls, busy
+        if busy:  # this function predicts too
+            return
+        busy, calls = True, calls + 1
+        assert _same(predictor(x), before) and posterior.settings == settings
+        assert posterior.history == history
+        if calls == 5:
+            uq.save(posterior, tmp_path / "meanwhile.h5")
+            with pytest.raises(PosthocUQError, match=r"uq\.tune in another thread is changing it") as error:
+                uq.tune(posterior)
+            refused.append(str(error.value))
+        if calls == 6 and how == "fails":
+            raise OSError("the disk is gone")
+        busy = False
+
+    meddling(meanwhile)
+    if how == "fails":
+        with pytest.raises(OSError, match="disk"):
+            uq.tune(posterior, batch, progress=False)
+    else:
+        uq.tune(posterior, batch, criterion=how, progress=False)
+    WHILE_RUNNING.clear()
+    assert calls > 5 and len(refused) == 1
+    loaded = uq.load(tmp_path / "meanwhile.h5", model)
+    assert loaded.settings == settings and loaded.history.head == history.head
+    assert (posterior.settings == settings) == (how == "fails")
+    assert (posterior.history == history) == (how == "fails")
+    assert _same(predictor(x), before) == (how == "fails")
+    uq.tune(posterior, progress=False)  # nothing is kept from the search

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -309,8 +310,12 @@ def test_a_temperature_beside_the_prior_or_alone(classifier):
     assert posterior.prior_precision == prior
     samples = sum(len(labels) for _, labels in held_out)
 
-    def goal() -> float:  # the likelihood of a temperature, and of it a log-normal prior of deviation 0.3
-        return _loss(model, posterior, held_out) + np.log(posterior.temperature) ** 2 / (2 * 0.3**2 * samples)
+    def goal() -> (
+        float
+    ):  # the likelihood of a temperature, and its prior: Cauchy above 1, and normal, then exponential
+        x = np.log(posterior.temperature) / 0.1
+        prior = np.log1p(x**2) if x > 0 else -x - 0.5 if x < -1 else x**2 / 2
+        return _loss(model, posterior, held_out) + prior / samples
 
     best, found = goal(), posterior.temperature
     assert found != 1.0 and posterior.history.tuning["temperature"].startswith("validation NLL")
@@ -333,10 +338,32 @@ def test_a_few_samples_hardly_move_the_temperature():
     few, many = (x[right][:30], labels[right][:30]), (x[1000:], labels[1000:])
     uq.tune(posterior, [few], parameters=(), progress=False)
     assert (
-        0.6 < posterior.temperature < 1
+        0.9 < posterior.temperature <= 1
     )  # all of them right: the likelihood alone asks for a temperature of zero
     uq.tune(posterior, [many], parameters=(), progress=False)
     assert posterior.temperature == pytest.approx(2.5, rel=0.1)
+
+
+def test_thirty_labels_find_a_large_temperature_and_many_a_small_one():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(4000, 2)
+        logits = x @ torch.tensor([[0.7, -0.7], [0.0, 0.0]])
+        labels = torch.distributions.Categorical(logits=logits).sample()
+    model = nn.Linear(2, 2)
+
+    def tuned(factor: float, samples: int) -> float:
+        """The temperature of a network whose logits are `factor` times too large."""
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[0.7, 0.0], [-0.7, 0.0]]) * factor), model.bias.zero_()
+        posterior = uq.fit(model, [(x[:200], labels[:200])], prior_precision=1e6, progress=False)
+        held_out = [(x[1000 : 1000 + samples], labels[1000 : 1000 + samples])]
+        uq.tune(posterior, held_out, parameters=(), progress=False)
+        return posterior.temperature
+
+    assert 5 < tuned(10.0, 30) < 20
+    assert tuned(0.5, 30) > 0.7  # a few labels sharpen little
+    assert tuned(0.5, 3000) == pytest.approx(0.5, rel=0.1)
 
 
 def test_regression_on_held_out_data(regression):
@@ -642,30 +669,144 @@ class TestHeads:
             uq.tune(self.posterior, [self.held_out], head="moments", n_probes=3, progress=False)
 
 
-def test_a_noise_variance_that_held_out_data_contradict_is_said_aloud_and_tuned_alike_at_every_call() -> None:
+def _overfitted_line() -> tuple[nn.Module, list[Any], list[Any], float]:
+    """Least squares on few samples, whose training residuals are too small; and the held-out mean squared residual."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 8, generator=generator)
     y = x[:, :1] + 0.5 * torch.randn(60, 1, generator=generator)
     model = nn.Linear(8, 1)
-    with torch.no_grad():  # least squares on few samples: training residuals are too small
+    with torch.no_grad():
         solved = torch.linalg.lstsq(torch.cat([x[:12], torch.ones(12, 1)], 1), y[:12]).solution
         model.weight.copy_(solved[:8].T)
         model.bias.copy_(solved[8])
-    held_out = [(x[12:], y[12:])]
+    residual = float((model(x[12:]) - y[12:]).detach().square().mean())
+    return model, [(x[:12], y[:12])], [(x[12:], y[12:])], residual
+
+
+def test_held_out_labels_tune_the_noise_variance_unless_it_is_kept() -> None:
+    model, train, held_out, residual = _overfitted_line()
     options: dict[str, Any] = {"method": "full", "likelihood": "regression", "progress": False}
-    posterior = uq.fit(model, [(x[:12], y[:12])], **options)
-    residual = float((model(x[12:]) - y[12:]).square().mean())
-    factor = residual / float(posterior.noise_variance)
-    with pytest.warns(UserWarning, match=f"mean squared residual is {factor:.3g} times .*noise=True"):
-        uq.tune(posterior, held_out, progress=False)
+    posterior = uq.fit(model, train, **options)
+    fitted = float(posterior.noise_variance)
+    assert residual > 5 * fitted
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        uq.tune(posterior, held_out, noise=True, progress=False)
+        for choice in ({"noise": False}, {"parameters": ("prior_precision",)}):
+            uq.tune(posterior, held_out, progress=False, **choice)
+            assert float(posterior.noise_variance) == fitted
+        uq.tune(posterior, held_out, progress=False)
         found = posterior.settings
         assert 0.2 * residual < float(posterior.noise_variance) <= 1.1 * residual
-        uq.tune(posterior, held_out, noise=True, progress=False)
-    assert posterior.settings == found
-    honest = uq.fit(model, held_out, **options)  # the noise of other data that the network has not seen
+        assert posterior.history.tuning["noise variance"] == "validation NLL"
+        low, high = uq.wrap(model, posterior)(held_out[0][0]).interval(0.9)
+        assert 0.8 < float(((low <= held_out[0][1]) & (held_out[0][1] <= high)).float().mean()) < 0.98
+        uq.tune(posterior, held_out, progress=False)  # alike at every call
+        assert posterior.settings == found
+        uq.tune(posterior, held_out, noise=True, parameters=("prior_precision",), progress=False)
+        assert posterior.settings == found
+        at_once = uq.fit(model, train, val_loader=held_out, **options)
+    assert float(at_once.noise_variance) == pytest.approx(float(posterior.noise_variance), rel=0.1)
+    with pytest.raises(PosthocUQError, match="noise=False keeps it"):
+        uq.tune(posterior, held_out, noise=False, parameters=("noise",), progress=False)
+
+
+def _with_dispersion(name: str) -> tuple[uq.Likelihood, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A likelihood of too little dispersion, inputs, outputs, and targets of 20 times as much."""
+    torch.manual_seed(0)
+    x = torch.randn(320, 2)
+    mean = x @ torch.tensor([[0.5], [0.3]]) + 2
+    if name == "heteroscedastic":
+        logs = x[:, :1] - 1
+        targets = mean + (20 * logs.exp()).sqrt() * torch.randn(320, 1)
+        return uq.Heteroscedastic(), x, torch.cat([mean, logs], 1), targets
+    rates = torch.distributions.Gamma(1.0, 1.0).sample((320, 1)) * mean.exp()
+    if name == "gamma":
+        return uq.Gamma(shape=20.0), x, mean, rates.clamp(min=1e-3)
+    return uq.NegativeBinomial(dispersion=0.05), x, mean, torch.poisson(rates)
+
+
+@pytest.mark.parametrize("name", ["heteroscedastic", "gamma", "negative_binomial"])
+def test_held_out_labels_tune_the_dispersion_of_other_regressions(name: str, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        likelihood, x, outputs, targets = _with_dispersion(name)
+    model = nn.Linear(2, outputs.shape[1])
+    solved = torch.linalg.lstsq(torch.cat([x, torch.ones(320, 1)], 1), outputs).solution
+    with torch.no_grad():
+        model.weight.copy_(solved[:2].T)
+        model.bias.copy_(solved[2])
+    posterior = uq.fit(
+        model, [(x[:40], targets[:40])], likelihood=likelihood, prior_precision=10.0, progress=False
+    )
+    before = uq.wrap(model, posterior)(x[40:])
+    variances = posterior.variance()
+    uq.tune(posterior, [(x[40:200], targets[40:200])], prior_precisions=[10.0], noise=False, progress=False)
+    assert posterior.noise_scale == 1.0
+    uq.tune(posterior, [(x[40:200], targets[40:200])], prior_precisions=[10.0], progress=False)
+    assert posterior.noise_scale == pytest.approx(20, rel=0.5)
+    assert posterior.history.tuning["noise scale"] == "validation NLL"
+    assert "noise scale" in str(posterior.report())
+    predicted = uq.wrap(model, posterior)(x[40:])
+    held_out = slice(160, 280)
+    gain = predicted.log_prob(targets[40:]) - before.log_prob(targets[40:])
+    assert float(gain.flatten()[held_out].mean()) > 0.5
+    low, high = predicted.interval(0.9)
+    inside = ((low <= targets[40:]) & (targets[40:] <= high)).float()
+    assert 0.85 <= float(inside[held_out].mean()) <= 0.98
+    uq.save(posterior, tmp_path / "file.h5")
+    loaded = uq.load(tmp_path / "file.h5", model)
+    assert loaded.noise_scale == pytest.approx(posterior.noise_scale)
+    again = uq.wrap(model, loaded)(x[40:])
+    assert torch.allclose(again.log_prob(targets[40:]), predicted.log_prob(targets[40:]), atol=1e-4)
+    for (
+        key,
+        value,
+    ) in posterior.variance().items():  # a factor on predictions: the weights keep their variances
+        assert torch.allclose(value, variances[key])
+
+
+def _line_of(samples: int) -> tuple[nn.Module, list[Any]]:
+    """Least squares of 8 inputs on so many samples."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 8, generator=generator)
+    y = x[:, :1] + 0.5 * torch.randn(samples, 1, generator=generator)
+    model = nn.Linear(8, 1)
+    solved = torch.linalg.lstsq(torch.cat([x, torch.ones(samples, 1)], 1), y).solution
+    with torch.no_grad():
+        model.weight.copy_(solved[:8].T)
+        model.bias.copy_(solved[8])
+    return model, [(x, y)]
+
+
+@pytest.mark.parametrize("method", ["full", "inf", "kfac", "diag", "subnetwork"])
+def test_a_regression_says_when_its_training_residuals_say_nothing(method: str) -> None:
+    """Nine parameters and ten rows, and nine and three hundred."""
+    options: dict[str, Any] = {"method": method, "likelihood": "regression", "progress": False}
+    memorised, few = _line_of(10)
+    honest, many = _line_of(300)
+    settings = {"subnetwork": {"n": 9}}.get(method, {})
+    if method != "diag":  # whose limit is as many parameters as targets
+        with pytest.warns(
+            UserWarning, match=r"about [89] effective parameters for 10 training targets.*uq\.tune"
+        ):
+            uq.fit(memorised, few, **options, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        uq.tune(honest, held_out, progress=False)
+        uq.fit(honest, many, **options, **settings)
+        uq.fit(memorised, few, noise_variance=0.25, **options, **settings)
+        uq.fit(memorised, few, val_loader=many, **options, **settings)
+
+
+def test_a_network_that_reproduces_its_targets_is_warned_of() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(30, 4)
+        y = torch.sin(x.sum(1, keepdim=True)) + 0.5 * torch.randn(30, 1)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+        for _ in range(600):
+            optimiser.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimiser.step()
+    for options in ({}, {"method": "diag"}, {"layers": "last"}):
+        with pytest.warns(UserWarning, match="effective parameters for 30 training targets"):
+            uq.fit(model, [(x, y)], likelihood="regression", progress=False, **options)

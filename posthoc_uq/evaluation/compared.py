@@ -72,7 +72,7 @@ def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[
         raise PosthocUQError("evaluate needs at least one predictor.")
     predictors = [model for model in named.values() if isinstance(model, Predictor)]
     plain_likelihood = (
-        predictors[0].posterior.likelihood
+        predictors[0].posterior.observation
         if likelihood is None and predictors
         else resolve_likelihood("classification" if likelihood is None else likelihood)
     )

@@ -95,12 +95,10 @@ class DrawnFunctions(ABC):
         functions = self._checked_draws(self._batch(args, kwargs), n_samples, generator) / divisor_of(
             posterior
         )
-        likelihood, noise_variance = posterior.likelihood, posterior.noise_variance
+        likelihood = posterior.observation
         if not targets:
-            predictions: list[Any] = [likelihood.from_draws(f[None], noise_variance) for f in functions]
+            predictions: list[Any] = [likelihood.from_draws(f[None]) for f in functions]
             return torch.stack([p.probs if hasattr(p, "probs") else p.mean for p in predictions])
-        if noise_variance is not None:
-            likelihood = likelihood.with_noise(noise_variance)
         shape, limit = functions.shape[:2], 2**63 - 1
         keys = torch.randint(-limit, limit, shape, generator=generator, device=generator.device)
         return torch.stack(

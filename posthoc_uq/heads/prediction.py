@@ -26,7 +26,7 @@ def predict(outputs: Tensor, posterior: Posterior) -> Prediction:
     Raises:
         PosthocUQError: the outputs do not fit the likelihood.
     """
-    return posterior.likelihood.from_draws(outputs, posterior.noise_variance)
+    return posterior.observation.from_draws(outputs)
 
 
 def summarise(blocks: Iterable[Tensor], posterior: Posterior) -> Prediction:
@@ -35,7 +35,7 @@ def summarise(blocks: Iterable[Tensor], posterior: Posterior) -> Prediction:
     Raises:
         PosthocUQError: the outputs do not fit the likelihood.
     """
-    return posterior.likelihood.from_blocks(blocks, posterior.noise_variance)
+    return posterior.observation.from_blocks(blocks)
 
 
 def from_gaussian(
@@ -71,6 +71,6 @@ def from_gaussian(
             covariance = covariance.over(temperature)
         elif covariance is not None:
             covariance = covariance / temperature**2
-    return posterior.likelihood.from_gaussian(
-        mean, variance, covariance=covariance, link=link, n_draws=n_draws, noise=posterior.noise_variance
+    return posterior.observation.from_gaussian(
+        mean, variance, covariance=covariance, link=link, n_draws=n_draws
     )

@@ -15,8 +15,14 @@ from posthoc_uq.distributed import add_up, gather, together
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.checkpoint import Tensors
 from posthoc_uq.inference.task import Task
+from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.capabilities import VARIANCES
 from posthoc_uq.randomness import isolated_random_state
 from posthoc_uq.warned import warn_user
+
+# Effective parameters per training target above which training residuals are not believed, where that is not a half: a
+# diagonal takes what correlated weights have in common for several parameters.
+_FREE = {"diag": 1.0}
 
 
 def set_observation_noise(task: Task) -> str:
@@ -67,3 +73,40 @@ def set_observation_noise(task: Task) -> str:
         )
     task.settings = replace(task.settings, likelihood=task.settings.likelihood.with_noise(variance))
     return "mean squared residual of the training data"
+
+
+def warn_if_memorised(posterior: Posterior) -> None:
+    """Warn where the network has more than half as many effective parameters as training targets, so that the mean
+    squared residual of the training data says too little of the noise.
+
+    The effective number of parameters is ``sum_i (1 - tau r_i Sigma_ii)`` (MacKay 1992) at the weights' own precision,
+    ``tau = 1 / mean(r w^2)``: how many directions the data settle. Residuals near zero make the noise small and the
+    data strong, so that it grows with memorising, too.
+    """
+    targets = posterior.evidence.targets * posterior.evidence.total / posterior.evidence.samples
+    if not targets or not posterior.takes_prior or VARIANCES not in posterior.capabilities:
+        return
+    ratios = posterior.weight_prior.precision
+    squares = [_times(as_double(w.detach()).square(), ratios.get(name)) for name, w in posterior.mean.items()]
+    total = float(sum(square.sum().cpu() for square in squares))
+    if total == 0:
+        return
+    precision = sum(square.numel() for square in squares) / total
+    at_own = posterior.snapshot(replace(posterior.settings, prior_precision=precision))
+    effective = 0.0
+    for name, variance in at_own.variance().items():
+        settled = 1 - precision * _times(as_double(variance), ratios.get(name))
+        effective += float(
+            settled[variance > 0].clamp(min=0).sum()
+        )  # without variance: no part of the posterior
+    if effective > _FREE.get(posterior.method, 0.5) * targets:
+        warn_user(
+            f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
+            f"targets, so that their residuals say too little of the noise and intervals will be too narrow: tune the "
+            f"noise on held-out data, uq.tune(posterior, val_loader) or fit(..., val_loader=...), or give it, "
+            f"likelihood=uq.Gaussian(noise_variance=...)."
+        )
+
+
+def _times(values: Tensor, factor: Tensor | None) -> Tensor:
+    return values if factor is None else values * as_double(factor).to(values.device)

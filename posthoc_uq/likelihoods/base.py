@@ -52,6 +52,7 @@ class Likelihood(ABC):
         optional_fields: the same for attributes that a file may lack.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
+        has_noise: whether there is a noise, or dispersion, that `at_noise_scale` scales.
     """
 
     name: str = ""
@@ -358,6 +359,18 @@ class Likelihood(ABC):
         likelihood = copy.copy(self)
         likelihood.noise_variance = noise_variance
         return likelihood
+
+    @property
+    def has_noise(self) -> bool:
+        return self.noise_variance is not None
+
+    def at_noise_scale(self: Self, factor: float) -> Self:
+        """This likelihood with an observation noise `factor` times as large: its noise variance, or a dispersion that
+        stands for one; itself where there is none.
+        """
+        if self.noise_variance is None or factor == 1.0:
+            return self
+        return self.with_noise(self.noise_variance * factor)
 
     def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
         """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`

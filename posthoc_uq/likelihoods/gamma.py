@@ -17,7 +17,8 @@ from posthoc_uq.likelihoods.outputs import wide
 from posthoc_uq.predictions.links import DRAWS
 from posthoc_uq.values import Number
 
-_SHAPE = Number("a number between 1e-6 and 1e6", least=1e-6, most=1e6)
+_SMALLEST, _LARGEST = 1e-6, 1e6
+_SHAPE = Number("a number between 1e-6 and 1e6", least=_SMALLEST, most=_LARGEST)
 
 
 class Gamma(LogMean):
@@ -31,7 +32,7 @@ class Gamma(LogMean):
 
     name = "gamma"
     counts: ClassVar[bool] = False
-    fields: ClassVar[Mapping[str, Field]] = {"shape": NumberField(1e-6, 1e6)}
+    fields: ClassVar[Mapping[str, Field]] = {"shape": NumberField(_SMALLEST, _LARGEST)}
 
     def __init__(self, shape: float = 1.0) -> None:
         self.shape = float(_SHAPE("shape", shape))
@@ -43,6 +44,14 @@ class Gamma(LogMean):
     @property
     def variance_terms(self) -> tuple[float, float]:
         return 0.0, 1 / self.shape
+
+    @property
+    def has_noise(self) -> bool:
+        return True
+
+    def at_noise_scale(self, factor: float) -> Gamma:
+        """With `factor` times the dispersion, which is the inverse of the shape."""
+        return self if factor == 1.0 else Gamma(min(max(self.shape / factor, _SMALLEST), _LARGEST))
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         ratios = as_double(self.like(outputs, targets)) / as_double(outputs).exp()

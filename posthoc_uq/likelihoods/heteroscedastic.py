@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from math import log, pi
 from typing import Any, ClassVar
@@ -32,6 +33,19 @@ class Heteroscedastic(Likelihood):
 
     name = "heteroscedastic"
     joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
+    _log_factor = 0.0  # of `at_noise_scale`
+
+    @property
+    def has_noise(self) -> bool:
+        return True
+
+    def at_noise_scale(self, factor: float) -> Heteroscedastic:
+        """With `factor` times every predicted noise variance."""
+        if factor == 1.0:
+            return self
+        likelihood = copy.copy(self)
+        likelihood._log_factor = self._log_factor + log(factor)
+        return likelihood
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         fault = Heteroscedastic.fault(self, outputs, targets)
@@ -62,27 +76,32 @@ class Heteroscedastic(Likelihood):
         means, log_variances = wide(outputs).chunk(2, dim=-1)
         return means, log_variances
 
+    def _means_and_logs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and logarithms of the noise variances at this noise scale, ``(..., targets)`` each."""
+        means, log_variances = self._halves(outputs)
+        return means, log_variances + self._log_factor
+
     @staticmethod
     def _like(means: Tensor, targets: Tensor) -> Tensor:
         return targets.to(device=means.device, dtype=means.dtype).reshape(means.shape)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        means, logs = self._halves(outputs)
+        means, logs = self._means_and_logs(outputs)
         squares = (self._like(means, targets) - means).square()
         return -0.5 * (squares * (-logs).exp() + logs + log(2 * pi)).sum(1)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        means, logs = self._halves(outputs)
+        means, logs = self._means_and_logs(outputs)
         residuals, precision = means - self._like(means, targets), (-logs).exp()
         return torch.cat([residuals * precision, 0.5 * (1 - residuals.square() * precision)], dim=1)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
-        means, logs = self._halves(outputs)
+        means, logs = self._means_and_logs(outputs)
         normals = torch.special.ndtri(self.uniforms(outputs, keys, draw, means.shape[1])).to(means)
         return means + (logs / 2).exp() * normals
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        _, logs = self._halves(outputs)
+        _, logs = self._means_and_logs(outputs)
         roots = torch.cat([(-logs / 2).exp(), torch.full_like(logs, 0.5**0.5)], dim=1)
         for index in range(roots.shape[1]):
             factor = torch.zeros_like(roots)
@@ -91,7 +110,7 @@ class Heteroscedastic(Likelihood):
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         """Of the Gaussian with the prediction's mean and variance, in closed form; the mean over targets."""
-        means, logs = self._halves(outputs)
+        means, logs = self._means_and_logs(outputs)
         squares, total = (prediction.mean - means).square(), prediction.variance
         return (0.5 * ((logs.exp() + squares) / total - 1 + total.log() - logs)).mean(1)
 
@@ -99,7 +118,7 @@ class Heteroscedastic(Likelihood):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
     ) -> Tensor:
         """In closed form, with ``E[exp(-s)] = exp(-m_s + v_s / 2)`` for the log variance s."""
-        (means, logs), (spread, log_spread) = self._halves(mean), self._halves(variance)
+        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
         squares = (self._like(means, targets) - means).square() + spread
         return -0.5 * (squares * (log_spread / 2 - logs).exp() + logs + log(2 * pi)).sum(1)
 
@@ -107,7 +126,7 @@ class Heteroscedastic(Likelihood):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
     ) -> Tensor:
         """In closed form over the means, by Gauss-Hermite quadrature over the log variances."""
-        (means, logs), (spread, log_spread) = self._halves(mean), self._halves(variance)
+        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
         squares = (self._like(means, targets) - means).square()
 
         def log_density(log_variances: Tensor) -> Tensor:
@@ -120,11 +139,11 @@ class Heteroscedastic(Likelihood):
         return self._halves(outputs)[0]
 
     def variance(self, outputs: Tensor) -> Tensor:
-        return self._halves(outputs)[1].exp()
+        return self._means_and_logs(outputs)[1].exp()
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
         """The mean of the draws is not further from the trained means, in mean square, than the mean noise variance."""
-        means, logs = self._halves(outputs)
+        means, logs = self._means_and_logs(outputs)
         squares = (self._halves(draws)[0].mean(0) - means).square().mean(0)
         return not bool((squares > logs.exp().mean(0)).any())
 
@@ -157,8 +176,9 @@ class Heteroscedastic(Likelihood):
         noise: Tensor | None = None,
     ) -> HeteroscedasticPrediction:
         """In closed form, whatever the link: the mean noise variance is ``exp(m_s + v_s / 2)``."""
-        return self._prediction(mean, variance, (self._halves(mean)[1] + self._halves(variance)[1] / 2).exp())
+        logs, log_spread = self._means_and_logs(mean)[1], self._halves(variance)[1]
+        return self._prediction(mean, variance, (logs + log_spread / 2).exp())
 
     def _prediction(self, mean: Tensor, variance: Tensor, noise: Tensor) -> HeteroscedasticPrediction:
-        (means, logs), (spread, log_spread) = self._halves(mean), self._halves(variance)
+        (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
         return HeteroscedasticPrediction(means, spread, noise, logs, log_spread)

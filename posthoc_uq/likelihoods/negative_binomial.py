@@ -16,7 +16,8 @@ from posthoc_uq.fields import Number as NumberField
 from posthoc_uq.likelihoods.log_mean import LogMean, count_quantile
 from posthoc_uq.values import Number
 
-_DISPERSION = Number("a number between 1e-6 and 1e6", least=1e-6, most=1e6)
+_SMALLEST, _LARGEST = 1e-6, 1e6
+_DISPERSION = Number("a number between 1e-6 and 1e6", least=_SMALLEST, most=_LARGEST)
 
 
 class NegativeBinomial(LogMean):
@@ -29,7 +30,7 @@ class NegativeBinomial(LogMean):
     """
 
     name = "negative_binomial"
-    fields: ClassVar[Mapping[str, Field]] = {"dispersion": NumberField(1e-6, 1e6)}
+    fields: ClassVar[Mapping[str, Field]] = {"dispersion": NumberField(_SMALLEST, _LARGEST)}
 
     def __init__(self, dispersion: float = 1.0) -> None:
         self.dispersion = float(_DISPERSION("dispersion", dispersion))
@@ -41,6 +42,16 @@ class NegativeBinomial(LogMean):
     @property
     def variance_terms(self) -> tuple[float, float]:
         return 1.0, self.dispersion
+
+    @property
+    def has_noise(self) -> bool:
+        return True
+
+    def at_noise_scale(self, factor: float) -> NegativeBinomial:
+        """With `factor` times the dispersion."""
+        if factor == 1.0:
+            return self
+        return NegativeBinomial(min(max(self.dispersion * factor, _SMALLEST), _LARGEST))
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         mean = as_double(outputs).exp()

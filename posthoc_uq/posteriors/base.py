@@ -20,7 +20,7 @@ from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.layout import Layout
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.row_covariance import RowCovariance
-from posthoc_uq.posteriors.settings import Adjustable, Hyperparameters
+from posthoc_uq.posteriors.settings import ABOUT, Adjustable, Hyperparameters
 from posthoc_uq.posteriors.weight_prior import WeightPrior
 from posthoc_uq.randomness import mixed_seed
 from posthoc_uq.values import COUNT, shown
@@ -49,7 +49,7 @@ class Posterior(Adjustable):
         original: the model's own parameters by name, a view of them: of the layers, and those of `centre`.
         centre: trained parameters by name, which replace the model's own; some may be of no layer, and certain.
         mean: the parameters that the Gaussian is centred on: those of `centre`, and else of `original`.
-        likelihood: of the targets given the outputs.
+        likelihood: of the targets given the outputs, as in the fit; `observation` is at the present noise scale.
         model: the model it was fitted on or loaded for; no part of the state.
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
@@ -93,7 +93,7 @@ class Posterior(Adjustable):
         self.buffers_fingerprint: str | None = None
         by_block = [type(block).makes.capabilities() for block in self.blocks.values()]
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
-        outputs = {"noise_scale"} if likelihood.noise_variance is not None else set[str]()
+        outputs = {"noise_scale"} if likelihood.has_noise else set[str]()
         outputs |= {"temperature"} if likelihood.logits else set()
         self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
@@ -142,8 +142,12 @@ class Posterior(Adjustable):
     @property
     def noise_variance(self) -> Tensor | None:
         """Noise variance of each output, ``(outputs,)`` float64, or None where the likelihood has none."""
-        fitted_variance = self.likelihood.noise_variance
-        return None if fitted_variance is None else fitted_variance * self.noise_scale
+        return self.observation.noise_variance
+
+    @property
+    def observation(self) -> Likelihood:
+        """The likelihood of the targets at the present noise scale; `likelihood` is that of the fit."""
+        return self.likelihood.at_noise_scale(self.noise_scale)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
@@ -390,9 +394,16 @@ class Posterior(Adjustable):
 
     def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:
         """The settings on which a block's precision depends, at this prior precision and noise scale."""
-        scale = settings.scale / noise_scale**self.evidence.noise_power
+        # of other likelihoods the noise scale is a factor on the dispersion of predictions alone
+        power = 0 if self.likelihood.noise_variance is None else self.evidence.noise_power
+        scale = settings.scale / noise_scale**power
         precision = self._layout.prior(block, prior, self.weight_prior)
         return Settings(scale, precision, settings.residual_weight)
+
+    def reported(self) -> dict[str, Any]:
+        """Of a likelihood without a noise variance of its own, the noise scale too."""
+        own = self.likelihood.has_noise and self.likelihood.noise_variance is None
+        return super().reported() | ({ABOUT["noise_scale"].label: self.noise_scale} if own else {})
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""

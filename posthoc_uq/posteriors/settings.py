@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from posthoc_uq.values import POSITIVE, UNIT
 from posthoc_uq.warned import warn_user
 
 Value = TypeVar("Value")
+Self = TypeVar("Self", bound="Adjustable")
 
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
 _CHANGES = WeakKeyDictionary["Adjustable", str]()
 """The posteriors that a call is changing now, and the name of that call."""
 _OF_THE_OBJECT = ("model", "warned_heads", "_searching")  # of a posterior, whatever its data
+_SEARCHED = ("tuning", "head", "faithful", "calibration")
+"""The records of a history that a search for hyperparameters writes."""
 _WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
 
 
@@ -178,7 +182,7 @@ class Adjustable:
     residual_weight = _Hyperparameter[float]()
     """Omega in [0, 1], the weight of INF's diagonal residual."""
     noise_scale = _Hyperparameter[float]()
-    """Factor on the noise variance of the likelihood (regression)."""
+    """Factor on the noise variance, or the dispersion, of the likelihood (regression)."""
     temperature = _Hyperparameter[float]()
     """Divides the logits in prediction (classification)."""
 
@@ -245,6 +249,25 @@ class Adjustable:
             contents = {name: value for name, value in vars(new).items() if name not in _OF_THE_OBJECT}
             contents["_settings"] = replace(self._settings, scale=new.scale)
             self.__dict__ = vars(self) | contents
+
+    def trial(self: Self) -> Self:
+        """A copy on which settings can be tried and recorded while others predict from this one and save it; see
+        `adopt`. The blocks are shared.
+        """
+        copied = copy.copy(self)
+        copied._searching = True  # no warnings: nobody chose the settings that are tried
+        records = {name: dict(getattr(self.history, name)) for name in _SEARCHED}
+        copied.history = replace(self.history, **records)
+        return copied
+
+    def adopt(self, found: Adjustable) -> None:
+        """Take the settings of a `trial`, and the records of how they were found, all at one moment."""
+        with self.searching():
+            records = {name: getattr(found.history, name) for name in _SEARCHED}
+            with (
+                _SETTING
+            ):  # one update of both, so that a copy made meanwhile has the old ones or the new ones
+                self.__dict__.update(_settings=found.settings, history=replace(self.history, **records))
 
     def _basis_of_thresholds(self, settings: Hyperparameters) -> dict[str, Any]:
         """What the thresholds of a referral depend on: these settings and, with the moments head, its calibration."""

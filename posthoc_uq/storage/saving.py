@@ -78,7 +78,7 @@ def save(
     if rank() == 0:
         target = atomic.checked_target(path)
         atomic.remove_leftovers(target)
-        atomic.write(target, _image(posterior, dtype, compression))
+        atomic.write(target, _image(posterior.snapshot(), dtype, compression))
 
 
 def check_numbers(posterior: Posterior, *, factorised: bool) -> None:

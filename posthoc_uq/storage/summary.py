@@ -81,6 +81,8 @@ def _facts(path: str, contents: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "noise_variance" in likelihood:
         values = [f"{value * contents['noise_scale']:.4g}" for value in likelihood["noise_variance"]]
         lines.append(("noise variance", ", ".join(values[:8]) + (" ..." if len(values) > 8 else "")))
+    elif contents["noise_scale"] != 1:
+        lines.append(("noise scale", f"{contents['noise_scale']:.6g}"))
     evidence: dict[str, Any] = dict(contents["evidence"])
     if not evidence["targets"]:  # the other facts are of regressions
         evidence = {name: evidence[name] for name in ("samples", "log_likelihood") if name in evidence}
