@@ -26,6 +26,7 @@ from posthoc_uq.replica import replicate
 
 TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched
 _HALVINGS = 12  # of that interval
+_FLAT = 0.05  # standard deviation of logits over inputs: predictions then differ by a thousandth of a nat
 _POSITIONS, _OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
 _LEAST = 16  # ... but so many inputs in any case
 
@@ -74,6 +75,16 @@ class Comparison:
     def runs_the_model(self) -> bool:
         """Whether a prediction of the inputs runs all of the model, and not only the part that has a posterior."""
         return self._cache.nbytes == 0
+
+    @property
+    def flat(self) -> bool:
+        """Whether the network's logits hardly differ from input to input, so that its predictions say nothing."""
+        if not self._posterior.likelihood.logits or self.samples < 2:
+            return False
+        spreads = [own.outputs for own in self._compared if own.layout is None]
+        if not spreads or len({outputs.shape[1:] for outputs in spreads}) > 1:
+            return False
+        return float(torch.cat(spreads).double().std(0).max()) < _FLAT
 
     def at_present(self) -> tuple[float, float]:
         """The mean divergence in nats at the posterior's present settings but the temperature, infinite where there is

@@ -141,9 +141,27 @@ class FaithfulSearch:
                 f"the weights breaks is better served by layers='last', or head='linearized'."
             )
         at_edge = self._prior is not None and decade <= self._weights_decade() - _BELOW
+        if at_edge and self._all.flat:
+            at_edge, decade = False, self._own_size()
+            divergence, _ = self._evaluated[decade]
         if at_edge:
             self.trials.at_edge.append(f"{self._label} = 10^{decade:g}")
         return Reached(divergence, budget, self._all.samples, len(self._evaluated), at_edge)
+
+    def _own_size(self) -> float:
+        """Set weights of their own size, where nothing says how wide they may be, and warn."""
+        decade = self._weights_decade()
+        divergence = self._divergence(decade, self._all, self._evaluated)
+        self._set(decade)
+        self.posterior.temperature = self._evaluated[decade][1]
+        self.trials.chosen = self.trials.trials[list(self._evaluated).index(decade)]
+        warn_user(
+            f"The model's outputs hardly depend on its inputs, so that even the widest {self._label} keeps the "
+            f"predictions within the budget; it was set by the size of the trained weights ({divergence:.1g} nats from "
+            f"the network's own). Check that the weights are the trained ones and that the inputs are scaled as in the "
+            f"training, or give prior_precision a number."
+        )
+        return decade
 
     def set_widest(self, budget: float) -> float:
         """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""

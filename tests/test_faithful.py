@@ -222,6 +222,32 @@ def test_a_prior_that_nothing_bounds_ends_at_an_edge_that_is_said():
     assert "the widest prior that is looked at" in posterior.history.tuning["prior precision"]
 
 
+def test_a_network_whose_outputs_hardly_depend_on_its_inputs_gets_weights_of_their_own_size():
+    """Nothing bounds its prior; the widest that is looked at would break all heads but the linearised one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(part for _ in range(12) for part in (nn.Linear(6, 6), nn.ReLU())), nn.Linear(6, 3)
+    )
+    for parameter in model[-1].parameters():
+        parameter.data *= 1e-3
+    x = torch.randn(16, 6)
+    with pytest.warns(
+        UserWarning, match="outputs hardly depend on its inputs.*Check that the weights are the trained"
+    ):
+        posterior = uq.fit(model, [(x, torch.randint(0, 3, (16,)))], progress=False)
+    mean_square = float(torch.cat([p.detach().flatten() for p in model.parameters()]).square().mean())
+    assert 1 <= posterior.prior_precision * mean_square <= 10
+    assert "widest prior that is looked at" not in posterior.history.tuning["prior precision"]
+    for head in ("linearized", "sampling", "moments"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert bool(torch.isfinite(uq.wrap(model, posterior, head=head)(x).probs).all())
+    model[-1].weight.data *= 3e4  # the same network with a say
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*hardly depend")
+        uq.fit(model, [(x, torch.randint(0, 3, (16,)))], progress=False)
+
+
 def test_weights_of_nothing():
     model = nn.Linear(3, 2)
     with torch.no_grad():

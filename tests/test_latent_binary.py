@@ -531,6 +531,30 @@ def test_a_training_too_short_to_drop_a_weight_warns() -> None:
             uq.fit(model, data, uq.LatentBinary(epochs=1, **options), progress=False)
 
 
+@pytest.mark.slow
+def test_by_default_a_small_table_loses_weights_and_no_accuracy() -> None:
+    """Inputs beside those that decide are noise; after ten epochs alone every weight would still be on."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 10, generator=generator)
+    y = (x[:, 0] + x[:, 1] > 0).long()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
+        optimiser.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*steps at inclusion_lr")
+        posterior = uq.fit(model, batches(x[:200], y[:200], 20), "latent_binary", progress=False)
+    assert posterior.history.fit["density of the median model"] < 0.5
+    assert posterior.history.fit["inclusions between 0.1 and 0.9"] < 0.2
+    with torch.no_grad():
+        own = (model(x[200:]).argmax(1) == y[200:]).double().mean()
+    median = uq.wrap(model, uq.median_model(posterior))(x[200:]).probs
+    assert (median.argmax(1) == y[200:]).double().mean() > own - 0.03
+
+
 def test_what_cannot_be_trained_is_refused() -> None:
     shared = nn.Linear(4, 4)
     for model, words in (

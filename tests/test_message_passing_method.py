@@ -498,6 +498,36 @@ def test_by_default_a_last_layer_does_no_harm_on_digits(form: str) -> None:
     assert score(uq.wrap(model, posterior)(x[trained:]).probs, y[trained:])[0] > loss + 0.04
 
 
+def test_independent_messages_are_narrowed_where_a_temperature_is_not_enough() -> None:
+    """On digits the variances of the logits are too large for their means: at their own width no temperature gives the
+    network's predictions.
+    """
+    model, x, y = digits_network(1200)
+    with torch.no_grad():
+        own, on_data = model(x[1200:]).softmax(1), model(x[:1200]).softmax(1)
+    posterior = fit(model, x[:1200], y[:1200])
+    assert "network's" in posterior.history.tuning["scale"] and 1200 < posterior.scale < 120_000
+
+    def divergence() -> float:
+        told = uq.wrap(model, posterior)(x[:1200]).probs
+        return float((on_data * (on_data / told).log()).sum(1).mean())
+
+    loss, narrowed = score(own, y[1200:])[0], divergence()
+    assert score(uq.wrap(model, posterior)(x[1200:]).probs, y[1200:])[0] < loss + 0.02
+    posterior.scale, least = 1200.0, 1.0
+    for decade in range(11):
+        posterior.temperature = 10 ** (-0.1 * decade)
+        least = min(least, divergence())
+    assert narrowed < least - 0.001
+
+
+def test_messages_that_are_narrow_enough_keep_their_scale() -> None:
+    """No posterior is narrower than it must be for the network's predictions."""
+    model, x = network(nn.Linear(2, 2)), normals(300, 2)
+    posterior = fit(model, x, model(x).argmax(1))
+    assert posterior.scale == 300 and "scale" not in posterior.history.tuning
+
+
 def score(probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
     loss = nn.functional.nll_loss(probabilities.log(), labels)
     return float(loss), float((probabilities.argmax(1) == labels).double().mean())

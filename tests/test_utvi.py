@@ -151,6 +151,23 @@ def test_the_loss_is_the_sum_of_its_terms() -> None:
         torch.testing.assert_close(terms["loss"], terms["KL"] * 0.1 * 0.25 / 50 - fit)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "shares"), [(None, [1.0, 1.0, 0.5, 0.5, 0.25]), (20, [1.0, 0.5, 0.25, 0.125, 0.0625])]
+)
+def test_without_given_epochs_the_divergence_is_halved_ten_times(
+    epochs: int | None, shares: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 20 short epochs as over 10 long ones; with given epochs in each of them, as ever."""
+    monkeypatch.setattr("posthoc_uq.inference.training.LEAST_STEPS", 40)
+    model, x = mlp(), inputs_of(4, samples=16)
+    still = uq.UTVI(epochs=epochs, lr=1e-30, log_variance_lr=1e-30, train_rest=False)
+    fit_notes = fit(model, batches(x, targets_of(model, x, "classification")), still).history.fit
+    assert fit_notes["epochs"] == 20
+    loss, kl, told = (fit_notes[name] for name in ("loss", "KL", "log likelihood"))
+    found = [(loss[i] + told[i]) * 16 / (0.1 * kl[i]) for i in range(5)]
+    assert found == pytest.approx(shares, rel=1e-3)
+
+
 def test_moments_in_training_are_those_of_the_head() -> None:
     model, x = cnn(), inputs_of(1, 4, 4)
     data = batches(x, targets_of(model, x, "classification"))

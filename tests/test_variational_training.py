@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from networks import batches, inputs_of, mlp, targets_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -109,6 +110,49 @@ def test_a_loader_of_unknown_length_is_counted() -> None:
 
     train(Quadratic(), Unknown(), READER, options(epochs=2, schedule=schedule), seed=0, progress=False)
     assert seen == pytest.approx([0.0] * 4 + [0.5, 0.625, 0.75, 0.875])
+
+
+@pytest.mark.parametrize(
+    ("samples", "batches", "epochs"),
+    [
+        (1200, 19, 211),
+        (106, 2, 2000),
+        (5000, 4000, 10),
+        (49_999, 200, 20),
+        (50_000, 200, 10),
+        (60_000, 60, 10),
+    ],
+)
+def test_small_data_take_more_epochs_and_large_ones_the_usual(
+    samples: int, batches: int, epochs: int
+) -> None:
+    assert TrainingOptions().epochs_over(samples, batches) == epochs
+    assert TrainingOptions(epochs=3).epochs_over(samples, batches) == 3
+
+
+@pytest.mark.parametrize("method", ["function_space", "latent_binary", "utvi"])
+def test_a_fit_without_epochs_takes_the_least_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posthoc_uq.inference.training.LEAST_STEPS", 28)
+    model, x = mlp(), inputs_of(4, samples=20)
+    data = batches(x, targets_of(model, x, "classification"))
+    plain: dict[str, Any] = (
+        {"progress": False, "divergence": None} if method != "latent_binary" else {"progress": False}
+    )
+    fitted = uq.fit(model, data, method, **plain)
+    assert fitted.history.fit["epochs"] == 10  # as 28 / 3, rounded up
+    monkeypatch.setattr("posthoc_uq.inference.training.LEAST_STEPS", 37)
+    # the batches of a loader without a length are reckoned from the first one
+    fitted = uq.fit(model, WithoutLength(data), method, **plain)
+    assert fitted.history.fit["epochs"] == 13
+    assert uq.fit(model, data, method, epochs=2, **plain).history.fit["epochs"] == 2
+
+
+class WithoutLength:
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
 
 
 def test_default_schedule() -> None:

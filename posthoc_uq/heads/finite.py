@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,8 +13,13 @@ from posthoc_uq.predictions.base import Prediction
 _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
 
 
-def checked(prediction: Prediction, head: str) -> Prediction:
+def checked(prediction: Prediction, head: str, own: Callable[[], Tensor | None] = lambda: None) -> Prediction:
     """The prediction of a head itself, once its numbers are checked.
+
+    Args:
+        prediction: of the head.
+        head: its name.
+        own: gives the network's own outputs for the inputs, from which an error tells what is the matter.
 
     Raises:
         NonFiniteError: a number in it is not finite, except for classes that the model masks.
@@ -22,12 +27,14 @@ def checked(prediction: Prediction, head: str) -> Prediction:
     if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
         return prediction
     numbers = {name: value for name, value in prediction.numbers().items() if value.is_floating_point()}
-    check_finite(numbers, "prediction", head)
+    check_finite(numbers, "prediction", head, own)
     return prediction
 
 
-def check_finite(answers: Mapping[str, Tensor], what: str, head: str) -> None:
-    """Check tensors ``(samples, ...)`` of a head, all with one wait for the device.
+def check_finite(
+    answers: Mapping[str, Tensor], what: str, head: str, own: Callable[[], Tensor | None] = lambda: None
+) -> None:
+    """Check tensors ``(samples, ...)`` of a head, all with one wait for the device; `own` as in `checked`.
 
     Raises:
         NonFiniteError: a number in them is not finite; the message counts the samples.
@@ -39,7 +46,17 @@ def check_finite(answers: Mapping[str, Tensor], what: str, head: str) -> None:
         return
     rows = torch.stack([_finite(name, tensor).flatten(1).all(1) for name, tensor in answers.items()]).all(0)
     bad = (~rows).nonzero().flatten().tolist()
-    others = " or layers='last'" if head == "linearized" else ", layers='last' or head='linearized'"
+    outputs, linearized = own(), head == "linearized"
+    if outputs is not None and len(outputs) == len(rows):
+        sound = ~(outputs.isnan() | outputs.isposinf()).reshape(len(rows), -1).any(1)
+        if bool(sound.to(rows.device)[~rows].all()):
+            raise NonFiniteError(
+                f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}), and the "
+                f"network's own outputs for them are: the posterior is too wide for head={head!r}. Take a "
+                f"narrower posterior, by uq.tune(posterior, loader, criterion='faithful', head={head!r}) or by a "
+                f"larger prior_precision or scale, or take {'' if linearized else 'the linearized head or '}layers='last'."
+            )
+    others = " or layers='last'" if linearized else ", layers='last' or head='linearized'"
     raise NonFiniteError(
         f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}): these inputs, "
         f"or the model's outputs under the posterior's weights, are not finite or too large for {_dtype(answers)}. "

@@ -228,7 +228,19 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         with self.explaining(batch):
             prediction = self._predict(posterior, batch)
         # on the CPU the check waits for no device
-        return checked(prediction.to("cpu") if on_cpu else prediction, self.head)
+        return checked(
+            prediction.to("cpu") if on_cpu else prediction,
+            self.head,
+            lambda: self._own_outputs(posterior, batch),
+        )
+
+    def _own_outputs(self, posterior: Posterior, batch: Batch) -> Tensor | None:
+        """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives
+        no tensor.
+        """
+        with torch.no_grad(), isolated_random_state():
+            outputs = batch.copied().call(replicate(self._model[0], posterior.centre))
+        return outputs if isinstance(outputs, Tensor) else None
 
     @abstractmethod
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:

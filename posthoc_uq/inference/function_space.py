@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import ceil, exp
+from math import exp
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from posthoc_uq.inference.initialisation import initialised
 from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import check_trainable, train_on, trained_posterior
+from posthoc_uq.inference.trained import batches_of, check_trainable, train_on, trained_posterior
 from posthoc_uq.inference.training import best_epoch
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
@@ -78,10 +78,10 @@ def train_over_functions(
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, task, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
-    history = train_on(task, objective, options, content)
+    history = train_on(task, objective, options, samples, content)
     task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
-    _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
+    _warn_of_few_steps(options, len(history) * batches_of(task, samples))
     notes = _fit_notes(options, context, history, task, samples, network.last.name)
     posterior = trained_posterior(FUNCTION_SPACE, task, field, objective.likelihood(), notes, samples, tau)
     posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from math import ceil
 from typing import Any
 
 import torch
 
-from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.distributed import world
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.latent_layers import LatentLayer
@@ -17,7 +15,7 @@ from posthoc_uq.inference.latent_options import HIGH, LatentBinaryOptions
 from posthoc_uq.inference.latent_start import HIGH_LOGIT, begin
 from posthoc_uq.inference.optimisers import cosine
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import check_trainable, count_data, train_on
+from posthoc_uq.inference.trained import batches_of, check_trainable, count_data, train_on
 from posthoc_uq.inference.training import best_epoch
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.history import Evidence, History
@@ -54,14 +52,14 @@ def train_latent_binary(task: Task, options: LatentBinaryOptions, prior_precisio
     layers = _layers(task, options, prior_precision)
     samples, content = count_data(task)
     objective = LatentObjective(twin, layers, settings.likelihood, samples, options)
-    history = train_on(task, objective, options, content)
+    history = train_on(task, objective, options, samples, content)
     task.seconds["training"] = time.perf_counter() - began
     blocks = {
         name: _block(layer, mixed_seed(settings.seed, _MOMENTS, index))
         for index, (name, layer) in enumerate(layers.items())
     }
     _check_trained(blocks)
-    _warn_of_few_steps(options, len(history) * ceil(samples / max(1, count_samples(task.batch))))
+    _warn_of_few_steps(options, len(history) * batches_of(task, samples))
     posterior = Posterior(
         LATENT_BINARY,
         task.layers,

@@ -46,8 +46,8 @@ class MessagePassingOptions:
         regularize: pull the label's logit towards 1 and the others towards -1 as well, for the signal ``"argmax"``.
         matmul: in layers of 128 inputs and more, messages by matrix products alone, which is faster and leaves out
             terms of about one over the number of inputs.
-        matched_temperature: give a last layer's posterior over classes the temperature at which it predicts the data of
-            the fit as the network does, where that is below its own, at which it is far less sure
+        matched_temperature: give a last layer's posterior over classes the temperature, and where that is not enough
+            the scale, at which it predicts the data of the fit as the network does, where its own are far less sure
             (`posthoc_uq.inference.message_temperature`).
     """
 

@@ -20,7 +20,7 @@ from posthoc_uq.inference.message_network import (
     chain_of,
 )
 from posthoc_uq.inference.message_options import ALL, PRETRAINED, MessagePassingOptions
-from posthoc_uq.inference.message_temperature import matched_temperature
+from posthoc_uq.inference.message_temperature import matched
 from posthoc_uq.inference.message_whole import whole_blocks
 from posthoc_uq.inference.task import Task
 from posthoc_uq.message_passing.signals import NOISE_VARIANCE
@@ -87,9 +87,12 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
     if last is not None and options.matched_temperature and task.settings.likelihood.noise_variance is None:
         with torch.no_grad():
             own, block = posterior.temperature, blocks[last.name]
-            posterior.temperature = matched_temperature(task, last, block, examples, own)
-        if posterior.temperature < own:
+            found = matched(task, last, block, examples, own)
+            posterior.temperature, posterior.scale = found.temperature, posterior.scale / found.share
+        if found.temperature < own:
             posterior.history.tuning["temperature"] = _MATCHED
+        if found.share < 1:
+            posterior.history.tuning["scale"] = _MATCHED
     return posterior
 
 

@@ -36,11 +36,11 @@ MOST_RESIDUAL = (
 DRAWS = 64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
 
 
-def kl_weight(epoch: int, floor: float = 0.0) -> float:
-    """``max(2^-epoch, floor)``, the share of the divergence's weight in an epoch, which is counted from 0: the paper's
-    ``2^(M - l) / 2^(M - 1)`` for ``l = epoch + 1``, without its large numbers.
+def kl_weight(halvings: int, floor: float = 0.0) -> float:
+    """``max(2^-halvings, floor)``, the share of the divergence's weight after so many epochs: the paper's
+    ``2^(M - l) / 2^(M - 1)`` for ``l = halvings + 1``, without its large numbers.
     """
-    return max(2.0**-epoch, floor)
+    return max(2.0**-halvings, floor)
 
 
 def gaussian_divergence(
@@ -94,7 +94,13 @@ class MomentObjective(Objective):
         likelihood: Likelihood,
         samples: int,
         options: MomentOptions,
+        halved: float = 1.0,
     ) -> None:
+        """
+        Args:
+            halved: how often the divergence's weight is halved in an epoch.
+        """
+        self._halved = halved
         self._network, self._layers, self._field = network.requires_grad_(False), layers, field
         self._prior_means, self._precision = prior_means, precision
         self._likelihood, self._samples, self._options = likelihood, samples, options
@@ -186,7 +192,8 @@ class MomentObjective(Objective):
         divergence = gaussian_divergence(
             field.means, field.log_variances, variances, self._prior_means, self._precision
         )
-        weight = self._options.first_kl_weight * kl_weight(step.epoch, self._options.kl_floor)
+        halvings = int(step.epoch * self._halved + 1e-9)
+        weight = self._options.first_kl_weight * kl_weight(halvings, self._options.kl_floor)
         loss = divergence * (weight / self._samples) - fit
         loss.backward()
         return {"loss": loss.detach(), "log likelihood": fit.detach(), "KL": divergence.detach()}

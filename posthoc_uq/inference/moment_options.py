@@ -63,8 +63,8 @@ class MomentOptions(TrainingOptions):
         kl_weight: factor on the divergence from the prior in the first epoch. 1 is the evidence lower bound, and the
             default from random weights. From trained ones it is 0.1: with 1 the first epoch alone widens the variances
             to the prior's, and the means then move away from a network that was right (``docs/methods/utvi.md``).
-        kl_floor: the factor is halved from epoch to epoch, but to no less than this share of its first value. With 1 it
-            stays what it is.
+        kl_floor: the factor is halved from epoch to epoch (without given epochs from tenth to tenth of the training),
+            but to no less than this share of its first value. With 1 it stays what it is.
         prior_mean: of the weights: ``"zero"``, or ``"trained"`` for the trained ones.
         weight_decay: of the means, by the default optimiser.
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.

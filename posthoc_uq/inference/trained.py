@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from posthoc_uq.curvature.content import Content
+from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.context_pass import show_to_context
 from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.task import Task
 from posthoc_uq.inference.training import Objective, TrainingOptions, train
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.loaders import known_length
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.settings import Hyperparameters
@@ -48,16 +52,29 @@ def count_data(task: Task) -> tuple[int, Content | None]:
     return samples, content
 
 
+def batches_of(task: Task, samples: int) -> int:
+    """The batches of one pass over the data, by the loader's length, or else by its first batch."""
+    return known_length(task.loader) or ceil(samples / max(1, count_samples(task.batch)))
+
+
 def train_on(
-    task: Task, objective: Objective, options: TrainingOptions, content: Content | None
+    task: Task, objective: Objective, options: TrainingOptions, samples: int, content: Content | None
 ) -> list[dict[str, float]]:
-    """`train` on the data of a fit, with its seed, held-out data and checkpoint."""
+    """`train` on the data of a fit, with its seed, held-out data and checkpoint.
+
+    Args:
+        task: the fit.
+        objective: what is trained.
+        options: of the training.
+        samples: of the data.
+        content: of the data, for a checkpoint.
+    """
     settings = task.settings
     return train(
         objective,
         task.loader,
         settings.reader,
-        options,
+        replace(options, epochs=options.epochs_over(samples, batches_of(task, samples))),
         seed=settings.seed,
         val_loader=task.val_loader,
         checkpoint=task.checkpoint,

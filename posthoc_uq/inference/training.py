@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ _NUMBERS = {
 Group = dict[str, Any]
 OptimizerFactory = Callable[[list[Group]], Optimizer]
 
+EPOCHS = 10  # where none are given
+LEAST_STEPS = 4000  # of a training on few data where no epochs are given
+FEW_SAMPLES = 50_000  # below which these count
+
 _DATA, _STEP = 101, 102  # streams of random numbers from the seed
 
 
@@ -53,7 +57,7 @@ class TrainingOptions:
     """The options that all training methods have in common.
 
     Attributes:
-        epochs: passes over the data.
+        epochs: passes over the data; by default 10, and below 50,000 samples as many more as 4,000 steps take.
         lr: learning rate of the means.
         log_variance_lr: learning rate of the log variances.
         optimizer: a callable from parameter groups to a torch optimiser; Adam by default.
@@ -63,7 +67,7 @@ class TrainingOptions:
         val_draws: draws of the weights for that NLL.
     """
 
-    epochs: int = 10
+    epochs: int | None = None
     lr: float = 1e-4
     log_variance_lr: float = 1e-3
     optimizer: OptimizerFactory | None = None
@@ -76,6 +80,24 @@ class TrainingOptions:
         put_numbers(self, _NUMBERS)
         check_function("optimizer", self.optimizer, "from parameter groups to a torch optimiser")
         check_function("schedule", self.schedule, "from the progress in [0, 1) to a factor on the rates")
+
+    @property
+    def least_epochs(self) -> int:
+        """The epochs that are given, or the fewest that are taken without."""
+        return EPOCHS if self.epochs is None else self.epochs
+
+    def epochs_over(self, samples: int, batches: int) -> int:
+        """The epochs of a training on these data.
+
+        The optimiser moves a number by about its rate a step, so it is steps that a training needs, not epochs.
+
+        Args:
+            samples: of the data.
+            batches: of one epoch.
+        """
+        if self.epochs is not None or samples >= FEW_SAMPLES:
+            return self.least_epochs
+        return max(EPOCHS, ceil(LEAST_STEPS / max(1, batches)))
 
 
 @dataclass(frozen=True)
@@ -177,7 +199,7 @@ def train(
         objective: what is trained.
         loader: the training data.
         reader: reads its batches.
-        options: of the training.
+        options: of the training; `TrainingOptions.least_epochs` is how many epochs there are.
         seed: of all random numbers.
         val_loader: held-out data.
         checkpoint: keeps the state of the training, or holds the one to go on from.
@@ -196,7 +218,7 @@ def train(
     run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint, content or Content())
     with Progress("train", "samples", progress) as bar:
         run.resume()
-        while run.state.epoch < options.epochs and not run.state.done:
+        while run.state.epoch < options.least_epochs and not run.state.done:
             run.epoch(bar)
     run.take_best()
     broken = [name for name, tensor in objective.tensors().items() if not bool(torch.isfinite(tensor).all())]
@@ -239,7 +261,9 @@ class _Run:
             name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
         }
         with self._checkpoint.read_as_corrupt():
-            check_training(description["state"], groups, self._objective.tensors(), self._options.epochs)
+            check_training(
+                description["state"], groups, self._objective.tensors(), self._options.least_epochs
+            )
             restore_optimiser(self._optimiser, description["optimiser"], of_optimiser)
         self.state = _State(**description["state"])
         for name, tensor in self._objective.tensors().items():
@@ -262,7 +286,7 @@ class _Run:
         state, batches_done, start = self.state, self.state.batch, time.perf_counter()
         seconds_before, digest = state.seconds, 0
         batches_seen = 0
-        bar.restart(f"epoch {state.epoch + 1} of {self._options.epochs}")
+        bar.restart(f"epoch {state.epoch + 1} of {self._options.least_epochs}")
         with isolated_random_state(mixed_seed(self._seed, _DATA, state.epoch)):
             for batch in batches(self._loader, self._reader):
                 samples = count_samples(batch)
@@ -341,7 +365,7 @@ class _Run:
         """How much of the training is over, in [0, 1)."""
         state = self.state
         part = min(state.batch / state.length, 1.0) if state.length else 0.0
-        return (state.epoch + part) / self._options.epochs
+        return (state.epoch + part) / self._options.least_epochs
 
     def _shown(self) -> dict[str, str]:
         return {name: f"{value / self.state.samples:.4g}" for name, value in self.state.sums.items()}

@@ -20,8 +20,8 @@ from posthoc_uq.inference.mean_field import MeanField
 from posthoc_uq.inference.moment_objective import MomentObjective
 from posthoc_uq.inference.moment_options import MomentOptions
 from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.trained import check_trainable, count_data, train_on, trained_posterior
-from posthoc_uq.inference.training import Group, best_epoch
+from posthoc_uq.inference.trained import batches_of, check_trainable, count_data, train_on, trained_posterior
+from posthoc_uq.inference.training import EPOCHS, Group, best_epoch
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
@@ -68,9 +68,13 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
         likelihood,
         samples,
         options,
+        # many short epochs halve the divergence's weight as often as the usual number of epochs does
+        1.0
+        if options.epochs is not None
+        else EPOCHS / options.epochs_over(samples, batches_of(task, samples)),
     )
     options = options if options.optimizer is not None else replace(options, optimizer=adamw)
-    history = train_on(task, objective, options, content)
+    history = train_on(task, objective, options, samples, content)
     task.seconds["training"] = time.perf_counter() - began
     notes = _fit_notes(options, history, task, samples) | {"trained without uncertainty": rest}
     posterior = trained_posterior(UTVI, task, field, objective.likelihood(), notes, samples, precision)

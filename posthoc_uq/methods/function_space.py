@@ -80,7 +80,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
 
     @property
     def trains(self) -> bool:
-        return self.epochs > 0
+        return self.least_epochs > 0
 
     @property
     def curvature(self) -> Curvature | None:
@@ -94,7 +94,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     def passes(self) -> int:
         first = 0 if self.curvature is None else self.curvature.passes()
         # once for the context, once for the features of the last layer
-        return first + self.epochs + 2 * self.trains
+        return first + self.least_epochs + 2 * self.trains
 
     def fit(self, task: Task) -> Posterior:
         curvature = self.curvature

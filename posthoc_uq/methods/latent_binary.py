@@ -50,7 +50,7 @@ class LatentBinary(LatentBinaryOptions, Method):
         return True
 
     def passes(self) -> int:
-        return self.epochs + 2  # once to count the samples, once for what enters the last layer
+        return self.least_epochs + 2  # once to count the samples, once for what enters the last layer
 
     def fit(self, task: Task) -> Posterior:
         return train_latent_binary(task, self, self.prior_precision)

@@ -59,7 +59,7 @@ class UTVI(MomentOptions, Method):
         return self.objective == "expected"  # else the propagated variance is what was trained to predict
 
     def passes(self) -> int:
-        return self.epochs + 2  # once to count the samples, once for what enters the last layer
+        return self.least_epochs + 2  # once to count the samples, once for what enters the last layer
 
     def fit(self, task: Task) -> Posterior:
         return train_by_moments(task, self, self.prior_precision)
