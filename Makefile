@@ -1,6 +1,7 @@
 # make demo   create the environment and run the demo: a table, pictures and HDF5 files in demo_output/
 # make test   create the environment and run the tests
 # make quick  run the tests but for those that take long
+# make test-all   all tests, those of every benchmark, recipe and notebook too
 # make lint   ruff: rules and formatting         make format   let ruff rewrite the files
 # make types  pyright on the package             make clean    remove the environment and all output
 # make docs   build the documentation site in site/; warnings are errors
@@ -28,7 +29,7 @@ DOCS_ENV  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick coverage lowest docs dist lint format types clean
+.PHONY: help demo test test-all quick coverage lowest docs dist lint format types clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -37,13 +38,16 @@ demo: $(DEMO_ENV)
 	$(BIN)/python -m posthoc_uq.demo $(DEMO_FLAGS)
 
 test: $(DEV_ENV)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not study"
+
+test-all: $(DEV_ENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 coverage: $(DEV_ENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term --cov-report=html
 
 quick: $(DEV_ENV)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow and not study"
 
 lowest: $(LOWEST)/.installed-lowest
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(LOWEST)/bin/python -m pytest $(PYTEST_FLAGS)

@@ -4,8 +4,8 @@
 model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
 """
 
+from posthoc_uq import sparse
 from posthoc_uq.activations import ConditionalInverseCDF, InverseCDF
-from posthoc_uq.answers import AnswerLogits
 from posthoc_uq.errors import (
     CorruptPosteriorError,
     NonFiniteError,
@@ -61,11 +61,6 @@ from posthoc_uq.predictions.positions import PositionPrediction
 from posthoc_uq.predictions.regression import RegressionPrediction
 from posthoc_uq.predictions.sequences import sequence_scores
 from posthoc_uq.replica import untied
-from posthoc_uq.sparsity.density import Density, LayerDensity, density
-from posthoc_uq.sparsity.inclusion import Inclusion, LayerInclusion, inclusion
-from posthoc_uq.sparsity.median import median_model, sparse_state_dict
-from posthoc_uq.sparsity.models import sparse_model
-from posthoc_uq.sparsity.recalibration import recalibrated
 from posthoc_uq.storage import inspect, load, save
 from posthoc_uq.tuning import tune
 from posthoc_uq.updating import forget, update
@@ -77,7 +72,6 @@ __all__ = [
     "INF",
     "KFAC",
     "UTVI",
-    "AnswerLogits",
     "Bernoulli",
     "Categorical",
     "ClassPrediction",
@@ -85,7 +79,6 @@ __all__ = [
     "CorruptPosteriorError",
     "Curvature",
     "Dense",
-    "Density",
     "Diagonal",
     "DrawnPrediction",
     "Evaluation",
@@ -95,11 +88,8 @@ __all__ = [
     "Gaussian",
     "Heteroscedastic",
     "HeteroscedasticPrediction",
-    "Inclusion",
     "InverseCDF",
     "LatentBinary",
-    "LayerDensity",
-    "LayerInclusion",
     "Likelihood",
     "LinearizedPredictor",
     "MessagePassing",
@@ -123,7 +113,6 @@ __all__ = [
     "Subnetwork",
     "UnsupportedLayerError",
     "__version__",
-    "density",
     "evaluate",
     "export",
     "export_onnx",
@@ -131,11 +120,8 @@ __all__ = [
     "fit",
     "forget",
     "function_space_kl",
-    "inclusion",
     "inspect",
     "load",
-    "median_model",
-    "recalibrated",
     "refer",
     "referral_reasons",
     "referral_tail",
@@ -143,8 +129,7 @@ __all__ = [
     "save",
     "sequence_scores",
     "set_referral",
-    "sparse_model",
-    "sparse_state_dict",
+    "sparse",
     "tune",
     "untied",
     "update",

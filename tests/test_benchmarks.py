@@ -30,6 +30,7 @@ def quality() -> tuple[ModuleType, list[dict[str, Any]]]:
     return script, script.smoke()
 
 
+@pytest.mark.study
 def test_quality_orders_the_families_in_frobenius_norm(
     quality: tuple[ModuleType, list[dict[str, Any]]],
 ) -> None:
@@ -42,6 +43,7 @@ def test_quality_orders_the_families_in_frobenius_norm(
         assert line["inf rescale"] <= line["inf clamp"] <= line["inf none"]
 
 
+@pytest.mark.study
 def test_quality_measures_a_divergence(quality: tuple[ModuleType, list[dict[str, Any]]]) -> None:
     script, rows = quality
     summary = script.summarise(rows)
@@ -51,6 +53,7 @@ def test_quality_measures_a_divergence(quality: tuple[ModuleType, list[dict[str,
         assert line["rescale tuned"] < line["efb"] < line["diag"]
 
 
+@pytest.mark.study
 def test_quality_is_exact_at_its_reference(quality: tuple[ModuleType, list[dict[str, Any]]]) -> None:
     script, _ = quality
     with script.single_threaded():
@@ -67,6 +70,7 @@ def test_quality_is_exact_at_its_reference(quality: tuple[ModuleType, list[dict[
     assert max(posterior.divergences(exact[output])) < 1e-10
 
 
+@pytest.mark.study
 def test_quality_draws_and_concludes(
     quality: tuple[ModuleType, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +163,7 @@ def test_predict_cost_gives_multiples_of_a_forward_pass(
         assert row["per draw"] == pytest.approx(row["multiple"] / 4)
 
 
+@pytest.mark.study
 def test_messages_to_a_last_layer_take_one_pass(tmp_path: Path) -> None:
     script, path = _script("messages_cost"), tmp_path / "cost.json"
     script.main(["--smoke", "--output", str(path)])
@@ -166,6 +171,7 @@ def test_messages_to_a_last_layer_take_one_pass(tmp_path: Path) -> None:
         assert row["sweeps"] == 1 and row["samples"] == 300 and 0 < row["messages / pass"] < row["fit / pass"]
 
 
+@pytest.mark.study
 def test_a_last_layer_costs_one_pass_over_the_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +184,7 @@ def test_a_last_layer_costs_one_pass_over_the_images(
     assert rows["fit, diag"]["passes"] < rows["fit, efb"]["passes"]  # one sweep, two sweeps
 
 
+@pytest.mark.study
 def test_positions_are_timed_through_every_head(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     _script("positions_cost").main(["--smoke", "--draws", "4", "--json", str(path)])
@@ -186,6 +193,7 @@ def test_positions_are_timed_through_every_head(tmp_path: Path) -> None:
     assert all(row["passes"] > 0 for row in rows.values())
 
 
+@pytest.mark.study
 def test_a_language_model_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
     _script("language_cost").main(["--smoke", "--json", str(path)])
@@ -195,6 +203,7 @@ def test_a_language_model_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(row["seconds"] > 0 for row in rows.values())
 
 
+@pytest.mark.study
 def test_the_table_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "table.json"
     _script("models_table").main(["--smoke", "--json", str(path)])
@@ -203,6 +212,7 @@ def test_the_table_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(result["rows"]) == 2 and result["errors"] == []
 
 
+@pytest.mark.study
 def test_predictions_are_timed_and_handed_over_to_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +244,7 @@ def test_predictions_are_timed_and_handed_over_to_peers(
         assert "laplace" in {line["prediction"]: line for line in lines}["laplace GLM"]["note"]
 
 
+@pytest.mark.study
 def test_moments_accuracy_compares_with_monte_carlo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,7 +261,7 @@ def test_moments_accuracy_compares_with_monte_carlo(
     assert body["diag, rho 0, calibrated"]["error"] < 0.7 * body["diag, rho 0"]["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("scaling")
     assert script.slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
@@ -268,6 +279,7 @@ def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert all(row["peak + MiB"] > 0 for row in measured)
 
 
+@pytest.mark.study
 def test_a_sketch_loses_next_to_nothing() -> None:
     rows = {row["bases"]: row for row in _script("basis_quality").smoke()}
     exact, sketch = rows["exact"], rows["sketch"]
@@ -278,12 +290,14 @@ def test_a_sketch_loses_next_to_nothing() -> None:
             assert 0 < exact[name] < 1
 
 
+@pytest.mark.study
 def test_bases_of_few_samples_predict_nearly_as_those_of_all() -> None:
     rows = {row["bases from"]: row for row in _script("basis_samples").smoke()}
     assert 0 < rows["500"]["divergence from all"] < rows["other labels"]["divergence from all"]
     assert abs(rows["500"]["NLL"] - rows["all"]["NLL"]) < 0.01
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("method", ["function_space", "utvi", "latent_binary"])
 def test_training_cost(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
@@ -296,7 +310,7 @@ def test_training_cost(method: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert rows["last layer"]["lowest"] < rows["all layers"]["highest"]
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_defaults_are_held_against_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("defaults")
     script.main(["--smoke", "--output", str(tmp_path)])
@@ -358,6 +372,7 @@ def test_modules_of_recipes_do_not_mix() -> None:
     assert recipe("fashion_mnist", "network").cnn()[0].out_channels == 32
 
 
+@pytest.mark.study
 def test_labels_cost_and_buy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "labels.json"
     _script("fisher_labels").main(["--smoke", "--json", str(path)])
@@ -370,6 +385,7 @@ def test_labels_cost_and_buy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert row["faithful accuracy"] > row["plain accuracy"] - 0.02
 
 
+@pytest.mark.study
 def test_novelty_costs_some_forward_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
     _script("novelty_cost").main(["--smoke", "--json", str(path)])
@@ -380,7 +396,7 @@ def test_novelty_costs_some_forward_passes(tmp_path: Path, capsys: pytest.Captur
     assert [row["classes"] for row in found["growth"]] == [10, 20] and found["growth"][0]["ms"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
     _script("serve_load").main(["--smoke", "--json", str(path)])
@@ -399,6 +415,7 @@ def test_attacks_on_the_server_find_nothing(capsys: pytest.CaptureFixture[str]) 
     assert "bad outcomes" in capsys.readouterr().out
 
 
+@pytest.mark.study
 def test_message_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "changes.json"
     _script("message_changes").main(["--smoke", "--json", str(path)])

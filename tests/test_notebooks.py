@@ -109,7 +109,7 @@ def test_every_notebook_has_claims_to_check() -> None:
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == CLAIMS.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.parametrize("name", sorted(CLAIMS))
 def test_notebook_runs_and_its_text_agrees(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +127,6 @@ def test_notebook_runs_and_its_text_agrees(
     client.execute()  # raises what a cell raised
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CLAIMS))
 def test_notebook_is_stored_as_run(name: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
@@ -168,6 +167,7 @@ def test_our_half_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "model.kfac.h5").exists()
 
 
+@pytest.mark.study
 def test_both_halves_of_the_guide_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("laplace", reason="laplace-torch is not installed")
     monkeypatch.chdir(tmp_path)

@@ -185,12 +185,12 @@ def test_it_repeats_copies_and_leaves_the_model_alone(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert "drawn='outputs'" in repr(again) and again.identity()["drawn"] == "outputs"
-    median = uq.wrap(model, uq.median_model(posterior), drawn="outputs", n_samples=4)
+    median = uq.wrap(model, uq.sparse.median(posterior), drawn="outputs", n_samples=4)
     assert bool(torch.isfinite(median(x).probs).all())
     certain = uq.wrap(
-        model, uq.median_model(posterior, certain=True), "sampling", n_samples=2, drawn="outputs"
+        model, uq.sparse.median(posterior, certain=True), "sampling", n_samples=2, drawn="outputs"
     )
-    torch.testing.assert_close(certain(x).probs, uq.sparse_model(model, posterior)(x).softmax(1))
+    torch.testing.assert_close(certain(x).probs, uq.sparse.model(model, posterior)(x).softmax(1))
 
 
 def test_attention_is_drawn_too() -> None:

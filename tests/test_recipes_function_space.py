@@ -39,7 +39,7 @@ def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
     assert (tmp_path / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_smoke_on_images(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")
@@ -59,7 +59,7 @@ def test_smoke_on_images(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "selective_prediction.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_smoke_of_objectives(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")

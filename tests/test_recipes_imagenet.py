@@ -164,6 +164,7 @@ def test_the_best_trial_is_kept_in_the_file(smoke: tuple[Path, str], recipe: Nam
         assert len(losses) == 2 and min(losses) == chosen.NLL
 
 
+@pytest.mark.study
 def test_two_processes_and_a_second_run(
     smoke: tuple[Path, str], recipe: Namespace, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ def test_smoke_of_the_variables(tmp_path: Path) -> None:
     assert all(0 <= rate <= 1 for row in kept.values() for run in row["runs"] for rate in run)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_smoke_on_images(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")

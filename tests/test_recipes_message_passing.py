@@ -25,6 +25,7 @@ def test_smoke_of_the_sines(tmp_path: Path) -> None:
     assert 0 <= kept["coverage"]["data 0"]["2 sigma, x > 10"] <= 1
 
 
+@pytest.mark.study
 def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")
@@ -38,6 +39,7 @@ def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
     assert set(rows) == {"network", "message passing, diagonal", "INF"} and rows["INF"]["fit / forward"] > 0
 
 
+@pytest.mark.study
 def test_smoke_of_a_network_without_gradients(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     folders = ("--data", write_fashion_mnist(tmp_path / "data"), "--output", tmp_path / "out")

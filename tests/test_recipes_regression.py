@@ -350,7 +350,7 @@ def test_differences_are_paired(uci: Namespace) -> None:
     assert uci.predictions.paired(found, "one", "other") == f"0.100±{gains.std(ddof=1) / 20**0.5:.3f}"
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_predictions(tmp_path: Path) -> None:
     printed = _smoke("uci/predictions.py", tmp_path)
     assert "| boston | INF 5% |" in printed
@@ -401,7 +401,7 @@ def test_the_sampler_sees_the_same_posterior(toy: Namespace) -> None:
         assert found == pytest.approx(float(toy.problem.potential(weights, task)), rel=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_nuts_finds_the_prior_where_the_data_say_nothing(toy: Namespace) -> None:
     task = toy.problem.problem(seed=0, prior_precision=2.0)._replace(noise=1e12)
     grid = torch.tensor([[0.0], [1.3]], dtype=torch.float64)
@@ -508,7 +508,7 @@ def test_information_gain_against_a_dense_computation(active: Namespace) -> None
     assert (found.double() - expected).abs().max() < 1e-3 * expected.max()
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_active_learning(tmp_path: Path) -> None:
     printed = _smoke("active_learning/compare.py", tmp_path)
     assert "| boston | INF 20% |" in printed

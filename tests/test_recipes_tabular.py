@@ -121,7 +121,7 @@ def test_scenes(segmentation: Namespace) -> None:
     assert torch.equal(plain.images, again.images) and torch.equal(plain.classes, again.classes)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_segmentation(
     segmentation: Namespace,
     tmp_path: Path,

@@ -120,6 +120,7 @@ def test_maps_are_over_the_pixels_they_name(localization: Namespace) -> None:
     assert measured["share of pixels at or above the bound with the prior"] == 1.0
 
 
+@pytest.mark.study
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_localisation(tmp_path: Path) -> None:
     found = run_recipe("localization/run.py", "--smoke", "--output", tmp_path)

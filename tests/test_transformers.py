@@ -323,24 +323,23 @@ def test_scores_of_sequences() -> None:
         uq.sequence_scores(uq.ClassPrediction.from_logits(torch.randn(3, 4, 5)))
 
 
-@pytest.mark.parametrize("side", ["right", "left", "none"])
-def test_answers_are_taken_at_the_last_token(side: str) -> None:
-    model = seeded(llama)
-    answers = uq.AnswerLogits(model, [7, 3, 21])
-    short = IDS[:1, :4]
-    pad = {"right": (0, 2), "left": (2, 0), "none": (0, 0)}[side]
-    ids, mask = nn.functional.pad(short, pad), nn.functional.pad(torch.ones_like(short), pad)
-    with torch.no_grad():
-        truth = model(input_ids=short).logits[0, -1, [7, 3, 21]]
-        inputs = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if side == "left" else {}
-        found = answers(ids, mask, **inputs)[0] if side != "none" else answers(ids)[0]
-    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+class Answers(nn.Module):
+    """The logits of three words at the last position that the mask leaves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :, [7, 3, 21]]
+        last = (torch.arange(logits.shape[1]) * attention_mask).argmax(1)
+        return logits.take_along_dim(last[:, None, None], 1).squeeze(1)
 
 
 @pytest.mark.parametrize("layers", ["*lora_*", "last"])
 def test_multiple_choice(layers: str, tmp_path: Path) -> None:
     model = seeded(LORA["LLaMA"])
-    answers = uq.AnswerLogits(model, [7, 3, 21]).eval()
+    answers = Answers(model).eval()
     data = [({"input_ids": IDS, "attention_mask": MASK}, numbers(SAMPLES, below=3))]
     posterior = uq.fit(answers, data, "kfac", layers=layers, progress=False, prior_precision=2.0)
     uq.save(posterior, tmp_path / "p.h5")
@@ -363,26 +362,6 @@ def test_multiple_choice(layers: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, posterior.quadratic(rows).to(found), rtol=1e-3, atol=1e-6)
 
 
-def test_answers_of_an_encoder_and_a_decoder() -> None:
-    model, right = seeded(t5), numbers(SAMPLES, below=3)
-    answers = uq.AnswerLogits(model, [7, 3, 21]).eval()
-    start, begun = torch.zeros(SAMPLES, 1, dtype=torch.int64), numbers(SAMPLES, 3, below=WORDS)
-    decoder_mask = torch.tensor([[1, 1, 0]]).expand(SAMPLES, 3)
-    with torch.no_grad():
-        first = model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=start).logits[:, 0, [7, 3, 21]]
-        torch.testing.assert_close(answers(IDS, MASK), first)
-        later = {"decoder_input_ids": begun, "decoder_attention_mask": decoder_mask}
-        second = model(input_ids=IDS, attention_mask=MASK, **later).logits[:, 1, [7, 3, 21]]
-        torch.testing.assert_close(answers(IDS, MASK, **later), second)
-    data = [({"input_ids": IDS, "attention_mask": MASK}, right)]
-    posterior = uq.fit(answers, data, "diag", layers="last", progress=False, prior_precision=2.0)
-    prediction = uq.wrap(answers, posterior)(**data[0][0])
-    assert prediction.probs.shape == (SAMPLES, 3) and bool((prediction.epistemic() > 0).all())
-    model.config.decoder_start_token_id = None
-    with pytest.raises(uq.PosthocUQError, match="pass decoder_input_ids"):
-        answers(IDS, MASK)
-
-
 def test_a_forgotten_shift_is_said_aloud() -> None:
     model, labels = seeded(gpt2), IDS.masked_fill(MASK == 0, -100)
     inputs = {"input_ids": IDS, "attention_mask": MASK}
@@ -400,14 +379,6 @@ def test_a_forgotten_shift_is_said_aloud() -> None:
         masked = seeded(lambda: hf.BertForMaskedLM(hf.BertConfig(**_BERT)))
         uq.fit(masked, [(inputs, labels)], "diag", likelihood=TOKENS, **options)
     assert not any("next_token" in str(warning.message) for warning in caught)
-
-
-def test_answers_that_cannot_be() -> None:
-    for tokens in ([3], [3, 3], [-1, 2]):
-        with pytest.raises(uq.PosthocUQError, match="two different tokens"):
-            uq.AnswerLogits(seeded(llama), tokens)
-    with pytest.raises(uq.PosthocUQError, match=r"logits \(batch, tokens, words\) are needed"):
-        uq.AnswerLogits(seeded(llama), [3, 99])(IDS)
 
 
 def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

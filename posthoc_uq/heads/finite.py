@@ -54,7 +54,8 @@ def check_finite(
                 f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}), and the "
                 f"network's own outputs for them are: the posterior is too wide for head={head!r}. Take a "
                 f"narrower posterior, by uq.tune(posterior, loader, criterion='faithful', head={head!r}) or by a "
-                f"larger prior_precision or scale, or take {'' if linearized else 'the linearized head or '}layers='last'."
+                f"larger prior_precision or scale, or take {'' if linearized else 'the linearized head or '}"
+                f"layers='last'."
             )
     others = " or layers='last'" if linearized else ", layers='last' or head='linearized'"
     raise NonFiniteError(

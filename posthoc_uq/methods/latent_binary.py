@@ -24,7 +24,7 @@ class LatentBinary(LatentBinaryOptions, Method):
 
     A step costs 2.7 to 4.8 plain ones, with a flow 4 to 6.6 (most in dense networks with small batches), and memory for
     three numbers a weight, their gradients and the optimiser's. It is the one to take for a smaller network, or to ask
-    which inputs and weights are needed: the posterior's median probability model (`posthoc_uq.median_model`) keeps the
+    which inputs and weights are needed: the posterior's median probability model (`posthoc_uq.sparse.median`) keeps the
     weights that are more likely on than off. Predictions are by drawn weights. The other heads take the mean and the
     variance of every weight, as if weights were independent. Layers that normalise stay as they are.
 

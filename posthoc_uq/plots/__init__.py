@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from posthoc_uq.plots.regression import regression_band
     from posthoc_uq.plots.scores import score_histograms
     from posthoc_uq.plots.selective import referral_plot, risk_coverage_plot
-    from posthoc_uq.plots.structure import inclusion
 
 __all__ = [
     "class_uncertainty_map",
     "coverage_plot",
-    "inclusion",
     "referral_plot",
     "regression_band",
     "reliability_diagram",
@@ -32,7 +30,6 @@ __all__ = [
 _MODULES = {
     "class_uncertainty_map": "maps",
     "coverage_plot": "calibration",
-    "inclusion": "structure",
     "referral_plot": "selective",
     "regression_band": "regression",
     "reliability_diagram": "calibration",

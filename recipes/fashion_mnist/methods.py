@@ -136,10 +136,10 @@ def trained_rows(
 
     def median() -> Method:
         small = path.with_suffix(".median.h5")
-        posterior = uq.median_model(fitted())
+        posterior = uq.sparse.median(fitted())
         uq.save(posterior, small)
         predictor = uq.wrap(model, posterior)
-        density = uq.density(posterior).total.density
+        density = uq.sparse.summary(posterior).density
         return Method(partial(in_batches, predictor), small.stat().st_size, {"density": density})
 
     rows = _rows(model, name, fitted, path, held_out, [])

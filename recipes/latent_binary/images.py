@@ -91,10 +91,9 @@ def fitted(
 
 def rows_of(row: str, model: nn.Module, posterior: Any, part: Labelled, seconds: float) -> dict[str, Any]:
     """The three predictions of one posterior."""
-    density = uq.density(posterior, part.images[:4]).total
-    median, certain = uq.median_model(posterior), uq.median_model(posterior, certain=True)
-    shared = {"density": density.density, "active": density.active_density, "seconds": seconds}
-    sparse = uq.sparse_model(model, certain, "masked")
+    median, certain = uq.sparse.median(posterior), uq.sparse.median(posterior, certain=True)
+    shared = {"density": uq.sparse.summary(posterior).density, "seconds": seconds}
+    sparse = uq.sparse.model(model, certain, "masked")
     return {
         f"{row}: full average": scored(drawn(model, posterior), part) | {"density": 1.0, "seconds": seconds},
         f"{row}: median model": scored(drawn(model, median), part) | shared,
@@ -116,7 +115,7 @@ def study(name: str, data: Data, options: argparse.Namespace, seed: int) -> dict
         density = own_rows[f"{row}: median model"]["density"]
         rows |= own_rows
         maps[f"{row}: full average"] = drawn(model, posterior)
-        maps[f"{row}: median model"] = drawn(model, uq.median_model(posterior))
+        maps[f"{row}: median model"] = drawn(model, uq.sparse.median(posterior))
         if "post hoc" in row:
             twin = pruned(model, density, data.train, options.epochs, 1e-3, seed)
             rows[f"pruned as {row}"] = scored(by_itself(twin), data.test) | {"density": density}
@@ -135,7 +134,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def table(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
     """Means over the seeds, as Markdown."""
-    keys = ("accuracy", "NLL", "ECE", "density", "active", "seconds")
+    keys = ("accuracy", "NLL", "ECE", "density", "seconds")
     lines = [f"| network | posterior | {' | '.join(keys)} |", "| --- | --- |" + " --- |" * len(keys)]
     for name, seeds in results.items():
         for row in seeds[0]:

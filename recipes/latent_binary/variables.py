@@ -137,7 +137,7 @@ def selected(data: Study, flow: bool, seed: int, epochs: int, batch: int) -> Ten
             posterior = uq.fit(
                 model, loader, method, likelihood="binary", prior_precision=1.0, seed=seed, progress=False
             )
-    return uq.inclusion(posterior).first.selected
+    return uq.sparse.summary(posterior).first.selected
 
 
 def rates(chosen: Tensor) -> tuple[float, float]:

@@ -1,1 +1,0 @@
-"""What posteriors say of which weights a network needs: the median model, densities, inclusion probabilities."""
