@@ -408,7 +408,7 @@ class Siege:
         self, server: Server, count: int, sent: bytes, unread: bool = False, most: int = 20_000
     ) -> None:
         self._server, self._sent, self._left = server, sent, most
-        self._event = select.POLLRDHUP if unread else select.POLLIN
+        self._event = getattr(select, "POLLRDHUP", select.POLLHUP) if unread else select.POLLIN
         self._open: dict[int, socket.socket] = {}
         self._stop = threading.Event()
         self.opened = 0
