@@ -47,11 +47,11 @@ def make_folder(folder: str, files: Sequence[str] | None, parameters: Mapping[st
                 f"The maps of '{other}' and '{file}' would have the same name; rename one of the images."
             )
     places = [Path(folder, kind, name) for kind in (CLASS, *SCORES) for name in taken]
+    check_files("--maps", [place for place in places if place.exists()], parameters)
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise PosthocUQError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from None
-    check_files("--maps", [place for place in places if place.exists()], parameters)
 
 
 def write_maps(folder: str, files: Sequence[str], prediction: PositionPrediction) -> None:
