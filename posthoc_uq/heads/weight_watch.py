@@ -14,10 +14,12 @@ from posthoc_uq.devices import on_host
 from posthoc_uq.errors import PosteriorMismatchError
 from posthoc_uq.randomness import mixed_seed, sample_keys
 from posthoc_uq.replica import statistics_of, unwrap
+from posthoc_uq.storage.schema import fingerprint
 
 _SAMPLE = 64  # numbers of a tensor that are compared every time, evenly spaced; a smaller one is compared as a whole
-_ROW = 2**12  # numbers that are hashed together
+_ROW = 2**12  # numbers on a device that are hashed together
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Hash = tuple[str, int | str]  # the kind of device that it was computed on, and the hash
 _SETTLING = threading.RLock()  # a lock of the watch's own could not be copied or pickled
 
 
@@ -120,8 +122,11 @@ class WeightWatch:
         shared = _hashes(self._held)
         for index, name in enumerate(self._names):
             tensor, held = tensors[index], self._held[index]
-            as_before = held is None or shared[index] == self._hashes[index]
-            same = found[index] == self._hashes[index] or _is_cast(tensor, held)
+            expected, own = self._hashes[index], found[index]
+            as_before = held is None or shared[index] == expected
+            same = own == expected or _is_moved(tensor, held)
+            if held is None and own is not None and expected is not None and own[0] != expected[0]:
+                same = True  # unpickled on another device, where nothing is left to compare with
             if not (as_before and same):
                 raise PosteriorMismatchError(
                     f"'{name}' of the model changed after uq.wrap, and the posterior belongs to the weights of the "
@@ -178,18 +183,22 @@ def _read(samples: list[Any]) -> Any:
     return np.concatenate(samples).tobytes()
 
 
-def _hashes(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    """A hash of the numbers of each tensor, the same on every device; it differs for other shapes and types."""
+def _hashes(tensors: Sequence[Tensor | None]) -> list[_Hash | None]:
+    """A hash of the numbers of each tensor, computed where they are: of those on a device one read gets all."""
     with torch.inference_mode(False), torch.no_grad():
-        found = on_host(*(_hash(tensor) for tensor in tensors if tensor is not None))
-    hashes = iter([int(value) for value in found])
-    return [
-        None if tensor is None else mixed_seed(next(hashes), *tensor.shape, tensor.element_size())
-        for tensor in tensors
-    ]
+        elsewhere = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
+        found = iter([int(value) for value in on_host(*map(_device_hash, elsewhere))])
+        return [
+            None
+            if tensor is None
+            else ("cpu", fingerprint({"": tensor}))
+            if tensor.device.type == "cpu"
+            else (tensor.device.type, mixed_seed(next(found), *tensor.shape, tensor.element_size()))
+            for tensor in tensors
+        ]
 
 
-def _hash(tensor: Tensor) -> Tensor:
+def _device_hash(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // _ROW * _ROW
     rest = sample_keys([flat[whole:].reshape(1, -1)], 1, 0)
@@ -199,8 +208,9 @@ def _hash(tensor: Tensor) -> Tensor:
     return sample_keys([torch.cat([rows, rest]).reshape(1, -1)], 1, 0)
 
 
-def _is_cast(tensor: Tensor | None, held: Tensor | None) -> bool:
-    """Whether a model was given another precision, with the same numbers to rounding."""
-    if tensor is None or held is None or tensor.dtype == held.dtype or tensor.shape != held.shape:
+def _is_moved(tensor: Tensor | None, held: Tensor | None) -> bool:
+    """Whether a model was given another precision or device, with the same numbers to rounding."""
+    if tensor is None or held is None or tensor.shape != held.shape:
         return False
-    return torch.equal(held.to(tensor), tensor.detach())
+    moved = tensor.dtype != held.dtype or tensor.device != held.device
+    return moved and torch.equal(held.to(tensor), tensor.detach())
