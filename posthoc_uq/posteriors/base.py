@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.memory import kept_budget
 from posthoc_uq.posteriors import capabilities as can
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
-from posthoc_uq.posteriors.factors import FactorCache
+from posthoc_uq.posteriors.factors import Cache, factor_bytes
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.layout import Layout
@@ -96,7 +97,9 @@ class Posterior(Adjustable):
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
         self._begin(settings or Hyperparameters(evidence.total))
-        self._cache = FactorCache()
+        self._cache = Cache[Factor](factor_bytes)
+        self._variances = Cache[Tensor](kept_budget)
+        self._rows = Cache[RowCovariance](kept_budget)
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
         """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.capabilities.required`."""
@@ -240,8 +243,14 @@ class Posterior(Adjustable):
         """
         self.require([can.VARIANCES], "posterior.variance()")
         variances: dict[str, Tensor] = {}
-        for name, factor in self._each_factor():
-            for layer, matrix in self._layout.split(name, factor.variance()):
+        settings = self._settings
+        for name in self.blocks:
+            key = self._key(name, settings)
+            matrices = self._variances.get(name, key)
+            if matrices is None:
+                matrices = self._factor(name, settings).variance()
+                self._variances.put(name, key, matrices, matrices.nbytes)
+            for layer, matrix in self._layout.split(name, matrices.clone()):
                 variances |= layer.to_parameters(matrix)
         return variances
 
@@ -291,15 +300,28 @@ class Posterior(Adjustable):
         variances = self.rows(layer).variance(means, spread)
         return variances if grouped else variances.squeeze(1)
 
-    def rows(self, layer: str) -> RowCovariance:
-        """The covariance of one layer's rows, ready for many inputs.
+    def rows(self, layer: str, *, across: bool = True) -> RowCovariance:
+        """The covariance of one layer's rows, ready for many inputs; kept for the next use while memory allows.
+
+        Args:
+            layer: its name.
+            across: whether it is to know the covariance across outputs too, and not their variances alone.
 
         Raises:
             PosthocUQError: the posterior has no such layer, or its blocks know no such covariance.
         """
         self.require([can.ROWS], "posterior.rows()")
         block, start = self._layout.home(layer)
-        return self.factor(block).rows(start, self.layers[layer].matrix_shape)
+        settings = self._settings
+        own = self._key(block, settings)
+        rows = self._rows.get(layer, (own, across))
+        if rows is None:
+            rows = self._factor(block, settings).rows(start, self.layers[layer].matrix_shape)
+            rows = rows if across else rows.variances_only()
+            self._rows.put(layer, (own, across), rows, rows.bytes())
+            if rows.marginal.shape == self._layout.shape(block):  # the layer is the whole block
+                self._variances.put(block, own, rows.marginal, rows.marginal.nbytes)
+        return rows.twin()
 
     def log_determinant(self) -> Tensor:
         """``log det P`` over all blocks, a scalar.
@@ -369,14 +391,18 @@ class Posterior(Adjustable):
             yield name, self._factor(name, settings)
 
     def _factor(self, block: str, settings: Hyperparameters) -> Factor:
-        priors = tuple(settings.layer_prior(name) for name in self.members[block])
-        key = (settings.scale, settings.noise_scale, settings.residual_weight, priors, id(self.weight_prior))
+        key = self._key(block, settings)
         factor = self._cache.get(block, key)
         if factor is None:
             block_settings = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
             factor = self.blocks[block].factor(block_settings)
-            self._cache.put(block, key, factor)
+            self._cache.put(block, key, factor, factor.bytes())
         return factor
+
+    def _key(self, block: str, settings: Hyperparameters) -> tuple[Any, ...]:
+        """All settings on which a block's precision depends."""
+        priors = tuple(settings.layer_prior(name) for name in self.members[block])
+        return settings.scale, settings.noise_scale, settings.residual_weight, priors, id(self.weight_prior)
 
     def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:
         """The settings on which a block's precision depends, at this prior precision and noise scale."""
