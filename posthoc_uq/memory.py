@@ -34,6 +34,11 @@ def default_budget(device: torch.device) -> int:
     return 1 << (share.bit_length() - 1)
 
 
+def kept_budget() -> int:
+    """Bytes of what may be computed again and is kept for the next use: a share of the machine's free memory."""
+    return int(SHARE * _available(int(time.monotonic())))
+
+
 def return_freed_memory() -> None:
     """Make the C library return its free heap pages to the system.
 

@@ -28,7 +28,7 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.blocks import Block
 from posthoc_uq.posteriors.diagonal import DiagonalBlock
 from posthoc_uq.posteriors.history import Evidence
-from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
 from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
 from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
 
@@ -643,3 +643,88 @@ def test_calibration_of_outputs_without_a_dimension() -> None:
     )
     found = uq.wrap(net, own, head="moments").calibrate([x], n_mc=400, progress=False)
     assert found.residual < 0.1 and abs(found.alpha) < 0.1
+
+
+# What a wrap computes, and what it keeps
+
+
+def counted_roots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list to which every computation of the roots of an INF layer's rows appends."""
+    calls: list[int] = []
+    own = InformationFactor._row_roots
+
+    def counted(self: InformationFactor, *args: Any) -> Tensor:
+        calls.append(1)
+        return own(self, *args)
+
+    monkeypatch.setattr(InformationFactor, "_row_roots", counted)
+    return calls
+
+
+def inf_of_three_layers(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, uq.Posterior, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 5)
+    ).to(dtype)
+    x = torch.randn(60, 2, 4, 4, dtype=dtype)
+    y = torch.randint(0, 5, (60,))
+    posterior = uq.fit(model, [(x, y)], uq.INF(rank=12, dtype=dtype), prior_precision=2.0, progress=False)
+    return model, posterior, x
+
+
+def test_rows_and_variances_of_inf_are_those_of_the_dense_covariance() -> None:
+    _, posterior, _ = inf_of_three_layers(torch.float64)
+    variances = posterior.variance()
+    for name, layer in posterior.layers.items():
+        information = posterior.blocks[name].dense(60.0)[0]  # type: ignore[attr-defined]
+        covariance = torch.linalg.inv(information + 2.0 * torch.eye(len(information), dtype=torch.float64))
+        _, outputs, inputs = layer.matrix_shape
+        marginal = covariance.diagonal().reshape(1, outputs, inputs)
+        for parameter, expected in layer.to_parameters(marginal).items():
+            torch.testing.assert_close(variances[parameter], expected, rtol=1e-10, atol=1e-13)
+        mean = torch.randn(7, 1, inputs, dtype=torch.float64)
+        blocks = covariance.reshape(outputs, inputs, outputs, inputs).diagonal(dim1=0, dim2=2)
+        expected = torch.einsum("rgi,ijo,rgj->rgo", mean, blocks, mean)
+        for across in (True, False):
+            found = posterior.rows(name, across=across).quadratic(mean)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_wrap_computes_the_rows_of_a_layer_once_and_a_second_wrap_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, posterior, x = inf_of_three_layers()
+    calls = counted_roots(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = uq.wrap(model, posterior, head="moments")(x).probs
+        assert len(calls) == len(posterior.layers) == 3
+        second = uq.wrap(model, posterior, head="moments")(x).probs
+        assert len(calls) == 3 and torch.equal(first, second)
+        posterior.prior_precision = 3.0
+        other = uq.wrap(model, posterior, head="moments")(x).probs
+        assert len(calls) == 6 and not torch.equal(first, other)
+        posterior.prior_precision = 2.0
+        assert torch.equal(uq.wrap(model, posterior, head="moments")(x).probs, first)
+
+
+def test_what_a_wrap_keeps_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posthoc_uq.posteriors.base.kept_budget", lambda: 0)
+    model, posterior, _ = inf_of_three_layers()
+    calls = counted_roots(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            uq.wrap(model, posterior, head="moments")
+    assert len(calls) > 2 * len(posterior.layers)
+
+
+def test_what_is_kept_is_the_callers_to_change() -> None:
+    _, posterior, _ = inf_of_three_layers()
+    before = {name: variance.clone() for name, variance in posterior.variance().items()}
+    for variance in posterior.variance().values():
+        variance.zero_()
+    torch.testing.assert_close(posterior.variance(), before)
+    rows = posterior.rows("3")
+    rows.to("meta")
+    assert rows.marginal.is_meta and not posterior.rows("3").marginal.is_meta

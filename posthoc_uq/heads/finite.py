@@ -47,6 +47,7 @@ def check_finite(
     rows = torch.stack([_finite(name, tensor).flatten(1).all(1) for name, tensor in answers.items()]).all(0)
     bad = (~rows).nonzero().flatten().tolist()
     outputs, linearized = own(), head == "linearized"
+    way_out = "layers='last'" if linearized else "the linearized head or layers='last'"
     if outputs is not None and len(outputs) == len(rows):
         sound = ~(outputs.isnan() | outputs.isposinf()).reshape(len(rows), -1).any(1)
         if bool(sound.to(rows.device)[~rows].all()):
@@ -54,8 +55,7 @@ def check_finite(
                 f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}), and the "
                 f"network's own outputs for them are: the posterior is too wide for head={head!r}. Take a "
                 f"narrower posterior, by uq.tune(posterior, loader, criterion='faithful', head={head!r}) or by a "
-                f"larger prior_precision or scale, or take {'' if linearized else 'the linearized head or '}"
-                f"layers='last'."
+                f"larger prior_precision or scale; or take {way_out}."
             )
     others = " or layers='last'" if linearized else ", layers='last' or head='linearized'"
     raise NonFiniteError(

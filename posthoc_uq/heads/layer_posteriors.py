@@ -93,15 +93,18 @@ def layer_posteriors(
         cov: ``"full"`` needs the covariance across outputs, whatever `weights` says.
     """
     parameters = dict(model.named_parameters())
-    variances = posterior.variance()
     by_name: dict[str, LayerPosterior] = {}
     rows_wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
     if cov == "full":
         posterior.require([ROWS], "cov='full'", "take cov='diag'")
+    linear = [name for name, layer in posterior.layers.items() if not layer.convolutional]
+    wanted = linear if rows_wanted or cov == "full" else []
+    # first the rows, which know the variances too
+    by_layer = {name: posterior.rows(name, across=cov == "full") for name in wanted}
+    variances = posterior.variance()
     for name, layer in posterior.layers.items():
-        linear = not layer.convolutional
-        row = linear and rows_wanted
-        rows = posterior.rows(name) if linear and (row or cov == "full") else None
-        row = row and not isinstance(rows, IndependentRows)  # these have the marginal variances alone
+        rows = by_layer.get(name)
+        # independent rows have the marginal variances alone
+        row = rows_wanted and rows is not None and not isinstance(rows, IndependentRows)
         by_name[name] = LayerPosterior(layer, parameters[layer.weight], variances, rows, row)
     return by_name

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.memory import kept_budget
 from posthoc_uq.posteriors import capabilities as can
 from posthoc_uq.posteriors.blocks import Block, Factor, Settings
-from posthoc_uq.posteriors.factors import FactorCache
+from posthoc_uq.posteriors.factors import Cache, factor_bytes
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import Evidence, History
 from posthoc_uq.posteriors.layout import Layout
@@ -99,7 +100,9 @@ class Posterior(Adjustable):
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
         self._begin(settings or Hyperparameters(evidence.total))
-        self._cache = FactorCache()
+        self._cache = Cache[Factor](factor_bytes)
+        self._variances = Cache[Tensor](kept_budget)
+        self._rows = Cache[RowCovariance](kept_budget)
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
         """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.capabilities.required`."""
@@ -254,8 +257,14 @@ class Posterior(Adjustable):
         self.require([can.VARIANCES], "posterior.variance()")
         variances: dict[str, Tensor] = {}
         frozen = self.snapshot()
-        for name, factor in frozen._each_factor():
-            for layer, matrix in frozen._layout.split(name, factor.variance()):
+        settings = frozen.settings
+        for name in frozen.blocks:
+            key = frozen._key(name, settings)
+            matrices = frozen._variances.get(name, key)
+            if matrices is None:
+                matrices = frozen._factor(name, settings).variance()
+                frozen._variances.put(name, key, matrices, matrices.nbytes)
+            for layer, matrix in frozen._layout.split(name, matrices.clone()):
                 variances |= layer.to_parameters(matrix)
         return variances
 
@@ -305,15 +314,29 @@ class Posterior(Adjustable):
         variances = self.rows(layer).variance(means, spread)
         return variances if grouped else variances.squeeze(1)
 
-    def rows(self, layer: str) -> RowCovariance:
-        """The covariance of one layer's rows, ready for many inputs.
+    def rows(self, layer: str, *, across: bool = True) -> RowCovariance:
+        """The covariance of one layer's rows, ready for many inputs; kept for the next use while memory allows.
+
+        Args:
+            layer: its name.
+            across: whether it is to know the covariance across outputs too, and not their variances alone.
 
         Raises:
             PosthocUQError: the posterior has no such layer, or its blocks know no such covariance.
         """
         self.require([can.ROWS], "posterior.rows()")
         block, start = self._layout.home(layer)
-        return self.snapshot().factor(block).rows(start, self.layers[layer].matrix_shape)
+        frozen = self.snapshot()
+        settings = frozen.settings
+        own = frozen._key(block, settings)
+        rows = frozen._rows.get(layer, (own, across))
+        if rows is None:
+            rows = frozen._factor(block, settings).rows(start, frozen.layers[layer].matrix_shape)
+            rows = rows if across else rows.variances_only()
+            frozen._rows.put(layer, (own, across), rows, rows.bytes())
+            if rows.marginal.shape == frozen._layout.shape(block):  # the layer is the whole block
+                frozen._variances.put(block, own, rows.marginal, rows.marginal.nbytes)
+        return rows.twin()
 
     def log_determinant(self) -> Tensor:
         """``log det P`` over all blocks, a scalar.
@@ -383,14 +406,18 @@ class Posterior(Adjustable):
             yield name, self._factor(name, settings)
 
     def _factor(self, block: str, settings: Hyperparameters) -> Factor:
-        priors = tuple(settings.layer_prior(name) for name in self.members[block])
-        key = (settings.scale, settings.noise_scale, settings.residual_weight, priors)
-        factor = self._cache.get(block, key, self.weight_prior)
+        key = self._key(block, settings)
+        factor = self._cache.get(block, key)
         if factor is None:
             block_settings = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
             factor = self.blocks[block].factor(block_settings)
-            self._cache.put(block, key, self.weight_prior, factor)
+            self._cache.put(block, key, factor, factor.bytes())
         return factor
+
+    def _key(self, block: str, settings: Hyperparameters) -> tuple[Any, ...]:
+        """All on which a block's precision depends; the prior of single weights is compared by identity, and held."""
+        priors = tuple(settings.layer_prior(name) for name in self.members[block])
+        return settings.scale, settings.noise_scale, settings.residual_weight, priors, self.weight_prior
 
     def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:
         """The settings on which a block's precision depends, at this prior precision and noise scale."""

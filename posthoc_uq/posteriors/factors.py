@@ -1,36 +1,45 @@
-"""Factorised blocks that are kept for the next use."""
+"""What was computed from blocks at certain settings, and is kept for the next use."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
-from posthoc_uq.posteriors.blocks import Factor
+Value = TypeVar("Value")
 
-_BYTES = 16 * 2**20  # the most that all kept factors take
+FACTOR_BYTES = 16 * 2**20  # the most that all kept factors of a posterior take
 
 
-class FactorCache:
-    """The last factor of each block, while memory allows; safe for several threads. A copy of it begins empty."""
+def factor_bytes() -> int:
+    """The most that kept factors take."""
+    return FACTOR_BYTES
 
-    def __init__(self) -> None:
-        self._entries: dict[str, tuple[Any, object, Factor]] = {}
+
+class Cache(Generic[Value]):
+    """The last value of each name, while memory allows; safe for several threads. A copy of it begins empty.
+
+    Args:
+        most: gives the bytes that all values may take.
+    """
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most = most
+        self._entries: dict[str, tuple[Any, Value, int]] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        return FactorCache, ()
+        return type(self), (self._most,)
 
-    def get(self, block: str, key: Any, prior: object) -> Factor | None:
-        """The block's factor, if the last one was made for this key and this very prior of single weights, which is
-        held: another one could have the identity of one that is gone.
-        """
+    def get(self, name: str, key: Any) -> Value | None:
+        """The value of the name, if the last one was made for this key."""
         with self._lock:
-            entry = self._entries.get(block)
-        return entry[2] if entry is not None and entry[0] == key and entry[1] is prior else None
+            entry = self._entries.get(name)
+        return entry[1] if entry is not None and entry[0] == key else None
 
-    def put(self, block: str, key: Any, prior: object, factor: Factor) -> None:
-        """Keep a factor in place of the block's last one, where there is room."""
+    def put(self, name: str, key: Any, value: Value, size: int) -> None:
+        """Keep a value of so many bytes in place of the name's last one, where there is room."""
         with self._lock:
-            self._entries.pop(block, None)
-            if factor.bytes() + sum(other.bytes() for *_, other in self._entries.values()) <= _BYTES:
-                self._entries[block] = key, prior, factor
+            self._entries.pop(name, None)
+            if size + sum(other for _, _, other in self._entries.values()) <= self._most():
+                self._entries[name] = key, value, size

@@ -164,15 +164,16 @@ class InformationFactor(Factor):
         groups, size, _, width_a = inverse.shape
         basis = as_double(self._output_basis)
         roots: list[Tensor] = []
+        by_output = inverse.transpose(1, 2).flatten(2)  # (G, g, L a): one product makes all rows of a chunk
         step = max(1, CHUNK // max(1, groups * size * width_a))
         for start in range(0, basis.shape[1], step):
-            rows = torch.einsum("grk,glka->grla", basis[:, start : start + step], inverse)
+            rows = (basis[:, start : start + step] @ by_output).unflatten(2, (size, width_a))
             roots.append(torch.linalg.qr(rows, mode="r").R)
         return torch.cat(roots, dim=1)
 
-    def _rows(self) -> Iterator[tuple[slice, Tensor]]:
+    def _rows(self, roots: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """``T_o U_a^T diag(s H)_o`` for chunks of rows: ``(G, rows, n, a)``."""
-        roots, basis = self._row_roots(), as_double(self._input_basis)
+        basis = as_double(self._input_basis)
         scaled = self._scaled(as_double(self._inverse))
         step = max(1, CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
         for start in range(0, scaled.shape[1], step):
@@ -181,9 +182,12 @@ class InformationFactor(Factor):
             yield rows, lifted * scaled[:, rows].unsqueeze(-1)
 
     def variance(self) -> Tensor:
+        return self._variance(self._row_roots())
+
+    def _variance(self, roots: Tensor) -> Tensor:
         inverse = as_double(self._inverse)
         variances = inverse.clone()
-        for rows, lifted in self._rows():
+        for rows, lifted in self._rows(roots):
             variances[:, rows] -= lifted.square().sum(-1)
         # A diagonal entry of an inverse is at least the inverse of the diagonal entry.
         low_rank = as_double(self._output_basis).square() @ as_double(self._roots).square()
@@ -193,13 +197,14 @@ class InformationFactor(Factor):
 
     def rows(self, start: int, shape: Shape) -> RowCovariance:
         columns = self._inverse_columns()
+        roots = self._row_roots(columns)
         return InformationRows(
-            self.variance(),
+            self._variance(roots),
             self._inverse,
             self._scaled(as_double(self._inverse)),
             self._input_basis,
             self._output_basis,
-            self._row_roots(columns),
+            roots,
             columns,
         )
 

@@ -8,6 +8,7 @@ inputs include the bias's column.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -34,6 +35,24 @@ class RowCovariance(nn.Module):
         return super()._apply(
             lambda tensor: placed(tensor, fn(tensor.new_empty(0, dtype=_PROBE)).device), recurse
         )
+
+    def twin(self) -> RowCovariance:
+        """Another module with the same tensors, which moves by itself."""
+        twin = copy.copy(self)
+        twin._buffers = dict(self._buffers)
+        inner = {
+            name: module.twin() for name, module in self._modules.items() if isinstance(module, RowCovariance)
+        }
+        twin._modules = {**self._modules, **inner}
+        return twin
+
+    def variances_only(self) -> RowCovariance:
+        """This, without what `covariance` alone needs."""
+        return self
+
+    def bytes(self) -> int:
+        """Memory that it holds."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers())
 
     @abstractmethod
     def quadratic(self, mean: Tensor) -> Tensor:
@@ -135,6 +154,12 @@ class InformationRows(RowCovariance):
             ("columns", columns),
         ):
             self.register_buffer(name, as_double(tensor))
+
+    def variances_only(self) -> RowCovariance:
+        """This, without the columns of the whole low rank, which are most of its memory."""
+        twin = self.twin()
+        twin._buffers["columns"] = self.columns.new_empty(0)
+        return twin
 
     def quadratic(self, mean: Tensor) -> Tensor:
         wide = as_double(mean)

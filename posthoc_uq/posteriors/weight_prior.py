@@ -22,7 +22,7 @@ from posthoc_uq.values import Number
 _MEAN = Number("a finite number", least=-LARGEST, most=LARGEST)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WeightPrior:
     """What a posterior's prior says of single weights.
 
