@@ -27,6 +27,10 @@ from posthoc_uq.warned import warn_user
 
 HYPERPARAMETER = {"noise": "noise_scale"}  # hyperparameters that have another name in `tune`
 SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most
+NATS = (
+    3.0  # over all labels, that a posterior no wider than a fit's own may cost where that is more than SLACK
+)
+SURE = 1.25  # standard errors by which a choice must predict the labels better than the fit's own posterior
 SHARE = 0.1  # of the best NLL, which a posterior wider than a fit's own may cost at most, if that is less than SLACK
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
@@ -144,16 +148,16 @@ class HeldOutSearch:
                     )
                 yield batch, batch.targets
 
-    def loss(self) -> float:
+    def loss(self, tempered: bool = True) -> float:
         """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats, at
-        the present hyperparameters; sets the temperature first if that is searched too.
+        the present hyperparameters; sets the temperature first if that is searched too and `tempered`.
 
         The temperature is the most probable one under the prior of `reluctance`.
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():
             predicted = self._cache.distributions()
-            if not self._tempered:
+            if not (self._tempered and tempered):
                 return self._mean(predicted)
             distributions = list(predicted)
             count = sum(labelled(self.posterior.likelihood, targets) for _, targets in distributions)
@@ -178,16 +182,16 @@ class HeldOutSearch:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
         return float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
 
-    def _finite_loss(self) -> float:
+    def _finite_loss(self, tempered: bool = True) -> float:
         """`loss`, infinite where there is none: for draws of extreme weights."""
         try:
-            value = self.loss()
+            value = self.loss(tempered)
         except NonFiniteError:
             return inf
         return value if value == value else inf
 
-    def _evaluate(self) -> float:
-        posterior, value = self.posterior, self._finite_loss()
+    def _evaluate(self, tempered: bool = True) -> float:
+        posterior, value = self.posterior, self._finite_loss(tempered)
         self._bar.advance()
         tried = posterior.settings.labelled()
         first = {label: tried.pop(label) for label in ("prior precision", "residual weight")}
@@ -197,19 +201,19 @@ class HeldOutSearch:
     def widest(self, grid: Sequence[float] | None, set_faithful: Callable[[], None]) -> None:
         """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best: by
         at most `SLACK`. For classes, a posterior wider than that of `set_faithful` must also stay within `SHARE` of
-        the best NLL. For a posterior that takes no prior, set the `scale` in the same way.
+        the best NLL, and one no wider may cost `NATS` over all labels. What then predicts the labels no better than the
+        posterior of `set_faithful`, by the standard error of the gain, gives way to that. For a posterior that takes no
+        prior, set the `scale` in the same way.
 
         The present prior is the faithful one. A posterior no wider is harmless on familiar data, and held-out data of
-        the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, the
-        NLL is near zero and a share of it would demand certainty; so the share only limits posteriors wider than those
-        that a fit makes by itself.
+        the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, every
+        narrower posterior predicts them better, down to certainty; so they narrow nothing unless they are many.
 
         Args:
             grid: the prior precisions to try; None for decades and bisection.
-            set_faithful: sets the posterior that a fit makes by itself; called where the share decides.
+            set_faithful: sets the posterior that a fit makes by itself; called for classes.
         """
         base, tried = self.posterior.settings, dict[float, tuple[float, Hyperparameters]]()
-        fitted_decade = float("inf")  # from this decade upwards `SLACK` alone counts
 
         def at(decade: float) -> float:
             if decade not in tried:
@@ -237,23 +241,59 @@ class HeldOutSearch:
                 at(float(decade))
                 if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
                     break
-        inside, best = smallest_accepted(lambda decade, best: at(decade) <= best + SLACK)
-        if isfinite(best) and at(inside) > best + self._share_of(best):
+        if not self.posterior.likelihood.logits:
+            inside, best = smallest_accepted(lambda decade, best: at(decade) <= best + SLACK)
+            self.posterior.settings = tried[inside][1]
+        else:
             self.posterior.settings = base
             set_faithful()
             fitted_decade = self._decade_from(base)
-            if inside < fitted_decade:
-                if grid is None and isfinite(fitted_decade):
-                    at(fitted_decade)
-                inside, best = smallest_accepted(
-                    lambda decade, best: (
-                        at(decade) <= best + (SLACK if decade >= fitted_decade else self._share_of(best))
-                    )
+            if grid is None:
+                fitted_decade = max(0.0, fitted_decade)
+                at(fitted_decade)
+            own = max(SLACK, NATS / max(1, self._labels))
+            inside, best = smallest_accepted(
+                lambda decade, best: (
+                    at(decade) <= best + (own if decade >= fitted_decade else self._share_of(best))
                 )
-        loss, values = tried[inside]
-        self.posterior.settings = values
-        self._best_loss, self._best = loss, values
-        self._note(loss, best)
+            )
+            self.posterior.settings = tried[inside][1]
+            if grid is None and not self._gains(tried[fitted_decade][1]):
+                inside = fitted_decade
+                tried[inside] = self._evaluate(tempered=False), self.posterior.settings
+        self._best_loss, self._best = tried[inside]
+        self._note(self._best_loss, best)
+
+    def _gains(self, fitted: Hyperparameters) -> bool:
+        """Whether the present settings predict the labels better than those of a fit, `fitted` at a temperature of 1,
+        by `SURE` times the standard error of the mean gain; sets the latter if not. A gain by one label alone, which is
+        1 such error, says nothing of other inputs.
+        """
+        found = self.posterior.settings
+        losses = self._label_losses()
+        if self._tempered:
+            fitted = replace(fitted, temperature=1.0)
+        self.posterior.settings = fitted
+        gains = self._label_losses() - losses
+        count = max(2, self._labels)
+        gain = float(gains.sum()) / count
+        variance = max(0.0, float(gains.square().sum()) / count - gain**2) * count / (count - 1)
+        if gain > SURE * (variance / count) ** 0.5:
+            self.posterior.settings = found
+            return True
+        return False
+
+    def _label_losses(self) -> Tensor:
+        """Negative log-likelihoods of all labels at the present settings; zeros of those that do not count."""
+        self._predictor.refresh(self._seed)
+        with torch.no_grad():
+            pairs = [
+                (self._predictor.prediction_of(distribution), targets)
+                for distribution, targets in self._cache.distributions()
+            ]
+            return torch.cat(
+                [-as_double(p.log_prob(p.fitting(targets))).flatten().cpu() for p, targets in pairs]
+            )
 
     def _share_of(self, best: float) -> float:
         """Nats above the best NLL that a posterior wider than a fit's own may cost. The share does not apply to the NLL

@@ -60,7 +60,8 @@ def tune(
       evidence, where the likelihood measures no divergence), whose negative log-likelihood
       of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
       nats above the best; of classes, what is wider than the faithful posterior of a
-      fit may also cost at most a tenth of the best. Held-out data of the training distribution
+      fit may also cost at most a tenth of the best, and what predicts the labels no better than that posterior, by
+      their standard error, gives way to it. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
       are logits every prior precision has the temperature that predicts best, under a prior that is firm below 1, so
       that a few labels sharpen nothing, and has a heavy tail above it. The observation noise of a regression is
