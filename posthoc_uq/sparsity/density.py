@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq.devices import widest
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.loaders import Batch
 from posthoc_uq.posteriors.base import Posterior
@@ -118,7 +119,7 @@ def density(posterior: Posterior, inputs: Tensor | Sequence[Any] | None = None) 
 def _row(name: str, chances: Tensor, active: int | None) -> LayerDensity:
     weights, kept = chances.numel(), int((chances > 0.5).sum())
     undecided = int(((chances > _UNDECIDED[0]) & (chances < _UNDECIDED[1])).sum())
-    expected = float(chances.sum(dtype=torch.float64 if chances.device.type != "mps" else None)) / weights
+    expected = float(chances.sum(dtype=widest(chances.device))) / weights
     return LayerDensity(name, weights, kept, kept / weights, expected, undecided / weights, active)
 
 
