@@ -24,6 +24,9 @@ from posthoc_uq.warned import warn_user
 
 __all__ = ["ClassTensors", "ValueTensors", "export", "export_onnx", "exportable", "tensors_of"]
 
+_MOST = 2**16 - 1
+"""Samples in a batch of an exported program: the most that torch's batch normalisation takes on a GPU."""
+
 
 def tensors_of(prediction: Prediction) -> NamedTuple:
     """A prediction as a named tuple of tensors: `ClassTensors` or `ValueTensors`."""
@@ -155,7 +158,7 @@ def _program(predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool) ->
     module = _exportable(predictor)
     shapes: Any = None
     if dynamic_batch:
-        batch = torch.export.Dim("batch", min=1, max=2**16)
+        batch = torch.export.Dim("batch", min=1, max=_MOST)
         shapes = (tuple({0: batch} for _ in inputs),)
     with torch.no_grad():
         with predictor.explaining(Batch(inputs)):

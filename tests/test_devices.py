@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from networks import without_training
+from networks import LIKELIHOODS, cnn, heads_of, outputs_for, short, targets_of, without_training
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.contexts import UniformBox
 from posthoc_uq.devices import Checks, has_double, on_host
-from posthoc_uq.likelihoods import Categorical
+from posthoc_uq.likelihoods import Categorical, resolve_likelihood
 from posthoc_uq.methods import METHODS
 from posthoc_uq.predictions.draws import normals, placed_normals
 from posthoc_uq.randomness import device_generators
 
 CPU = torch.device("cpu")
 Work = Callable[[torch.device], dict[str, Any]]
+CHANGEABLE = [
+    name for name in METHODS if name != "subnetwork" and (name == "message_passing" or not short(name).trains)
+]
+"""Methods whose posteriors take in data and give them back."""
 
 # torch's functions that make a tensor of nothing, on torch's default device unless they are told where
 MADE = frozenset(
@@ -187,6 +192,142 @@ def scores(device: torch.device) -> dict[str, Any]:
     }
 
 
+def likelihoods(name: str) -> Work:
+    """A fit of each head's own prior precision, its predictions, and data that come in and go out."""
+
+    def work(device: torch.device) -> dict[str, Any]:
+        model, x = network(outputs_for(resolve_likelihood(name)), device), images()[0]
+        y = targets_of(network(outputs_for(resolve_likelihood(name))), x, name)
+        found: dict[str, Any] = {}
+        for head in ("linearized", "sampling", "moments"):
+            options: dict[str, Any] = {"head": head} if head == "linearized" else {"prior_precision": 1.0}
+            posterior = uq.fit(model, batched((x, y)), "diag", likelihood=name, progress=False, **options)
+            predictor = uq.wrap(model, posterior, head, **({"n_samples": 3} if head == "sampling" else {}))
+            prediction = predictor(x[:6].to(device))
+            found[head] = prediction.to_dict() | prediction.scores()
+            found[f"{head}, targets"] = [prediction.log_prob(part) for part in (y[:6], y[:6].to(device))]
+        for change in (uq.update, uq.forget):
+            change(posterior, batched((1.3 * x[:12], y[:12])), progress=False)
+            found[change.__name__] = described(posterior)
+        uq.tune(posterior, batched((x, y)), progress=False, max_evaluations=2, n_samples=2)
+        result = uq.evaluate(predictor, batched((x, y)), ood_loaders=[x * 3], progress=False)
+        return found | {"tuned": posterior.prior_precision, "quality": result.to_dict()["quality"]}
+
+    return work
+
+
+def trains(method: str, likelihood: str = "classification", **options: Any) -> Work:
+    """A training, as it is and after it has been a file on the CPU."""
+
+    def work(device: torch.device) -> dict[str, Any]:
+        outputs = outputs_for(resolve_likelihood(likelihood))
+        model, x = network(outputs, device), images()[0]
+        data = batched((x, targets_of(network(outputs), x, likelihood)))
+        given: dict[str, Any] = {"likelihood": likelihood, "divergence": None, "progress": False}
+        posterior = uq.fit(model, data, short(method, **options), val_loader=data, **given)
+        found: dict[str, Any] = {"fit": posterior.variance()}
+        with TemporaryDirectory() as folder:
+            uq.save(posterior, Path(folder) / "posterior.h5")
+            for name, place in (("home", device), ("CPU", CPU)):
+                read = uq.load(Path(folder) / "posterior.h5", model, device=place)
+                for head in heads_of(read):
+                    kept = uq.wrap(model, read, head, **({"n_samples": 3} if head == "sampling" else {}))
+                    found[f"{head}, from {name}"] = kept(x[:6].to(device)).to_dict()
+        return found
+
+    return work
+
+
+def changes(method: str) -> Work:
+    """Data that come in and go out of a posterior that was a file, on the model's device or on the CPU."""
+
+    def work(device: torch.device) -> dict[str, Any]:
+        model, x = network(device=device), images()[0]
+        found: dict[str, Any] = {}
+        with TemporaryDirectory() as folder:
+            options: dict[str, Any] = {"keep_grams": True} if method == "kfac" else {}
+            uq.save(fitted(model, method, **options), Path(folder) / "posterior.h5")
+            for name, place in (("home", device), ("CPU", CPU)):
+                posterior = uq.load(Path(folder) / "posterior.h5", model, device=place)
+                for change in (uq.update, uq.forget):
+                    change(posterior, batched((1.3 * x[:12], images()[1][:12])), progress=False)
+                    found[f"{change.__name__}, {name}"] = described(posterior)
+                found[f"novelty, {name}"] = uq.wrap(model, posterior).novelty(x[:6].to(device))
+        return found
+
+    return work
+
+
+def weighs(device: torch.device) -> dict[str, Any]:
+    posterior = fitted(
+        network(device=device), batch_to_weights=lambda batch: batch[0][:, 0, 0, 0].clamp(min=0)
+    )
+    weights = [torch.full_like(own, 2.0) for own in posterior.variance().values()]
+    priors = dict(zip(posterior.variance(), weights, strict=True))
+    own = uq.fit(network(device=device), batched(images()), "diag", prior_precision=priors, progress=False)
+    return described(posterior) | {
+        "of each weight": own.variance(),
+        "evidence": own.log_marginal_likelihood(),
+    }
+
+
+def positions(method: str) -> Work:
+    """Tokens with a class each: fitted, changed, tuned and evaluated."""
+
+    def work(device: torch.device) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(3)
+        with torch.device("cpu"):
+            x, y = torch.randn(6, 4, 3, generator=generator), torch.randint(0, 3, (6, 4), generator=generator)
+            model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).eval()
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
+        y[0, 0] = -100
+        model = model.to(device)
+        data, given = batched((x, y)), {"likelihood": Categorical(class_dim=-1), "progress": False}
+        posterior = uq.fit(model, data, method, prior_precision=1.0, **given)
+        found: dict[str, Any] = {}
+        for head in heads_of(posterior):
+            options: dict[str, Any] = {"n_samples": 3} if head == "sampling" else {}
+            predictor = uq.wrap(model, posterior, head, **options)
+            prediction = predictor(x.to(device))
+            found[head] = prediction.to_dict() | prediction.scores()
+            found[f"{head}, targets"] = [prediction.log_prob(part) for part in (y, y.to(device))]
+            found[f"{head}, novelty"] = predictor.novelty(x.to(device))
+            result = uq.evaluate(predictor, data, ood_loaders=[x * 3], progress=False)
+            found[f"{head}, quality"] = result.to_dict()["quality"]
+        some = uq.wrap(model, posterior, "linearized", positions=[0, 2])
+        found["some"] = some(x.to(device)).to_dict()
+        return found | {"updated": described(uq.update(posterior, batched((1.3 * x, y)), progress=False))}
+
+    return work
+
+
+def thins(device: torch.device) -> dict[str, Any]:
+    """What can be asked of weights that may be off."""
+    x = images()[0]
+    model = network(device=device)
+    posterior = uq.fit(model, batched(images()), short("latent_binary"), progress=False)
+    median = uq.median_model(posterior)
+    return {
+        "density": uq.density(posterior, x[:4].to(device)).to_dict(),
+        "inclusion": uq.inclusion(posterior).weights,
+        "median": uq.wrap(model, median)(x[:6].to(device)).to_dict(),
+        "masked": uq.sparse_model(model, posterior, "masked")(x[:6].to(device)),
+    }
+
+
+def serves(device: torch.device) -> dict[str, Any]:
+    from posthoc_uq.serving import Service
+
+    model = network(device=device)
+    service = Service(uq.wrap(model, fitted(model, "diag"), n_samples=3))
+    try:
+        body = json.dumps({"inputs": images(6, 3)[0].tolist()}).encode()
+        return dict(enumerate(service.predict_numbers(body, True)))
+    finally:
+        service.close()
+
+
 WORKS: dict[str, Work] = {
     **{method: fits(method) for method in without_training()},
     "exact Fisher": fits("inf", fisher="exact"),
@@ -207,6 +348,18 @@ WORKS: dict[str, Work] = {
     "evaluation": evaluates,
     "file": stores,
     "metrics": scores,
+    **{f"likelihood {name}": likelihoods(name) for name in LIKELIHOODS},
+    **{f"changes {name}": changes(name) for name in CHANGEABLE},
+    "weights of samples, priors of weights": weighs,
+    **{f"positions {name}": positions(name) for name in ("inf", "diag")},
+    **{name: trains(name) for name in METHODS if short(name).trains},
+    "message_passing, regression": trains("message_passing", "regression", posterior="full"),
+    "message_passing, binary": trains("message_passing", "binary"),
+    "message_passing, all layers": trains("message_passing", layers="all"),
+    "utvi, regression": trains("utvi", "regression"),
+    "latent_binary, regression": trains("latent_binary", "regression"),
+    "weights that are off": thins,
+    "serving": serves,
 }
 CONTEXTS: dict[str, Any] = {
     "batch": "batch",
@@ -239,6 +392,10 @@ def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
         assert found.keys() == expected.keys(), where
         for name, value in expected.items():
             assert_same(found[name], value, f"{where}, {name}", exact)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for one, other in zip(found, cast("list[Any]", expected), strict=True):
+            assert_same(one, other, where, exact)
     elif isinstance(expected, float):
         assert found == pytest.approx(expected, rel=0 if exact else 2e-2, nan_ok=True), where
     else:
@@ -398,6 +555,16 @@ def test_the_devices_random_state_stays_as_it_was(device: torch.device) -> None:
     predictor = uq.wrap(model, fitted(model), n_samples=3)
     predictor.predict([images(6)[0]], progress=False)
     assert all(torch.equal(one, other) for one, other in zip(states(), before, strict=True))
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_program_for_a_device(device: torch.device) -> None:
+    """With batch normalisation, which takes fewer samples in a batch there."""
+    model, x = cnn().to(device), images(6, 3)[0].to(device)
+    predictor = uq.wrap(model, fitted(model, "diag"), "sampling", n_samples=2)
+    found = uq.export(predictor, x).module()(x[:4])
+    torch.testing.assert_close(found.probs, predictor(x[:4]).probs)
 
 
 class Waits(TorchDispatchMode):

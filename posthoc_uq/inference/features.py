@@ -123,7 +123,7 @@ def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: T
     settings = task.settings
     grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
     for features, given in zip(rows.split(_ROWS), outputs.split(_ROWS), strict=True):
-        grams.add(features, given)
+        grams.add(features.to(task.device), given.to(task.device))
     return grams.result(settings.dtype)
 
 

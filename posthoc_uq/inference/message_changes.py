@@ -64,6 +64,8 @@ def changed(posterior: Posterior, task: Task, sign: int) -> Posterior:
     ((name, layer),) = posterior.layers.items()
     block = cast(MessagesBlock, posterior.blocks[name])
     examples = examples_of(task, layer)
+    place = as_double(block.field).device  # the posterior may lie on another device than the model
+    examples = examples._replace(inputs=examples.inputs.to(place), targets=examples.targets.to(place))
     samples = block.samples + sign * len(examples.inputs)
     if samples < 1:
         raise PosthocUQError(

@@ -12,7 +12,7 @@ from posthoc_uq.contexts.base import single_input
 from posthoc_uq.curvature.capture import Capture, Recording
 from posthoc_uq.curvature.features import feature_rows
 from posthoc_uq.curvature.sweep import show
-from posthoc_uq.devices import Checks, as_double, host_double
+from posthoc_uq.devices import Checks, as_double, has_double, host_double
 from posthoc_uq.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.inference.task import Task
 from posthoc_uq.layers import Layer
@@ -113,6 +113,8 @@ def examples_of(task: Task, layer: Layer | None) -> Examples:
     else:
         targets = as_double(targets)
     inputs = torch.cat(kept.inputs)
+    if not has_double(inputs.device):  # all messages are in float64, and where they are their data must be
+        inputs = inputs.cpu()
     targets = targets.to(inputs.device)
     if layer is not None and layer.bias is None:
         speaking = inputs.ne(0).any(1)  # without a bias, the output for an input of zeros is known

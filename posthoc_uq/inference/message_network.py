@@ -259,7 +259,7 @@ def unfolding(layer: Layer, fold: Fold | None, device: torch.device) -> tuple[Te
     """
     shape = layer.groups, layer.outputs
     if fold is None:
-        one = torch.ones(shape, dtype=torch.float64, device=device)
+        one = as_double(torch.ones(shape, device=device))
         return one.unsqueeze(2), torch.zeros_like(one)
     factor = fold.factor.reciprocal()
     return factor.reshape(*shape, 1), (-fold.offset * factor).reshape(shape)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from posthoc_uq.devices import placed
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.inference.message_data import Batches, Units, noise_of
 from posthoc_uq.inference.message_options import MessagePassingOptions
@@ -24,7 +25,8 @@ def signal_of(task: Task, options: MessagePassingOptions, units: Units | None) -
     """What the targets of a fit say of the outputs."""
     if task.settings.likelihood.noise_variance is not None:
         noise = noise_of(task.settings.likelihood, units)
-        return Regression(noise.to(task.device) if noise.numel() > 1 else float(noise))
+        noise = placed(noise, task.device) if units is None else noise
+        return Regression(noise if noise.numel() > 1 else float(noise))
     if options.signal == "argmax":
         return Argmax(regularize=options.regularize)
     return Softargmax()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posthoc_uq.devices import as_double
+from posthoc_uq.devices import as_double, placed
 from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.posteriors.blocks import bounded
@@ -201,7 +201,7 @@ class FeatureGrams:
 
     def to(self, device: torch.device) -> FeatureGrams:
         """The same on another device."""
-        tensors = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        tensors = {name: placed(tensor, device) for name, tensor in self.tensors().items()}
         return FeatureGrams(self.layer, self.source, self.samples, tensors, self.smoothing)
 
 
