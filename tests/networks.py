@@ -111,7 +111,7 @@ def outputs_for(likelihood: Likelihood) -> int:
     """A number of outputs that the likelihood takes: 3 if it can be, else 2."""
     for outputs in (3, 2, 1):
         try:
-            likelihood.check(torch.zeros(2, outputs), None)
+            likelihood.check(torch.zeros(2, outputs, device="cpu"), None)
         except uq.PosthocUQError:
             continue
         return outputs
