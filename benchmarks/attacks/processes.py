@@ -181,6 +181,7 @@ class Interrupted:
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.heard = chance, 0
         signal.signal(signal.SIGINT, self.hear)
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 
     def hear(self, *_: Any) -> None:
         self.heard += 1
@@ -189,11 +190,11 @@ class Interrupted:
     def wrong(self, call: Callable[[], Any], seconds: float, model: nn.Module) -> str:
         """What was wrong with one call that takes about so many seconds."""
         self.heard, before, outcome = 0, state_of(model), "nothing"
-        process, delay = os.getpid(), self.chance.uniform(0, seconds)
-        timer = threading.Timer(delay, os.kill, (process, signal.SIGINT))
+        delay = self.chance.uniform(1e-4, seconds)
         heard_inside = False
         try:
-            timer.start()
+            # No thread: an interrupt in the midst of starting one could leave its lock held.
+            signal.setitimer(signal.ITIMER_REAL, delay)
             try:
                 call()
                 heard_inside = self.heard > 0
@@ -202,12 +203,11 @@ class Interrupted:
                 outcome = "interrupted"
             except BaseException as error:
                 outcome = f"raised {type(error).__name__}"
-            timer.join()
             until = time.monotonic() + 5
             while not self.heard and time.monotonic() < until:
                 pass
         except KeyboardInterrupt:
-            timer.join()
+            pass
         if not self.heard:
             return "lost"
         if outcome == "returned" and heard_inside:
