@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from posthoc_uq import interrupts
 from posthoc_uq.arrays import is_array, tensor_of, with_tensors
 from posthoc_uq.devices import sent
-from posthoc_uq.distributed import sampler_of
+from posthoc_uq.distributed import rank, sampler_of
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.outputs import output_tensor
 from posthoc_uq.progress import Progress
@@ -357,15 +357,11 @@ class Bar:
     """
 
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
-        self._bar = Progress(description, "samples", visible)
-        self._batches = 0
-        if self._bar.visible:
-            sampler = sampler_of(loader)
-            total = 0 if sampler is None else known_length(sampler)
-            if total:
-                self._bar.expect(total)
-            else:
-                self._batches = known_length(loader)
+        visible = visible and rank() == 0
+        sampler = sampler_of(loader) if visible else None
+        total = 0 if sampler is None else known_length(sampler)
+        self._batches = known_length(loader) if visible and not total else 0
+        self._bar = Progress(description, "samples", visible, total or None)
 
     def __enter__(self) -> Bar:
         return self

@@ -230,7 +230,7 @@ class TestTune:
         least = min(t["validation NLL"] for t in trials.trials)
         assert said["given up"] == pytest.approx(trials.given_up, abs=1e-9)
         assert said["validation NLL"] == pytest.approx(least + said["given up"])
-        head = {"name": "sampling", "options": {"novelty": True, "n_samples": 6}, "criterion": "likelihood"}
+        head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}
         assert uq.load(output, trained(place)).history.head == head == said["searched through"]
         with torch.no_grad():
             x, y = tensors(place / "val")

@@ -307,12 +307,11 @@ def thins(device: torch.device) -> dict[str, Any]:
     x = images()[0]
     model = network(device=device)
     posterior = uq.fit(model, batched(images()), short("latent_binary"), progress=False)
-    median = uq.median_model(posterior)
+    median = uq.sparse.median(posterior)
     return {
-        "density": uq.density(posterior, x[:4].to(device)).to_dict(),
-        "inclusion": uq.inclusion(posterior).weights,
+        "summary": uq.sparse.summary(posterior).to_dict(),
         "median": uq.wrap(model, median)(x[:6].to(device)).to_dict(),
-        "masked": uq.sparse_model(model, posterior, "masked")(x[:6].to(device)),
+        "masked": uq.sparse.model(model, posterior, "masked")(x[:6].to(device)),
     }
 
 

@@ -551,7 +551,7 @@ def test_by_default_a_small_table_loses_weights_and_no_accuracy() -> None:
     assert posterior.history.fit["inclusions between 0.1 and 0.9"] < 0.2
     with torch.no_grad():
         own = (model(x[200:]).argmax(1) == y[200:]).double().mean()
-    median = uq.wrap(model, uq.median_model(posterior))(x[200:]).probs
+    median = uq.wrap(model, uq.sparse.median(posterior))(x[200:]).probs
     assert (median.argmax(1) == y[200:]).double().mean() > own - 0.03
 
 

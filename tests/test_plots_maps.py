@@ -160,7 +160,7 @@ def test_wrong_input_is_one_clear_error() -> None:
         (drawn(labels=labels.float()), "y_train must be 40 integers"),
         (drawn(labels=labels - 1), "from 0 on, not -1"),
         (drawn(labels=labels + 1), "holds class 2, but predict knows 2 classes only"),
-        (drawn(score="confidence"), "score must be one of 'entropy'.* not 'confidence'"),
+        (drawn(score="confidence"), "score must be one of .*'entropy'.* not 'confidence'"),
         (drawn(score=lambda prediction: prediction.probs), r"scores of shape \(25, 2\)"),
         (drawn(score=lambda prediction: prediction.entropy() * math.nan), "not finite; try a smaller"),
         (drawn(margin=-0.1), "margin that is not negative"),

@@ -744,3 +744,19 @@ def test_a_prediction_under_way_is_of_the_posterior_before(method: str, head: st
     else:
         torch.testing.assert_close(after.probs, fresh.probs)
         assert not torch.allclose(after.probs, before.probs, atol=1e-4)
+
+
+def test_data_come_in_beside_a_network_that_was_certain_of_all_before() -> None:
+    """Its output Gram is about zero; what is compared with the new data's is the precision, which has the prior's."""
+    model, x = mlp(dtype=torch.float64), inputs_of(4, dtype=torch.float64)
+    with torch.no_grad():
+        model[2].weight.mul_(200.0)  # type: ignore[union-attr]
+        best = model(x).topk(2).values
+        x = x[best[:, 0] - best[:, 1] > 30]
+        y = model(x).argmax(1)
+    method = uq.KFAC(keep_grams=True, fisher="empirical")
+    posterior = uq.fit(model, batches(x, y), method, prior_precision=1.0, progress=False)
+    before = posterior.variance()
+    other = batches(x + 0.5, (y + 1) % 3)
+    uq.forget(uq.update(posterior, other, progress=False), other, progress=False)
+    torch.testing.assert_close(posterior.variance(), before, rtol=1e-5, atol=0)

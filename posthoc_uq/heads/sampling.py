@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Ensemble, Keep
+from posthoc_uq.heads.fixed_part import FixedPart
 from posthoc_uq.heads.interception import ReplayError
 from posthoc_uq.heads.output_draws import OutputDraws
 from posthoc_uq.heads.prediction import divisor_of, summarise
@@ -173,9 +174,13 @@ class SamplingPredictor(Predictor):
         return text + (repr(self._batched) if refused is None else f"False ({refused})") + whole
 
     def _blocks(
-        self, posterior: Posterior, batch: Batch, features: Features | None = None
+        self,
+        posterior: Posterior,
+        batch: Batch,
+        ensemble: Ensemble | OutputDraws,
+        features: Features | None = None,
     ) -> Iterator[Tensor]:
-        divisor, ensemble = divisor_of(posterior), self.ensemble
+        divisor = divisor_of(posterior)
         if features is not None and isinstance(ensemble, Ensemble):
             blocks = ensemble.blocks_after(features, batch.args, batch.kwargs)
         else:
@@ -194,7 +199,7 @@ class SamplingPredictor(Predictor):
         """
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
-            return torch.cat(list(self._blocks(self._snapshot(), batch)))
+            return torch.cat(list(self._blocks(self._snapshot(), batch, self.ensemble)))
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `DrawnFunctions`: other draws than those of its predictions."""
@@ -210,25 +215,27 @@ class SamplingPredictor(Predictor):
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ensemble = self.ensemble
-        recorded = None
+        recorded, calls = None, None
         if isinstance(ensemble, Ensemble):
             recorded = ensemble.recorded(*batch.args, **batch.kwargs)
+            if recorded is not None:
+                calls = self._last_calls(posterior, ensemble.fixed_part, recorded)
         # before the draws: a model may change its inputs in place
-        ratio = self._known_novelty(posterior, batch, self._last_calls(posterior, recorded))
-        return summarise(self._blocks(posterior, batch, recorded), posterior).with_novelty(ratio)
+        ratio = self._known_novelty(posterior, batch, calls)
+        return summarise(self._blocks(posterior, batch, ensemble, recorded), posterior).with_novelty(ratio)
 
-    def _last_calls(self, posterior: Posterior, recorded: Features | None) -> list[Call] | None:
+    def _last_calls(self, posterior: Posterior, fixed: FixedPart, recorded: Features) -> list[Call] | None:
         """The calls of the last layer at the posterior's mean by what was recorded for the draws, which saves a pass
         through the part before the weights with a posterior; None where a pass of its own is needed.
         """
         grams = posterior.features
-        if recorded is None or grams is None or not self._tells_novelty:
+        if grams is None or not self._tells_novelty:
             return None
         if self._dtype is not None or not same_centre(self._drawn_around, posterior.centre):
             return None  # other numbers than in the fit
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return self.ensemble.fixed_part.calls_of(grams.layer, recorded)
+                return fixed.calls_of(grams.layer, recorded)
         except ReplayError:
             return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -17,7 +18,7 @@ from posthoc_uq.posteriors.blocks import Block, largest_of
 from posthoc_uq.posteriors.combining import NotContainedError, Weights, check_forgettable
 from posthoc_uq.posteriors.history import Evidence
 
-_GRAMS = ("input_gram", "output_gram", "positions")  # of KFAC, whose product is a Fisher
+_GRAMS = ("input_gram", "output_gram")  # of KFAC, whose product is a Fisher
 _LEAST = 1e-9  # of the weight before: what is less, is rounding
 
 
@@ -72,12 +73,17 @@ def _check_forgettable(
     """See `check_forgettable`. A Fisher is compared as a part of the precision, which has the prior's, too."""
     settings, tensors = posterior.settings, posterior.blocks[name].tensors()
     prior = min(settings.layer_prior(layer) for layer in posterior.members[name]) / settings.scale
-    for key, part in means.items():
-        kept = tensors.get(key)
-        if kept is not None and kept.numel():
-            own = 0.0 if key in _GRAMS else prior
-            precision = torch.finfo(kept.dtype).eps
-            check_forgettable(largest_of(kept) + own, largest_of(part), weights, precision, f"'{name}'")
+    sizes = {
+        key: (largest_of(tensors[key]), largest_of(part), torch.finfo(tensors[key].dtype).eps)
+        for key, part in means.items()
+        if key in tensors and tensors[key].numel()
+    }
+    grams = [sizes.pop(key) for key in _GRAMS if key in sizes]
+    if grams:  # the Fisher is their product
+        kept, part, precision = zip(*grams, strict=True)
+        sizes["Fisher"] = prod(kept), prod(part), max(precision)
+    for kept, part, precision in sizes.values():
+        check_forgettable(kept + prior, part, weights, precision, f"'{name}'")
 
 
 def _precision(posterior: Posterior) -> float:

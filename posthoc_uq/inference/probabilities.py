@@ -58,7 +58,7 @@ def _stay_applied(model: nn.Module, batch: Batch, likelihood: Likelihood) -> boo
     for _ in range(_TRIALS):
         weights = {
             name: parameter.detach()
-            * (torch.randn(parameter.shape, generator=generator) - 1).exp().to(parameter)
+            * (torch.randn(parameter.shape, generator=generator, device="cpu") - 1).exp().to(parameter)
             for name, parameter in model.named_parameters()
             if parameter.is_floating_point()
         }

@@ -57,7 +57,8 @@ class TrainingOptions:
     """The options that all training methods have in common.
 
     Attributes:
-        epochs: passes over the data; by default 10, and below 50,000 samples as many more as 4,000 steps take.
+        epochs: passes over the data; by default 10, and below 50,000 samples as many more as 4,000 steps take, but no
+            more than show half a million samples.
         lr: learning rate of the means.
         log_variance_lr: learning rate of the log variances.
         optimizer: a callable from parameter groups to a torch optimiser; Adam by default.
@@ -95,9 +96,10 @@ class TrainingOptions:
             samples: of the data.
             batches: of one epoch.
         """
-        if self.epochs is not None or samples >= FEW_SAMPLES:
-            return self.least_epochs
-        return max(EPOCHS, ceil(LEAST_STEPS / max(1, batches)))
+        if self.epochs is not None:
+            return self.epochs
+        most = ceil(EPOCHS * FEW_SAMPLES / max(1, samples))  # no more passes of samples than large data take
+        return max(EPOCHS, min(ceil(LEAST_STEPS / max(1, batches)), most))
 
 
 @dataclass(frozen=True)

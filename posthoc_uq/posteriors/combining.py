@@ -41,7 +41,7 @@ def check_forgettable(kept: float, part: float, weights: Weights, precision: flo
         raise PosthocUQError(
             f"These data cannot come in: what they say of {what} is {part / kept:.2g} times as large as what all data "
             f"before said, which would be lost to rounding, so that uq.forget could not take them out again. Look for "
-            f"inputs or targets that are out of range; the posterior stays as it is."
+            f"inputs or targets that are out of range, or fit again where the model was certain of all data before."
         )
 
 

@@ -87,7 +87,11 @@ def check_blocks(
         raise CorruptPosteriorError(
             "its prior precisions of single weights must be positive, and not so small"
         )
-    scale = attributes["scale"] / noise_scale ** attributes["evidence"]["noise_power"]
+    # the noise is a part of the weights' precision where the likelihood has a noise variance
+    likelihood = attributes["likelihood"]
+    noisy = "noise_variance" in likelihood.get("attributes", likelihood)
+    power = attributes["evidence"]["noise_power"] if noisy else 0
+    scale = attributes["scale"] / noise_scale**power
     settings = Settings(scale, max(precisions) * max(factors), attributes["residual_weight"])
     for name, block in blocks.items():
         size = block.reach(settings)
