@@ -742,3 +742,13 @@ def test_a_block_draws_and_measures_as_its_variances_say() -> None:
     mean = torch.randn(6, 2, 4, dtype=torch.float64)
     expected = torch.einsum("goi,rgi->rgo", variances, mean.square())
     torch.testing.assert_close(factor.rows(0, (2, 3, 4)).variance(mean, None), expected)
+
+
+def test_weights_that_are_certain_have_a_fit_without_a_faithful_prior() -> None:
+    """Their precision is infinite, which is no fault of the data."""
+    model, method = net(), uq.FunctionSpace(body="certain", epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = uq.fit(model, batches(), method, divergence=None, progress=False)
+    assert bool((posterior.variance()["0.weight"] == 0).all())
+    assert bool(uq.wrap(model, posterior)(batches()[0][0]).probs.isfinite().all())

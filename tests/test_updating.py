@@ -175,7 +175,8 @@ def test_in_float32() -> None:
     for method in EXACT:
         kind = METHODS_THAT_CAN[method]()
         posterior = update(fit(model, OLD, kind), NEW)
-        assert posterior.dtype == torch.float32
+        # a dense Fisher is kept in float64, whose evidence is right at small prior precisions
+        assert posterior.dtype == (torch.float64 if method in ("full", "subnetwork") else torch.float32)
         assert distance(posterior, fit(model, [*OLD, *NEW], kind)) < 1e-4
         assert distance(forget(posterior, NEW), fit(model, OLD, kind)) < 1e-4
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
+from math import inf
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -104,8 +105,9 @@ def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
             check_features(posterior.features.tensors())
         check_blocks(attributes, posterior.blocks, posterior.weight_prior.precision)
         known = factorised and LOG_DETERMINANT in posterior.capabilities
-        if known and not bool(posterior.log_determinant().isfinite()):
-            raise CorruptPosteriorError("the determinant of its precision is not finite")
+        # of weights that are certain it is infinite
+        if known and not float(posterior.log_determinant()) > -inf:
+            raise CorruptPosteriorError("the determinant of its precision is not a number")
     except (CorruptPosteriorError, NonFiniteError) as error:
         raise NonFiniteError(
             f"These data, or the weights of the model, lead to numbers that no posterior can be made of: "
