@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite, log, log1p, log10
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,20 @@ def reluctance(factor: float) -> float:
     if x >= 0:
         return log1p(x**2)
     return x**2 / 2 if x > -1 else -x - 0.5
+
+
+class _Tried(NamedTuple):
+    """A prior precision that was tried.
+
+    Attributes:
+        objective: what is compared: the loss, and what the prior of the temperature adds to it.
+        loss: mean negative log-likelihood of the labels.
+        settings: the hyperparameters, with the temperature found.
+    """
+
+    objective: float
+    loss: float
+    settings: Hyperparameters
 
 
 class HeldOutSearch:
@@ -160,11 +174,10 @@ class HeldOutSearch:
             if not (self._tempered and tempered):
                 return self._mean(predicted)
             distributions = list(predicted)
-            count = sum(labelled(self.posterior.likelihood, targets) for _, targets in distributions)
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(distributions) + reluctance(temperature) / max(1, count)
+                return self._mean(distributions) + self._penalty()
 
             self.posterior.temperature = _best_temperature(at)
             return self._mean(distributions)
@@ -177,6 +190,10 @@ class HeldOutSearch:
             count += labelled(self.posterior.likelihood, targets)
         self._labels = count
         return mean_of_labels(-total, count)
+
+    def _penalty(self) -> float:
+        """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
+        return reluctance(self.posterior.temperature) / max(1, self._labels) if self._tempered else 0.0
 
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
@@ -207,30 +224,35 @@ class HeldOutSearch:
 
         The present prior is the faithful one. A posterior no wider is harmless on familiar data, and held-out data of
         the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, every
-        narrower posterior predicts them better, down to certainty; so they narrow nothing unless they are many.
+        narrower posterior predicts them better, down to certainty; so they narrow nothing unless they are many. The
+        prior of the temperature counts too; else a width would be chosen for the large temperature that comes with it.
 
         Args:
             grid: the prior precisions to try; None for decades and bisection.
             set_faithful: sets the posterior that a fit makes by itself; called for classes.
         """
-        base, tried = self.posterior.settings, dict[float, tuple[float, Hyperparameters]]()
+        base, tried = self.posterior.settings, dict[float, _Tried]()
 
         def at(decade: float) -> float:
             if decade not in tried:
                 self.posterior.settings = base
                 self._widen(base, 10.0**decade)
-                tried[decade] = self._evaluate(), self.posterior.settings
-            return tried[decade][0]
+                tried[decade] = evaluated()
+            return tried[decade].objective
 
-        def smallest_accepted(accepted: Callable[[float, float], bool]) -> tuple[float, float]:
-            """The smallest accepted decade, and the best loss, which the acceptance depends on."""
+        def evaluated(tempered: bool = True) -> _Tried:
+            loss = self._evaluate(tempered)
+            return _Tried(loss + self._penalty(), loss, self.posterior.settings)
+
+        def smallest_accepted(accepted: Callable[[float, float], bool]) -> float:
+            """The smallest decade that is accepted against the best objective."""
             while True:
-                best = min(loss for loss, _ in tried.values())
+                best = min(each.objective for each in tried.values())
                 good = [decade for decade in tried if accepted(decade, best)]
                 inside = min(good) if isfinite(best) else max(good)
                 below = [decade for decade in tried if decade < inside]
                 if not below or grid is not None or inside - max(below) <= _TOLERANCE:
-                    return inside, best
+                    return inside
                 at((inside + max(below)) / 2)
 
         if grid is not None:
@@ -242,27 +264,28 @@ class HeldOutSearch:
                 if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
                     break
         if not self.posterior.likelihood.logits:
-            inside, best = smallest_accepted(lambda decade, best: at(decade) <= best + SLACK)
-            self.posterior.settings = tried[inside][1]
+            inside = smallest_accepted(lambda decade, best: at(decade) <= best + SLACK)
+            self.posterior.settings = tried[inside].settings
         else:
             self.posterior.settings = base
             set_faithful()
             fitted_decade = self._decade_from(base)
-            if grid is None:
-                fitted_decade = max(0.0, fitted_decade)
+            if (
+                grid is None
+            ):  # wider than all others where held-out inputs lie farther from the training than its own
                 at(fitted_decade)
             own = max(SLACK, NATS / max(1, self._labels))
-            inside, best = smallest_accepted(
+            inside = smallest_accepted(
                 lambda decade, best: (
                     at(decade) <= best + (own if decade >= fitted_decade else self._share_of(best))
                 )
             )
-            self.posterior.settings = tried[inside][1]
-            if grid is None and not self._gains(tried[fitted_decade][1]):
+            self.posterior.settings = tried[inside].settings
+            if grid is None and not self._gains(tried[fitted_decade].settings):
                 inside = fitted_decade
-                tried[inside] = self._evaluate(tempered=False), self.posterior.settings
-        self._best_loss, self._best = tried[inside]
-        self._note(self._best_loss, best)
+                tried[inside] = evaluated(tempered=False)
+        self._best_loss, self._best = tried[inside].loss, tried[inside].settings
+        self._note(self._best_loss, min(each.loss for each in tried.values()))
 
     def _gains(self, fitted: Hyperparameters) -> bool:
         """Whether the present settings predict the labels better than those of a fit, `fitted` at a temperature of 1,
@@ -310,10 +333,13 @@ class HeldOutSearch:
     def _note(self, loss: float, best: float) -> None:
         name = ABOUT[self.posterior.widening or "scale"].label
         self.trials.given_up = max(0.0, loss - best)
-        allowed = self._share_of(best) if loss <= best + self._share_of(best) else SLACK
-        self.posterior.history.tuning[name] = (
-            f"the widest with a validation NLL of at most {allowed:.2g} above the best; {loss - best:.2g} given up"
+        reached = next((slack for slack in (self._share_of(best), SLACK) if loss <= best + slack), None)
+        words = (
+            "the widest that held-out labels do not clearly speak against"
+            if reached is None
+            else f"the widest with a validation NLL of at most {reached:.2g} above the best"
         )
+        self.posterior.history.tuning[name] = f"{words}; {loss - best:.2g} given up"
         if self._tempered:
             self._note_temperature()
 
@@ -373,8 +399,9 @@ class HeldOutSearch:
         self.posterior.history.tuning[label] = "validation NLL"
 
     def _prior_of(self, name: str) -> float:
-        """What the prior adds to the mean loss of the present settings, where `name` is searched."""
-        return reluctance(self.posterior.noise_scale) / max(1, self._labels) if name == "noise" else 0.0
+        """What the priors add to the mean loss of the present settings, where `name` is searched."""
+        noise = reluctance(self.posterior.noise_scale) / max(1, self._labels) if name == "noise" else 0.0
+        return self._penalty() + noise
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""

@@ -324,6 +324,8 @@ def _by_likelihood(
             _return_to_evidence(posterior, request.progress)
 
         def set_as_fitted() -> None:
+            if request.divergence is not None and request.divergence <= DIVERGENCE:
+                return  # nothing wider than what was asked for
             if not posterior.likelihood.has_divergence:
                 _return_to_evidence(posterior, request.progress)
             elif faithful_value is not None:
