@@ -30,7 +30,9 @@ SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at m
 NATS = (
     3.0  # over all labels, that a posterior no wider than a fit's own may cost where that is more than SLACK
 )
-SURE = 1.25  # standard errors by which a choice must predict the labels better than the fit's own posterior
+SURE = (
+    1.25  # standard errors by which another width must predict the labels better than the untuned posterior
+)
 SHARE = 0.1  # of the best NLL, which a posterior wider than a fit's own may cost at most, if that is less than SLACK
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
@@ -162,16 +164,16 @@ class HeldOutSearch:
                     )
                 yield batch, batch.targets
 
-    def loss(self, tempered: bool = True) -> float:
+    def loss(self) -> float:
         """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats, at
-        the present hyperparameters; sets the temperature first if that is searched too and `tempered`.
+        the present hyperparameters; sets the temperature first if that is searched too.
 
         The temperature is the most probable one under the prior of `reluctance`.
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():
             predicted = self._cache.distributions()
-            if not (self._tempered and tempered):
+            if not self._tempered:
                 return self._mean(predicted)
             distributions = list(predicted)
 
@@ -199,16 +201,16 @@ class HeldOutSearch:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
         return float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
 
-    def _finite_loss(self, tempered: bool = True) -> float:
+    def _finite_loss(self) -> float:
         """`loss`, infinite where there is none: for draws of extreme weights."""
         try:
-            value = self.loss(tempered)
+            value = self.loss()
         except NonFiniteError:
             return inf
         return value if value == value else inf
 
-    def _evaluate(self, tempered: bool = True) -> float:
-        posterior, value = self.posterior, self._finite_loss(tempered)
+    def _evaluate(self) -> float:
+        posterior, value = self.posterior, self._finite_loss()
         self._bar.advance()
         tried = posterior.settings.labelled()
         first = {label: tried.pop(label) for label in ("prior precision", "residual weight")}
@@ -218,9 +220,9 @@ class HeldOutSearch:
     def widest(self, grid: Sequence[float] | None, set_faithful: Callable[[], None]) -> None:
         """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best: by
         at most `SLACK`. For classes, a posterior wider than that of `set_faithful` must also stay within `SHARE` of
-        the best NLL, and one no wider may cost `NATS` over all labels. What then predicts the labels no better than the
-        posterior of `set_faithful`, by the standard error of the gain, gives way to that. For a posterior that takes no
-        prior, set the `scale` in the same way.
+        the best NLL, and one no wider may cost `NATS` over all labels. Another width than that of `set_faithful` gives
+        way to it, at the temperature found for it, unless it predicts the labels better than the untuned posterior by
+        the standard error of the gain. For a posterior that takes no prior, set the `scale` in the same way.
 
         The present prior is the faithful one. A posterior no wider is harmless on familiar data, and held-out data of
         the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, every
@@ -237,12 +239,9 @@ class HeldOutSearch:
             if decade not in tried:
                 self.posterior.settings = base
                 self._widen(base, 10.0**decade)
-                tried[decade] = evaluated()
+                loss = self._evaluate()
+                tried[decade] = _Tried(loss + self._penalty(), loss, self.posterior.settings)
             return tried[decade].objective
-
-        def evaluated(tempered: bool = True) -> _Tried:
-            loss = self._evaluate(tempered)
-            return _Tried(loss + self._penalty(), loss, self.posterior.settings)
 
         def smallest_accepted(accepted: Callable[[float, float], bool]) -> float:
             """The smallest decade that is accepted against the best objective."""
@@ -270,44 +269,38 @@ class HeldOutSearch:
             self.posterior.settings = base
             set_faithful()
             fitted_decade = self._decade_from(base)
-            if (
-                grid is None
-            ):  # wider than all others where held-out inputs lie farther from the training than its own
-                at(fitted_decade)
+            if grid is None:
+                at(
+                    fitted_decade
+                )  # the widest of all where held-out inputs lie far from those of the training
             own = max(SLACK, NATS / max(1, self._labels))
             inside = smallest_accepted(
                 lambda decade, best: (
                     at(decade) <= best + (own if decade >= fitted_decade else self._share_of(best))
                 )
             )
-            self.posterior.settings = tried[inside].settings
-            if grid is None and not self._gains(tried[fitted_decade].settings):
+            moved = grid is None and inside != fitted_decade
+            if moved and not self._gains(tried[inside].settings, tried[fitted_decade].settings):
                 inside = fitted_decade
-                tried[inside] = evaluated(tempered=False)
+            self.posterior.settings = tried[inside].settings
         self._best_loss, self._best = tried[inside].loss, tried[inside].settings
         self._note(self._best_loss, min(each.loss for each in tried.values()))
 
-    def _gains(self, fitted: Hyperparameters) -> bool:
-        """Whether the present settings predict the labels better than those of a fit, `fitted` at a temperature of 1,
-        by `SURE` times the standard error of the mean gain; sets the latter if not. A gain by one label alone, which is
-        1 such error, says nothing of other inputs.
+    def _gains(self, found: Hyperparameters, fitted: Hyperparameters) -> bool:
+        """Whether `found` predicts the labels better than the posterior of a fit, `fitted` at a temperature of 1, by
+        `SURE` times the standard error of the mean gain. A gain by one label alone, which is 1 such error, says nothing
+        of other inputs.
         """
-        found = self.posterior.settings
-        losses = self._label_losses()
-        if self._tempered:
-            fitted = replace(fitted, temperature=1.0)
-        self.posterior.settings = fitted
-        gains = self._label_losses() - losses
+        gains = self._label_losses(replace(fitted, temperature=1.0) if self._tempered else fitted)
+        gains -= self._label_losses(found)
         count = max(2, self._labels)
         gain = float(gains.sum()) / count
         variance = max(0.0, float(gains.square().sum()) / count - gain**2) * count / (count - 1)
-        if gain > SURE * (variance / count) ** 0.5:
-            self.posterior.settings = found
-            return True
-        return False
+        return gain > SURE * (variance / count) ** 0.5
 
-    def _label_losses(self) -> Tensor:
-        """Negative log-likelihoods of all labels at the present settings; zeros of those that do not count."""
+    def _label_losses(self, settings: Hyperparameters) -> Tensor:
+        """Negative log-likelihoods of all labels at these settings, which are set; zeros of those that do not count."""
+        self.posterior.settings = settings
         self._predictor.refresh(self._seed)
         with torch.no_grad():
             pairs = [
