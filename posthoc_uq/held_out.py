@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite, log, log1p, log10
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at m
 NATS = (
     3.0  # over all labels, that a posterior no wider than a fit's own may cost where that is more than SLACK
 )
-SURE = 1.25  # standard errors by which a choice must predict the labels better than the fit's own posterior
+SURE = (
+    1.25  # standard errors by which another width must predict the labels better than the untuned posterior
+)
 SHARE = 0.1  # of the best NLL, which a posterior wider than a fit's own may cost at most, if that is less than SLACK
 _INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
@@ -66,6 +68,20 @@ def reluctance(factor: float) -> float:
     if x >= 0:
         return log1p(x**2)
     return x**2 / 2 if x > -1 else -x - 0.5
+
+
+class _Tried(NamedTuple):
+    """A prior precision that was tried.
+
+    Attributes:
+        objective: what is compared: the loss, and what the prior of the temperature adds to it.
+        loss: mean negative log-likelihood of the labels.
+        settings: the hyperparameters, with the temperature found.
+    """
+
+    objective: float
+    loss: float
+    settings: Hyperparameters
 
 
 class HeldOutSearch:
@@ -148,23 +164,22 @@ class HeldOutSearch:
                     )
                 yield batch, batch.targets
 
-    def loss(self, tempered: bool = True) -> float:
+    def loss(self) -> float:
         """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats, at
-        the present hyperparameters; sets the temperature first if that is searched too and `tempered`.
+        the present hyperparameters; sets the temperature first if that is searched too.
 
         The temperature is the most probable one under the prior of `reluctance`.
         """
         self._predictor.refresh(self._seed)
         with torch.no_grad():
             predicted = self._cache.distributions()
-            if not (self._tempered and tempered):
+            if not self._tempered:
                 return self._mean(predicted)
             distributions = list(predicted)
-            count = sum(labelled(self.posterior.likelihood, targets) for _, targets in distributions)
 
             def at(temperature: float) -> float:
                 self.posterior.temperature = temperature
-                return self._mean(distributions) + reluctance(temperature) / max(1, count)
+                return self._mean(distributions) + self._penalty()
 
             self.posterior.temperature = _best_temperature(at)
             return self._mean(distributions)
@@ -178,20 +193,24 @@ class HeldOutSearch:
         self._labels = count
         return mean_of_labels(-total, count)
 
+    def _penalty(self) -> float:
+        """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
+        return reluctance(self.posterior.temperature) / max(1, self._labels) if self._tempered else 0.0
+
     def _log_prob(self, prediction: Prediction, targets: Tensor) -> float:
         self.posterior.likelihood.check(prediction.outputs_mean, targets)
         return float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
 
-    def _finite_loss(self, tempered: bool = True) -> float:
+    def _finite_loss(self) -> float:
         """`loss`, infinite where there is none: for draws of extreme weights."""
         try:
-            value = self.loss(tempered)
+            value = self.loss()
         except NonFiniteError:
             return inf
         return value if value == value else inf
 
-    def _evaluate(self, tempered: bool = True) -> float:
-        posterior, value = self.posterior, self._finite_loss(tempered)
+    def _evaluate(self) -> float:
+        posterior, value = self.posterior, self._finite_loss()
         self._bar.advance()
         tried = posterior.settings.labelled()
         first = {label: tried.pop(label) for label in ("prior precision", "residual weight")}
@@ -201,36 +220,38 @@ class HeldOutSearch:
     def widest(self, grid: Sequence[float] | None, set_faithful: Callable[[], None]) -> None:
         """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best: by
         at most `SLACK`. For classes, a posterior wider than that of `set_faithful` must also stay within `SHARE` of
-        the best NLL, and one no wider may cost `NATS` over all labels. What then predicts the labels no better than the
-        posterior of `set_faithful`, by the standard error of the gain, gives way to that. For a posterior that takes no
-        prior, set the `scale` in the same way.
+        the best NLL, and one no wider may cost `NATS` over all labels. Another width than that of `set_faithful` gives
+        way to it, at the temperature found for it, unless it predicts the labels better than the untuned posterior by
+        the standard error of the gain. For a posterior that takes no prior, set the `scale` in the same way.
 
         The present prior is the faithful one. A posterior no wider is harmless on familiar data, and held-out data of
         the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, every
-        narrower posterior predicts them better, down to certainty; so they narrow nothing unless they are many.
+        narrower posterior predicts them better, down to certainty; so they narrow nothing unless they are many. The
+        prior of the temperature counts too; else a width would be chosen for the large temperature that comes with it.
 
         Args:
             grid: the prior precisions to try; None for decades and bisection.
             set_faithful: sets the posterior that a fit makes by itself; called for classes.
         """
-        base, tried = self.posterior.settings, dict[float, tuple[float, Hyperparameters]]()
+        base, tried = self.posterior.settings, dict[float, _Tried]()
 
         def at(decade: float) -> float:
             if decade not in tried:
                 self.posterior.settings = base
                 self._widen(base, 10.0**decade)
-                tried[decade] = self._evaluate(), self.posterior.settings
-            return tried[decade][0]
+                loss = self._evaluate()
+                tried[decade] = _Tried(loss + self._penalty(), loss, self.posterior.settings)
+            return tried[decade].objective
 
-        def smallest_accepted(accepted: Callable[[float, float], bool]) -> tuple[float, float]:
-            """The smallest accepted decade, and the best loss, which the acceptance depends on."""
+        def smallest_accepted(accepted: Callable[[float, float], bool]) -> float:
+            """The smallest decade that is accepted against the best objective."""
             while True:
-                best = min(loss for loss, _ in tried.values())
+                best = min(each.objective for each in tried.values())
                 good = [decade for decade in tried if accepted(decade, best)]
                 inside = min(good) if isfinite(best) else max(good)
                 below = [decade for decade in tried if decade < inside]
                 if not below or grid is not None or inside - max(below) <= _TOLERANCE:
-                    return inside, best
+                    return inside
                 at((inside + max(below)) / 2)
 
         if grid is not None:
@@ -242,49 +263,44 @@ class HeldOutSearch:
                 if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
                     break
         if not self.posterior.likelihood.logits:
-            inside, best = smallest_accepted(lambda decade, best: at(decade) <= best + SLACK)
-            self.posterior.settings = tried[inside][1]
+            inside = smallest_accepted(lambda decade, best: at(decade) <= best + SLACK)
+            self.posterior.settings = tried[inside].settings
         else:
             self.posterior.settings = base
             set_faithful()
             fitted_decade = self._decade_from(base)
             if grid is None:
-                fitted_decade = max(0.0, fitted_decade)
-                at(fitted_decade)
+                at(
+                    fitted_decade
+                )  # the widest of all where held-out inputs lie far from those of the training
             own = max(SLACK, NATS / max(1, self._labels))
-            inside, best = smallest_accepted(
+            inside = smallest_accepted(
                 lambda decade, best: (
                     at(decade) <= best + (own if decade >= fitted_decade else self._share_of(best))
                 )
             )
-            self.posterior.settings = tried[inside][1]
-            if grid is None and not self._gains(tried[fitted_decade][1]):
+            moved = grid is None and inside != fitted_decade
+            if moved and not self._gains(tried[inside].settings, tried[fitted_decade].settings):
                 inside = fitted_decade
-                tried[inside] = self._evaluate(tempered=False), self.posterior.settings
-        self._best_loss, self._best = tried[inside]
-        self._note(self._best_loss, best)
+            self.posterior.settings = tried[inside].settings
+        self._best_loss, self._best = tried[inside].loss, tried[inside].settings
+        self._note(self._best_loss, min(each.loss for each in tried.values()))
 
-    def _gains(self, fitted: Hyperparameters) -> bool:
-        """Whether the present settings predict the labels better than those of a fit, `fitted` at a temperature of 1,
-        by `SURE` times the standard error of the mean gain; sets the latter if not. A gain by one label alone, which is
-        1 such error, says nothing of other inputs.
+    def _gains(self, found: Hyperparameters, fitted: Hyperparameters) -> bool:
+        """Whether `found` predicts the labels better than the posterior of a fit, `fitted` at a temperature of 1, by
+        `SURE` times the standard error of the mean gain. A gain by one label alone, which is 1 such error, says nothing
+        of other inputs.
         """
-        found = self.posterior.settings
-        losses = self._label_losses()
-        if self._tempered:
-            fitted = replace(fitted, temperature=1.0)
-        self.posterior.settings = fitted
-        gains = self._label_losses() - losses
+        gains = self._label_losses(replace(fitted, temperature=1.0) if self._tempered else fitted)
+        gains -= self._label_losses(found)
         count = max(2, self._labels)
         gain = float(gains.sum()) / count
         variance = max(0.0, float(gains.square().sum()) / count - gain**2) * count / (count - 1)
-        if gain > SURE * (variance / count) ** 0.5:
-            self.posterior.settings = found
-            return True
-        return False
+        return gain > SURE * (variance / count) ** 0.5
 
-    def _label_losses(self) -> Tensor:
-        """Negative log-likelihoods of all labels at the present settings; zeros of those that do not count."""
+    def _label_losses(self, settings: Hyperparameters) -> Tensor:
+        """Negative log-likelihoods of all labels at these settings, which are set; zeros of those that do not count."""
+        self.posterior.settings = settings
         self._predictor.refresh(self._seed)
         with torch.no_grad():
             pairs = [
@@ -310,10 +326,13 @@ class HeldOutSearch:
     def _note(self, loss: float, best: float) -> None:
         name = ABOUT[self.posterior.widening or "scale"].label
         self.trials.given_up = max(0.0, loss - best)
-        allowed = self._share_of(best) if loss <= best + self._share_of(best) else SLACK
-        self.posterior.history.tuning[name] = (
-            f"the widest with a validation NLL of at most {allowed:.2g} above the best; {loss - best:.2g} given up"
+        reached = next((slack for slack in (self._share_of(best), SLACK) if loss <= best + slack), None)
+        words = (
+            "the widest that held-out labels do not clearly speak against"
+            if reached is None
+            else f"the widest with a validation NLL of at most {reached:.2g} above the best"
         )
+        self.posterior.history.tuning[name] = f"{words}; {loss - best:.2g} given up"
         if self._tempered:
             self._note_temperature()
 
@@ -373,8 +392,9 @@ class HeldOutSearch:
         self.posterior.history.tuning[label] = "validation NLL"
 
     def _prior_of(self, name: str) -> float:
-        """What the prior adds to the mean loss of the present settings, where `name` is searched."""
-        return reluctance(self.posterior.noise_scale) / max(1, self._labels) if name == "noise" else 0.0
+        """What the priors add to the mean loss of the present settings, where `name` is searched."""
+        noise = reluctance(self.posterior.noise_scale) / max(1, self._labels) if name == "noise" else 0.0
+        return self._penalty() + noise
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""

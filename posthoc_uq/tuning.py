@@ -56,16 +56,17 @@ def tune(
 
     * ``"faithful"``: the widest posterior whose predictions stay within `divergence` nats of the network's own, as a
       mean over a few hundred inputs like the training inputs. Needs no labels. It is the default of `fit`.
-    * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one (by the
-      evidence, where the likelihood measures no divergence), whose negative log-likelihood
+    * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one and that
+      of a fit (by the evidence, where the likelihood measures no divergence), whose negative log-likelihood
       of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
       nats above the best; of classes, what is wider than the faithful posterior of a
-      fit may also cost at most a tenth of the best, and what predicts the labels no better than that posterior, by
-      their standard error, gives way to it. Held-out data of the training distribution
+      fit may also cost at most a tenth of the best, and another width than that of a fit must predict the labels better
+      than the untuned posterior, by the standard error of the gain. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
       are logits every prior precision has the temperature that predicts best, under a prior that is firm below 1, so
-      that a few labels sharpen nothing, and has a heavy tail above it. The observation noise of a regression is
-      searched after it. `scale` and `residual_weight` are searched if asked for, one after the other.
+      that a few labels sharpen nothing, and has a heavy tail above it; what that prior costs counts for the width too.
+      The observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked
+      for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -324,6 +325,8 @@ def _by_likelihood(
             _return_to_evidence(posterior, request.progress)
 
         def set_as_fitted() -> None:
+            if request.divergence is not None and request.divergence <= DIVERGENCE:
+                return  # nothing wider than what was asked for
             if not posterior.likelihood.has_divergence:
                 _return_to_evidence(posterior, request.progress)
             elif faithful_value is not None:

@@ -245,7 +245,7 @@ def test_a_good_network_keeps_its_fit_where_no_other_width_predicts_better(good_
         best, chosen = trials.best["validation NLL"], trials.chosen["validation NLL"]
         assert 0.0 < best < 0.08 and best <= chosen <= best + 3 / 200
         assert posterior.prior_precision == pytest.approx(own, rel=1e-6)
-        assert trials.chosen["temperature"] == posterior.temperature == 1.0
+        assert trials.chosen["temperature"] == posterior.temperature == pytest.approx(1.0, abs=0.02)
         assert min(trial["prior precision"] for trial in trials.trials) < own
         prediction = uq.wrap(model, posterior)(held_out[0])
         assert chosen == pytest.approx(-float(prediction.log_prob(held_out[1]).double().mean()), rel=1e-5)
@@ -272,6 +272,60 @@ def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(good_
     wanted = own if grid is None else min(value for value in grid if value > own)
     assert posterior.prior_precision == pytest.approx(wanted, rel=1e-6)
     assert "at most 0.01 above the best" in posterior.history.tuning["prior precision"]
+
+
+@pytest.fixture(scope="module")
+def overfitted_network():
+    """A network that knows its 20 inputs by heart, these, and others."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(400, 4, generator=generator)
+    y = (x[:, 0] + 0.5 * torch.randn(400, generator=generator) > 0).long()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
+        for _ in range(300):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x[:20]), y[:20]).backward()
+            optimiser.step()
+    return model, (x[:20], y[:20]), (x[20:], y[20:])
+
+
+def test_the_fit_is_kept_also_where_the_search_begins_narrower(overfitted_network):
+    """Far inputs diverge more than those of the training, so the budget on them leaves a narrower posterior."""
+    model, train, (x, _) = overfitted_network
+    far = 4 * x[:60]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        labels = torch.distributions.Categorical(logits=model(far)).sample()
+    posterior = uq.fit(model, [train], progress=False)
+    own = posterior.prior_precision
+    uq.tune(posterior, [(far, labels)], progress=False)
+    assert posterior.history.faithful["value"] > 1.2 * own
+    assert posterior.prior_precision == pytest.approx(own, rel=1e-6)
+    uq.tune(
+        posterior, [(far, labels)], divergence=1e-4, progress=False
+    )  # a budget below that of the fit is kept
+    assert posterior.prior_precision >= posterior.history.faithful["value"] * (1 - 1e-9) > 2 * own
+
+
+def test_the_prior_of_the_temperature_counts_for_the_width(overfitted_network):
+    """Two modes of the temperature, near 1 and near 4, are about as probable: the width must not decide by the
+    likelihood alone, for which the second is always better.
+    """
+    model, train, (x, y) = overfitted_network
+    posterior = uq.fit(model, [train], progress=False)
+    trials = uq.tune(posterior, [(x[:30], y[:30])], progress=False)
+
+    def objective(trial: dict[str, Any]) -> float:
+        return trial["validation NLL"] + np.log1p((np.log(max(1.0, trial["temperature"])) / 0.1) ** 2) / 30
+
+    best = min(map(objective, trials.trials))
+    assert {trial["temperature"] > 3 for trial in trials.trials} == {True, False}
+    assert objective(trials.chosen) <= best + 0.01
+    for trial in trials.trials:  # none that is wider was within reach
+        if trial["prior precision"] < posterior.prior_precision * (1 - 1e-9):
+            assert objective(trial) > best + 0.01
 
 
 def test_a_density_gives_up_a_hundredth_whatever_the_unit_of_its_targets(regression):
