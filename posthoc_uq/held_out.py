@@ -143,7 +143,7 @@ class HeldOutSearch:
             total = sum(
                 float(as_double(noisy.log_prob(outputs, targets)).sum()) for outputs, targets in pairs
             )
-            return reluctance(factor) - total if total == total else inf
+            return self._noise_reluctance(factor) - total if total == total else inf
 
         factor, _ = search_decades(loss, (-2.0, 2.0), _NOISES, max_evaluations=60)
         if posterior.takes_prior:
@@ -393,8 +393,16 @@ class HeldOutSearch:
 
     def _prior_of(self, name: str) -> float:
         """What the priors add to the mean loss of the present settings, where `name` is searched."""
-        noise = reluctance(self.posterior.noise_scale) / max(1, self._labels) if name == "noise" else 0.0
-        return self._penalty() + noise
+        if name != "noise":
+            return self._penalty()
+        return self._penalty() + self._noise_reluctance(self.posterior.noise_scale) / max(1, self._labels)
+
+    def _noise_reluctance(self, factor: float) -> float:
+        """`reluctance` of a noise scale. Where the likelihood has no estimate of its noise, 1 is a dispersion that was
+        given, often by default, and a smaller one is as likely as a larger one.
+        """
+        estimated = self.posterior.likelihood.noise_variance is not None
+        return reluctance(factor if estimated else max(factor, 1 / factor))
 
     def only_temperature(self) -> None:
         """Set the temperature alone."""

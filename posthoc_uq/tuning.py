@@ -301,6 +301,11 @@ def _by_likelihood(
     if not names and not tempered:
         raise nothing_to_tune(posterior)
     first, grid = posterior.widening, None if request.grid is None else checked_grid(names, request.grid)
+    # The search begins at the fit's own posterior, also where an earlier call of `tune` moved it: labels that were seen
+    # before find the same again.
+    fitted = posterior.history.faithful
+    if tempered:
+        posterior.temperature = fitted.get("network_temperature", 1.0)
     search = HeldOutSearch(
         posterior,
         loader,
@@ -342,6 +347,7 @@ def _by_likelihood(
             search.coordinate(name, request.max_evaluations)
     if not names:
         search.only_temperature()
+    posterior.history.faithful = fitted
     return search.finish()
 
 
@@ -383,7 +389,7 @@ def _recorded_faithful_value(posterior: Posterior, head: str) -> Any:
     otherwise.
     """
     recorded = posterior.history.faithful
-    if not recorded or posterior.history.head.get("criterion") != "faithful":
+    if not recorded:
         return None
     same = (recorded["head"], recorded["settings"]) == (head, other_settings(posterior))
     return recorded["value"] if same else None

@@ -141,8 +141,8 @@ def test_the_widest_that_held_out_data_hardly_mind(classifier, head):
     model, train, held_out = classifier
     posterior = uq.fit(model, train, head=head, progress=False)
     trials = uq.tune(posterior, held_out, progress=False)
-    faithful = posterior.history.faithful["value"]  # of a budget of its own, on held-out inputs
-    assert posterior.history.faithful["budget"] == 0.02
+    faithful = trials.trials[0]["prior precision"]  # of a budget of its own, on held-out inputs
+    assert posterior.history.faithful["budget"] == 0.002  # the record is the fit's
     chosen, best = _loss(model, posterior, held_out), trials.best["validation NLL"]
     assert posterior.prior_precision >= faithful * (1 - 1e-9)
     assert chosen <= best + 0.01 + 1e-6
@@ -169,11 +169,9 @@ def test_held_out_data_that_ask_for_certainty_narrow_the_posterior(classifier):
 def test_a_faithful_prior_without_settings_is_found_anew(classifier):
     model, train, held_out = classifier
     posterior = uq.fit(model, train, divergence=0.3, progress=False)
-    settings = posterior.history.faithful["settings"]
     posterior.history.faithful |= {"settings": {}, "value": 1e-3}  # as `load` gives it of a file without them
-    uq.tune(posterior, held_out, divergence=0.3, temperature=False, progress=False)
-    assert posterior.history.faithful["settings"] == settings
-    assert posterior.history.faithful["value"] > 1e-2
+    trials = uq.tune(posterior, held_out, divergence=0.3, temperature=False, progress=False)
+    assert min(trial["prior precision"] for trial in trials.trials) > 1e-2
 
 
 def test_what_is_asked_for_is_searched(classifier):
@@ -300,13 +298,28 @@ def test_the_fit_is_kept_also_where_the_search_begins_narrower(overfitted_networ
         labels = torch.distributions.Categorical(logits=model(far)).sample()
     posterior = uq.fit(model, [train], progress=False)
     own = posterior.prior_precision
-    uq.tune(posterior, [(far, labels)], progress=False)
-    assert posterior.history.faithful["value"] > 1.2 * own
+    trials = uq.tune(posterior, [(far, labels)], progress=False)
+    assert trials.trials[0]["prior precision"] > 1.2 * own
     assert posterior.prior_precision == pytest.approx(own, rel=1e-6)
-    uq.tune(
-        posterior, [(far, labels)], divergence=1e-4, progress=False
-    )  # a budget below that of the fit is kept
-    assert posterior.prior_precision >= posterior.history.faithful["value"] * (1 - 1e-9) > 2 * own
+    # a budget below that of the fit is kept
+    trials = uq.tune(posterior, [(far, labels)], divergence=1e-4, progress=False)
+    assert min(trial["prior precision"] for trial in trials.trials) > 2 * own
+    assert posterior.prior_precision > 2 * own
+
+
+@pytest.mark.parametrize("prior", [None, 5.0])
+def test_a_second_call_finds_the_same_as_the_first(overfitted_network, tmp_path, prior):
+    """Also after the file was read; the record of the fit's own prior stays."""
+    model, train, held_out = overfitted_network[:3]
+    posterior = uq.fit(model, [train], prior_precision=prior, progress=False)
+    fitted = dict(posterior.history.faithful)
+    uq.tune(posterior, [held_out], progress=False)
+    first = posterior.settings.plain()
+    assert posterior.history.faithful == fitted
+    uq.save(posterior, tmp_path / "tuned.h5")
+    for again in (posterior, uq.load(tmp_path / "tuned.h5", model)):
+        uq.tune(again, [held_out], progress=False)
+        assert again.settings.plain() == pytest.approx(first, rel=1e-6)
 
 
 def test_the_prior_of_the_temperature_counts_for_the_width(overfitted_network):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log, log10
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ def matched(task: Task, layer: Layer, block: MessagesBlock, examples: Examples, 
     def least(width: float) -> float:
         """The least divergence at any temperature."""
         search = {"bounds": (_LOWEST, top), "method": "bounded", "options": {"xatol": _FINE}}
-        found = minimize_scalar(divergence, args=(width, _FEW), **search)
+        found: Any = minimize_scalar(divergence, args=(width, _FEW), **search)
         return min(float(found.fun), divergence(top, width, _FEW))
 
     width = _widest(least)
