@@ -40,6 +40,8 @@ def _own_modules(names: set[str], folder: Path) -> Iterator[pytest.MonkeyPatch]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(folder))
+            # folders of other recipes that a script put there would come before those that this one adds
+            sys.path[:] = [p for p in sys.path if Path(p).parent != RECIPES or Path(p) == folder]
             yield patch
     finally:
         _purged(names)

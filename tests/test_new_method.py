@@ -123,9 +123,9 @@ def test_two_methods_cannot_have_one_name(isotropic: Any) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_held_out_data_that_tune_nothing_lose_no_fit() -> None:
-    """A posterior that can only be drawn from, of a regression: no width, no temperature."""
+    """A posterior that can only be drawn from, of counts: no width, no temperature, no noise."""
     model, x = mlp(), inputs_of(4)
-    data = batches(x, targets_of(model, x, "regression"))
+    data = batches(x, targets_of(model, x, "poisson"))
     with registries_restored():
         sys.modules.pop("drawn_method", None)
         importlib.import_module("drawn_method")
@@ -133,6 +133,6 @@ def test_held_out_data_that_tune_nothing_lose_no_fit() -> None:
             UserWarning, match="val_loader was not used. There is nothing to tune: .*'spike_slab'"
         ):
             posterior = uq.fit(
-                model, data, "spike_slab", likelihood="regression", val_loader=data, progress=False
+                model, data, "spike_slab", likelihood="poisson", val_loader=data, progress=False
             )
         assert uq.wrap(model, posterior)(x).mean.shape == (24, 3)

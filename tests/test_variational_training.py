@@ -118,7 +118,7 @@ def test_a_loader_of_unknown_length_is_counted() -> None:
         (1200, 19, 211),
         (106, 2, 2000),
         (5000, 4000, 10),
-        (49_999, 200, 20),
+        (49_999, 200, 11),  # no more passes of samples than 50,000 take
         (50_000, 200, 10),
         (60_000, 60, 10),
     ],

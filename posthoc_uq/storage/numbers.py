@@ -88,8 +88,7 @@ def check_blocks(
             "its prior precisions of single weights must be positive, and not so small"
         )
     # the noise is a part of the weights' precision where the likelihood has a noise variance
-    likelihood = attributes["likelihood"]
-    noisy = "noise_variance" in likelihood.get("attributes", likelihood)
+    noisy = "noise_variance" in attributes.get("likelihood", {"noise_variance": None})
     power = attributes["evidence"]["noise_power"] if noisy else 0
     scale = attributes["scale"] / noise_scale**power
     settings = Settings(scale, max(precisions) * max(factors), attributes["residual_weight"])
