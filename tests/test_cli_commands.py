@@ -709,6 +709,7 @@ def test_a_function_space_posterior_goes_through_every_command_on_a_file(
     assert "method='function_space' has no log marginal likelihood" in failure("tune", file, *options)
 
 
+@pytest.mark.study
 def test_the_throughput_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))

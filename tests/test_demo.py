@@ -48,7 +48,7 @@ def test_digits_end_to_end(tmp_path: Path) -> None:
     assert left == ["digits.cnn.pt", "digits.inf.h5", "digits.png"]
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_photos_on_a_few_crops(tmp_path: Path) -> None:
     result = photos.run(tmp_path, seed=0, crops=8)
 

@@ -116,6 +116,7 @@ print(peak() - imported)
 """
 
 
+@pytest.mark.study
 def test_peak_memory_of_resnet18():
     """Fit with evidence, thirty draws kept as an ensemble (1.3 GiB), a prediction at 224 px: under 2 GiB above what
     importing torch and torchvision takes, which differs from version to version (0.9 GiB of 2.15).

@@ -263,6 +263,7 @@ for keep, batched, count in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.study
 def test_thousands_of_predictions_do_not_grow_memory():
     settings = [("weights", "auto", 1_500), ("weights", False, 1_500), ("seeds", False, 500)]
     done = subprocess.run(
