@@ -149,7 +149,8 @@ class TestFit:
     def test_held_out_data_tune_it(self, place: Path) -> None:
         fit(place, "tuned.h5", "--val-data", place / "val")
         found = uq.load(place / "tuned.h5", trained(place))
-        assert "validation NLL of at most 0.01 above the best" in found.history.tuning["prior precision"]
+        how = found.history.tuning["prior precision"]
+        assert how.startswith("the widest") and how.endswith("given up")
         assert found.history.head == {"name": "linearized", "options": {}, "criterion": "likelihood"}
         said = failure(
             *[

@@ -310,7 +310,7 @@ def test_tuning(name: str, criterion: str) -> None:
             return
         tune()
     assert posterior.history.head["criterion"] == criterion
-    assert bool(posterior.history.faithful) == (criterion != "evidence" and posterior.widening is not None)
+    assert bool(posterior.history.faithful) == (criterion == "faithful" and posterior.widening is not None)
     assert posterior.settings.plain() != before or not posterior.takes_prior
     assert all(0 < value < float("inf") for value in posterior.settings.plain().values())
 
