@@ -644,7 +644,8 @@ def test_a_prediction_comes_in_one_copy(head: str, waits: int, device: torch.dev
 def test_an_evaluation_copies_little(device: torch.device) -> None:
     model = network(device=counting_device(device))
     predictor = uq.wrap(model, fitted(model), "moments")
-    assert waits_a_batch(lambda loader: uq.evaluate(predictor, loader, progress=False)) <= 5
+    # one of them looks whether the model's weights changed
+    assert waits_a_batch(lambda loader: uq.evaluate(predictor, loader, progress=False)) <= 6
 
 
 @pytest.mark.device

@@ -440,7 +440,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         predictions, posterior = list[Prediction](), self._snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
-                self.check_weights()
                 predictions.append(self._answer(posterior, batch, on_cpu=True))
                 bar.advance(len(predictions[-1]))
+        self.check_weights()  # once at each end: a look at each batch would make a GPU wait
         return cat(predictions)
