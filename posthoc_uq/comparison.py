@@ -84,7 +84,7 @@ class Comparison:
         spreads = [own.outputs for own in self._compared if own.layout is None]
         if not spreads or len({outputs.shape[1:] for outputs in spreads}) > 1:
             return False
-        return float(torch.cat(spreads).double().std(0).max()) < _FLAT
+        return float(as_double(torch.cat(spreads)).std(0).max()) < _FLAT
 
     def at_present(self) -> tuple[float, float]:
         """The mean divergence in nats at the posterior's present settings but the temperature, infinite where there is

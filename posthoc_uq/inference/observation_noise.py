@@ -95,10 +95,9 @@ def warn_if_memorised(posterior: Posterior) -> None:
     at_own = posterior.snapshot(replace(posterior.settings, prior_precision=precision))
     effective = 0.0
     for name, variance in at_own.variance().items():
-        settled = 1 - precision * _times(as_double(variance), ratios.get(name))
-        effective += float(
-            settled[variance > 0].clamp(min=0).sum()
-        )  # without variance: no part of the posterior
+        wide = as_double(variance)
+        settled = (1 - precision * _times(wide, ratios.get(name))).clamp(min=0)
+        effective += float(settled[wide > 0].sum())  # without variance: no part of the posterior
     if effective > _FREE.get(posterior.method, 0.5) * targets:
         warn_user(
             f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
