@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.arguments import LOADER, explained
+from posthoc_uq.attempts import out_of_memory
 from posthoc_uq.curvature.dryrun import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.loaders import Batch
@@ -41,9 +42,9 @@ def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) 
     some = batch.narrow(0, min(samples, _SAMPLES), samples)
     try:
         outputs = _outputs(replicate(model), some)
-    except (MemoryError, torch.cuda.OutOfMemoryError):
-        raise
-    except Exception:  # a model that takes whole batches only; an error of its own comes again
+    except Exception as error:  # a model that takes whole batches only; an error of its own comes again
+        if out_of_memory(error):
+            raise
         some = batch
         with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
             outputs = _outputs(replicate(model), some)
@@ -64,9 +65,9 @@ def _stay_applied(model: nn.Module, batch: Batch, likelihood: Likelihood) -> boo
         }
         try:
             outputs = _outputs(replicate(model, weights), batch)
-        except (MemoryError, torch.cuda.OutOfMemoryError):
-            raise
-        except Exception:  # a model that checks its weights; nothing is known of it then
+        except Exception as error:  # a model that checks its weights; nothing is known of it then
+            if out_of_memory(error):
+                raise
             return False
         if not _look_applied(outputs, likelihood):
             return False
