@@ -6,6 +6,7 @@ model so that every prediction comes with its uncertainty, which ``evaluate`` pu
 
 from posthoc_uq import sparse
 from posthoc_uq.activations import ConditionalInverseCDF, InverseCDF
+from posthoc_uq.deployment.export import export, export_onnx, exportable
 from posthoc_uq.errors import (
     CorruptPosteriorError,
     NonFiniteError,
@@ -14,7 +15,6 @@ from posthoc_uq.errors import (
     UnsupportedLayerError,
 )
 from posthoc_uq.evaluation import Evaluation, evaluate
-from posthoc_uq.exporting import export, export_onnx, exportable
 from posthoc_uq.faithful import Faithful
 from posthoc_uq.fitting import fit
 from posthoc_uq.function_divergence import function_space_kl

@@ -26,10 +26,9 @@ from posthoc_uq.cli.meaning import meaning_of_likelihood
 from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.transforms import Preprocessing
 from posthoc_uq.cli.weights import read_state
+from posthoc_uq.deployment import read_scores
 from posthoc_uq.distributed import own_samples, sampler_of
 from posthoc_uq.files import IMAGE_ENDINGS
-from posthoc_uq.monitoring import Records
-from posthoc_uq.monitoring.pictures import pictures_of
 
 GIVEN: dict[str, Any] = {
     **dict.fromkeys("split class_map limit ignore_index".split()),
@@ -397,7 +396,7 @@ def test_what_is_no_file_is_said(tmp_path: Path) -> None:
         lambda: read_map(str(tmp_path / "t.csv")),
         lambda: read_names(str(tmp_path / "t.csv")),
         lambda: read_state(str(tmp_path / "t.csv")),
-        lambda: Records.read(str(tmp_path / "t.csv"), "rows"),
+        lambda: read_scores(str(tmp_path / "t.csv")),
         lambda: read("/dev/zero"),
     ):
         assert (
@@ -428,8 +427,7 @@ def test_no_other_formats_than_the_promised(tmp_path: Path, monkeypatch: pytest.
     data = read("torchvision:ImageFolder", data_root=str(tmp_path / "root" / "root"))
     assert "Unreadable image" in complaint(lambda: list(data.loader))
     assert known == Image.ID
-    records = Records.of([{"file": "x.png", "entropy": "1"}])
-    assert pictures_of(records, [tmp_path], 3) == [] and not mark.exists()
+    assert not mark.exists()
     gif = tmp_path / "y.png"
     Image.new("RGB", (4, 4)).save(gif, format="GIF")
     assert "not in an image format" in complaint(lambda: list(read(gif, labels=False).loader))

@@ -34,7 +34,7 @@ PAGES = sorted(
 )
 ELSEWHERE = {
     "docs/coming_from_laplace_torch.md": "test_notebooks.py",
-    "docs/deployment.md": "test_serving.py",
+    "docs/deployment.md": "test_serve.py",
     "docs/format.md": "test_storage.py",
     "docs/language_models.md": "test_transformers.py",
 }

@@ -265,9 +265,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     ),
     "monitor -o": (("monitor", "a.csv", "--reference", "b.csv"), "-o", ("a.csv", "b.csv")),
     "serve --log": (
-        ("serve", "p.h5", "--reference", "b.csv", *LINE),
+        ("serve", "p.h5", *LINE),
         "--log",
-        ("p.h5", "b.csv", "w.pt", "nets.py"),
+        ("p.h5", "w.pt", "nets.py"),
     ),
 }
 
@@ -419,8 +419,8 @@ def attack_pipes(place: Path) -> None:
         "as the posterior": ("predict", "pipe.h5", "data.csv", *LINE, "-o", out),
         "to inspect": ("inspect", "pipe.h5"),
         "as names": ("predict", "p.h5", "data.csv", *LINE, "--class-names", "pipe.csv", "-o", out),
-        "as the log": ("monitor", "pipe.csv", "--reference", "b.csv", "-o", place / "page.html"),
-        "as the reference": ("monitor", "a.csv", "--reference", "pipe.csv", "-o", place / "page.html"),
+        "as the log": ("monitor", "pipe.csv", "--reference", "b.csv", "-o", place / "drift.png"),
+        "as the reference": ("monitor", "a.csv", "--reference", "pipe.csv", "-o", place / "drift.png"),
     }
     for name, arguments in some(list(calls.items())):
         result = call(place, *arguments, limit=20)

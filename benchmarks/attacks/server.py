@@ -43,7 +43,7 @@ import torch
 from PIL import Image
 
 import posthoc_uq as uq
-from posthoc_uq.monitoring import Records, ScoreLog
+from posthoc_uq.deployment import ScoreLog, read_scores
 
 MODEL = """
 from torch import nn
@@ -493,7 +493,7 @@ def dawdling(place: Place, smoke: bool) -> Iterator[Found]:
     for name, (count, sent) in sieges.items():
         with place.serving("--max-bytes", 2**20) as server:
             for _ in range(30):
-                server.ask()  # the live page shows something
+                server.ask()
             before = server.resident
             with server.watched(), Siege(server, count, sent, sent == unread) as siege:
                 statuses = [_after(0.05, server.ask) for _ in range(asked)]
@@ -566,7 +566,7 @@ def logs(place: Place, smoke: bool) -> Iterator[Found]:
     def read() -> list[float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a row is torn is said as a warning
-            return Records.read(str(path), "rows").scores["novelty"].tolist()
+            return read_scores(str(path)).values["novelty"].tolist()
 
     step = 7 if smoke else 1
     for count in (4, 6, 7, 8):

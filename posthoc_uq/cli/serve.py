@@ -23,53 +23,6 @@ _limit_options = several_options(
             show_default=True,
             help="Of an image, width times height, before it is decoded.",
         ),
-        click.option(
-            "--queue",
-            type=_MANY,
-            default=64,
-            show_default=True,
-            help="Requests under way; more get status 503.",
-        ),
-        click.option(
-            "--workers",
-            type=_MANY,
-            default=2,
-            show_default=True,
-            help="Threads that decode and predict; the model runs in one at a time.",
-        ),
-    ]
-)
-
-_kept_options = several_options(
-    [
-        click.option(
-            "--reference",
-            metavar="CSV",
-            help="Scores of held-out data (a CSV of predict), for the live page.",
-        ),
-        click.option(
-            "--window",
-            type=click.IntRange(20),
-            default=200,
-            show_default=True,
-            help="Inputs of a test of drift.",
-        ),
-        click.option(
-            "--remember",
-            type=_MANY,
-            default=5000,
-            show_default=True,
-            help="Inputs whose scores the live page shows.",
-        ),
-        click.option("--log", metavar="CSV", help="Add the scores of every input to this file."),
-        click.option(
-            "--keep-images",
-            type=click.IntRange(0),
-            default=0,
-            show_default=True,
-            metavar="N",
-            help="Thumbnails of the N most novel images for the live page; with --log also in CSV.images/.",
-        ),
     ]
 )
 
@@ -103,7 +56,7 @@ _kept_options = several_options(
 )
 @click.option("--integers", is_flag=True, help="Inputs of JSON are whole numbers, such as tokens.")
 @_limit_options
-@_kept_options
+@click.option("--log", metavar="CSV", help="Add the scores of every input to this file.")
 @names_option
 @prediction_options
 @transform_options
@@ -113,14 +66,12 @@ def command(file: str, as_json: bool, **options: Any) -> None:
     POST /predict takes JSON {"input": nested lists of numbers}, /predict/image a PNG or JPEG file, /predict/batch
     {"inputs": [...]} or a form of several images. Every answer has the prediction, its uncertainty, and whether to
     refer it to a person.
-    GET / is a live page of what comes in, /metrics is for Prometheus, /health says that it runs.
-
-    Nothing of the inputs is stored, unless --log or --keep-images is given.
+    GET /metrics is for Prometheus, /health says that it runs. Nothing of the inputs is stored but scores, by --log.
 
     \b
     Examples:
-      posthoc-uq serve model.h5 --model timm:resnet18 --weights w.pt --class-names names.txt --reference held_out.csv
-      posthoc-uq serve model.h5 --model nets.py:cnn --weights w.pt --port 9000 --log predictions.csv --keep-images 24
+      posthoc-uq serve model.h5 --model timm:resnet18 --weights w.pt --class-names names.txt
+      posthoc-uq serve model.h5 --model nets.py:cnn --weights w.pt --port 9000 --log scores.csv
       curl -F image=@photo.jpg http://127.0.0.1:8000/predict/image
     """
     from posthoc_uq.cli import serving

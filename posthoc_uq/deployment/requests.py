@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from posthoc_uq.image_sizes import UNKNOWN, too_long
-from posthoc_uq.serving.refusals import Refused, shortened
 
 _IMAGES = 8  # of the largest size, that a form may hold: decoding takes a second or two each
 _SCANS = 100  # of a JPEG file; progressive ones have about ten
@@ -29,6 +28,26 @@ BUSY = "The server is busy; try again in a second."
 _ARRIVING = 4  # times the queue's length, so many bodies may be on their way
 _PART = 2**20  # bytes of a form that are parsed at once
 IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
+
+
+class Refused(Exception):
+    """A request that gets no prediction.
+
+    Args:
+        status: of the HTTP answer, 4xx, or 503 where the server is busy.
+        kind: one word, for the metrics.
+        sentence: what is wrong and what would be right.
+    """
+
+    def __init__(self, status: int, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status, self.kind, self.sentence = status, kind, sentence
+
+
+def shortened(text: object, length: int = 300) -> str:
+    """A message of another library in one line."""
+    line = " ".join(str(text).split()).rstrip(".")
+    return line if len(line) <= length else line[:length] + " ..."
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,7 @@ class Limits:
             of all images of a form once they are prepared, at three numbers each.
         seconds: that its body may take to arrive.
         shorter: pixels to which the transform resizes the shorter side of an image, or 0 where it keeps the size.
+        queue: requests under way, each with its whole body; more are told to come again.
     """
 
     bytes: int = 16 * 2**20
@@ -49,6 +69,7 @@ class Limits:
     pixels: int = 40_000_000
     seconds: float = 30.0
     shorter: int = UNKNOWN
+    queue: int = 64
 
 
 class Bodies:
@@ -56,12 +77,12 @@ class Bodies:
     place in the queue; where one more would be too many, that which has been arriving for longest is given up.
 
     Args:
-        limits: of one request.
-        queue: requests under way, for whose bodies there is memory.
+        limits: of one request, and of their number.
     """
 
-    def __init__(self, limits: Limits, queue: int) -> None:
-        self._limits, self._most, self._bytes = limits, _ARRIVING * queue, queue * limits.bytes
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._most = limits, _ARRIVING * limits.queue
+        self._bytes = limits.queue * limits.bytes
         self._held = 0  # bytes of all
         self._arriving: dict[_Arriving, asyncio.Task[bytes]] = {}  # the oldest first
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.exporting import ClassTensors, ValueTensors, export, exportable, tensors_of
+from posthoc_uq.deployment import export, exportable
+from posthoc_uq.predictions.tensors import ClassTensors, ValueTensors
 
 
 def cnn() -> nn.Module:
@@ -56,7 +57,7 @@ def test_exported_programs_give_equal_results_from_their_file(build: Any, head: 
     predictor = uq.wrap(net, fitted(net), **HEADS[head])
     x = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
-        expected = tensors_of(predictor(x))
+        expected = predictor(x).tensors()
         program = export(predictor, x)
         torch.export.save(program, tmp_path / "p.pt2")
         loaded = torch.export.load(tmp_path / "p.pt2").module()
@@ -119,7 +120,7 @@ def test_the_default_head_is_exported_by_drawn_weights_and_says_so() -> None:
 
 def test_a_prediction_without_draws_has_no_mutual_information() -> None:
     net = cnn()
-    found = tensors_of(uq.wrap(net, fitted(net), head="moments", link="probit")(torch.randn(2, 3, 32, 32)))
+    found = uq.wrap(net, fitted(net), head="moments", link="probit")(torch.randn(2, 3, 32, 32)).tensors()
     assert isinstance(found, ClassTensors) and bool(found.mutual_information.isnan().all())
     assert isinstance(found.entropy, Tensor)
 
@@ -135,7 +136,7 @@ def test_onnx_files_give_equal_results(tmp_path: Path) -> None:
     names = [value.name for value in session.get_outputs()]
     assert names == list(ClassTensors._fields)
     outputs = dict(zip(names, session.run(None, {"input": x.numpy()}), strict=True))
-    expected = tensors_of(predictor(x))
+    expected = predictor(x).tensors()
     for name in names:
         torch.testing.assert_close(
             torch.from_numpy(outputs[name]), getattr(expected, name), rtol=1e-3, atol=1e-5

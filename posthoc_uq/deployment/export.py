@@ -17,20 +17,11 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.loaders import Batch
 from posthoc_uq.outputs import output_tensor
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.tensors import ClassTensors, ValueTensors
 from posthoc_uq.replica import unwrap
 from posthoc_uq.warned import warn_user
 
-__all__ = ["ClassTensors", "ValueTensors", "export", "export_onnx", "exportable", "tensors_of"]
-
 _MOST = 2**16 - 1
 """Samples in a batch of an exported program: the most that torch's batch normalisation takes on a GPU."""
-
-
-def tensors_of(prediction: Prediction) -> NamedTuple:
-    """A prediction as a named tuple of tensors: `ClassTensors` or `ValueTensors`."""
-    return prediction.tensors()
 
 
 class _Moments(nn.Module):
@@ -39,7 +30,7 @@ class _Moments(nn.Module):
         self.predictor = predictor
 
     def forward(self, *args: Any) -> NamedTuple:
-        return tensors_of(self.predictor(*args))
+        return self.predictor(*args).tensors()
 
 
 class _Sampling(nn.Module):
@@ -56,7 +47,7 @@ class _Sampling(nn.Module):
         divisor = divisor_of(posterior)
         if divisor != 1.0:
             outputs = outputs / divisor
-        return tensors_of(predict(outputs, posterior))
+        return predict(outputs, posterior).tensors()
 
 
 def exportable(predictor: Predictor) -> nn.Module:
@@ -68,19 +59,6 @@ def exportable(predictor: Predictor) -> nn.Module:
     class; an ONNX file does not need it. The linearised head needs backward passes, which programs cannot hold: its
     posterior is exported as the sampling head, with a warning.
     """
-    return _exportable(predictor)
-
-
-def _check_inputs(inputs: tuple[Any, ...]) -> None:
-    if not inputs or not all(isinstance(value, Tensor) for value in inputs):
-        kinds = ", ".join(f"a {type(value).__name__}" for value in inputs) or "nothing"
-        raise PosthocUQError(
-            f"export takes a predictor and an example of the model's inputs as tensors, uq.export(predictor, x), and "
-            f"was given {kinds}; torch.as_tensor(x) makes a tensor of an array."
-        )
-
-
-def _exportable(predictor: Any) -> nn.Module:
     if not isinstance(predictor, Predictor):
         raise PosthocUQError(
             f"export takes a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
@@ -89,19 +67,13 @@ def _exportable(predictor: Any) -> nn.Module:
     if isinstance(predictor, MomentsPredictor):
         return _Moments(predictor).eval()
     if not isinstance(predictor, SamplingPredictor):
-        predictor = _drawn(predictor)
+        head, predictor = predictor.head, SamplingPredictor(predictor.model, predictor.posterior)
+        warn_user(
+            f"head={head!r} cannot be exported, because it needs backward passes: the program has "
+            f"{predictor.n_samples} draws of the weights in its place; wrap with head='moments' or head='sampling' to "
+            f"choose."
+        )
     return _Sampling(predictor).eval()
-
-
-def _drawn(predictor: Predictor) -> SamplingPredictor:
-    """The sampling head of the same model and posterior, with a warning that says so."""
-    drawn = SamplingPredictor(predictor.model, predictor.posterior)
-    warn_user(
-        f"head={predictor.head!r} cannot be exported, because it needs backward passes: the program has "
-        f"{drawn.n_samples} draws of the weights in its place, whose predictions differ somewhat; wrap with "
-        f"head='moments' or head='sampling' to choose."
-    )
-    return drawn
 
 
 def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) -> torch.export.ExportedProgram:
@@ -154,8 +126,12 @@ def export_onnx(
 
 
 def _program(predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool) -> torch.export.ExportedProgram:
-    _check_inputs(inputs)
-    module = _exportable(predictor)
+    if not inputs or not all(isinstance(value, Tensor) for value in inputs):
+        kinds = ", ".join(f"a {type(value).__name__}" for value in inputs) or "nothing"
+        raise PosthocUQError(
+            f"export takes an example of the model's inputs as tensors, uq.export(predictor, x), and was given {kinds}."
+        )
+    module = exportable(predictor)
     shapes: Any = None
     if dynamic_batch:
         batch = torch.export.Dim("batch", min=1, max=_MOST)

@@ -1,0 +1,345 @@
+"""Drift of the scores of what comes in, against held-out data: a table and one figure.
+
+The scores come from CSV files: the log to which a server adds (`ScoreLog`), or what ``posthoc-uq predict`` writes.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import StringIO
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.files import check_regular
+from posthoc_uq.storage.atomic import checked_target
+from posthoc_uq.tables import csv_text, text_table
+
+SCORES = ("entropy", "mutual_information", "novelty", "standard_deviation")
+"""The scores that are watched, by the names of their columns."""
+LEVEL = 0.01
+"""How probable a false alarm is at most, over all tests together."""
+FEWEST = 20  # inputs, of either side, without which no test is made
+_EXACT = 250_000  # product of the two counts up to which the p-value is exact
+
+_COLUMNS = ("time", "label_1", "probability_1", "mean", *SCORES, "flag", "reason", "tail")
+_HEADER = (",".join(_COLUMNS) + "\n").encode()
+_OUTPUT = re.compile(r"^(standard_deviation)_\d+$")
+_BREAK = re.compile(r"[\r\n\0]+")
+_BLOCK = 2**16  # bytes that are searched at once for the end of a row
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of inputs, in the order in which these came.
+
+    Attributes:
+        values: by name, (inputs,); NaN where an input has none. Only those that some input has.
+        referred: (inputs,), 1 and 0; NaN where there was no threshold.
+        left_out: rows of the file that are torn or garbled.
+    """
+
+    values: Mapping[str, Numbers]
+    referred: Numbers
+    left_out: int = 0
+
+    def __len__(self) -> int:
+        return len(self.referred)
+
+    @property
+    def share_referred(self) -> float | None:
+        """Of those inputs for which that was decided."""
+        known = self.referred[~np.isnan(self.referred)]
+        return float(known.mean()) if len(known) else None
+
+
+def read_scores(path: str, last: int | None = None) -> Scores:
+    """The scores in a CSV file with a row a line. Rows that are torn or garbled, as a power cut or a full disk leaves
+    them, are left out, with a warning that says how many there are, and where.
+
+    Args:
+        path: of the file.
+        last: rows to take, from the end; None for all.
+
+    Raises:
+        PosthocUQError: it cannot be read, or has none of the scores, or no whole row.
+    """
+    check_regular(path, "The table")
+    try:
+        with open(path, encoding="utf-8", errors="replace", newline="") as file:
+            header = _cells(next(file, ""))
+            rows = deque(enumerate(file, 2), maxlen=last)
+    except OSError as error:
+        raise PosthocUQError(f"'{path}' cannot be read: {error.strerror}.") from error
+    if header is None or any("\ufffd" in column for column in header):
+        raise PosthocUQError(f"'{path}' is no CSV file in UTF-8.")
+    names = {place: _OUTPUT.sub(r"\1", column) for place, column in enumerate(header)}
+    watched = [place for place, name in names.items() if name in (*SCORES, "flag")]
+    found: list[list[float]] = []
+    faults: list[int] = []
+    for number, line in rows:
+        cells = _cells(line)
+        if cells == []:
+            continue
+        try:
+            if cells is None or len(cells) != len(header):
+                raise ValueError(line)
+            found.append([float(cells[place] or "nan") for place in watched])
+        except ValueError:
+            faults.append(number)
+    if not found:
+        raise PosthocUQError(f"'{path}' has no whole row of scores.")
+    table = np.array(found).reshape(len(found), len(watched))
+    values: dict[str, Numbers] = {}
+    for score in SCORES:  # of several outputs, the mean over them, as `Prediction.scores` has it
+        columns = table[:, [names[place] == score for place in watched]]
+        if columns.shape[1] and not np.isnan(mean := columns.mean(1)).all():
+            values[score] = mean
+    if not values:
+        raise PosthocUQError(
+            f"'{path}' has none of the columns {', '.join(SCORES)}; it must be a CSV of posthoc-uq predict or serve."
+        )
+    if faults:
+        warnings.warn(
+            f"'{path}' has {len(faults):,} torn or garbled rows, which are left out; the first is line {faults[0]:,}.",
+            stacklevel=2,
+        )
+    flags = table[:, [names[place] == "flag" for place in watched]]
+    return Scores(values, flags[:, 0] if flags.shape[1] else np.full(len(found), np.nan), len(faults))
+
+
+def _cells(line: str) -> list[str] | None:
+    """The values of a line; none for a blank one, None for one that cannot be parsed."""
+    text = line.rstrip("\r\n")
+    if not text or '"' not in text:  # by far the most, and four times as fast
+        return None if "\0" in text else text.split(",") if text else []
+    try:
+        return next(csv.reader([text], strict=True))
+    except csv.Error:
+        return None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A two-sample Kolmogorov-Smirnov test of one window against the held-out data.
+
+    Attributes:
+        score: the name of what is compared.
+        first: number of the window's first input, from 0 on.
+        last: number after its last.
+        statistic: the largest distance between the two distribution functions, in [0, 1].
+        p_value: how probable such a distance is, or a larger one, where both have the same distribution.
+        alarm: whether `p_value` is below `LEVEL`, divided by the number of tests (Bonferroni).
+    """
+
+    score: str
+    first: int
+    last: int
+    statistic: float
+    p_value: float
+    alarm: bool
+
+
+def drifts(incoming: Scores, reference: Scores, window: int = 200) -> list[Drift]:
+    """The tests of all windows, for every score that both sides have; oldest window first.
+
+    Windows are counted from the newest input back; all inputs are one window where they are fewer, and those left over
+    at the beginning are in none. The inputs of a window are taken as independent: frames of one film are not, and give
+    alarms too early.
+
+    Args:
+        incoming: in their order of coming.
+        reference: of held-out inputs that are like those of the training.
+        window: inputs of a test.
+
+    Raises:
+        PosthocUQError: the window is smaller than `FEWEST`, or the two have no score in common.
+    """
+    from scipy.stats import ks_2samp
+
+    if window < FEWEST:
+        raise PosthocUQError(f"A window of {window} inputs tells too little; take {FEWEST} or more.")
+    shared = [score for score in incoming.values if score in reference.values]
+    if not shared:
+        raise PosthocUQError(
+            f"What came in has {', '.join(incoming.values)} and the held-out data have {', '.join(reference.values)}; "
+            f"they need a score in common."
+        )
+    ends = range(len(incoming), window - 1, -window) if len(incoming) > window else [len(incoming)]
+    found: list[tuple[str, int, int, float, float]] = []
+    for score in shared:
+        known = _finite(reference.values[score])
+        for last in sorted(ends):
+            first = max(0, last - window)
+            values = _finite(incoming.values[score][first:last])
+            if min(len(values), len(known)) >= FEWEST:
+                method = "exact" if len(values) * len(known) <= _EXACT else "asymp"
+                test: Any = ks_2samp(values, known, method=method)
+                found.append((score, first, last, float(test.statistic), float(test.pvalue)))
+    limit = LEVEL / max(1, len(found))
+    return [Drift(*entry, alarm=entry[-1] < limit) for entry in found]
+
+
+def newest(found: Sequence[Drift]) -> list[Drift]:
+    """The tests of the newest window."""
+    last = max((test.last for test in found), default=0)
+    return [test for test in found if test.last == last]
+
+
+def drift_table(found: Sequence[Drift]) -> str:
+    """The tests of the newest window as text, with how many older windows raised an alarm."""
+    windows = {
+        score: [test.alarm for test in found if test.score == score] for score in {t.score for t in found}
+    }
+    return text_table(
+        ["score", "D", "p-value", "drift", "windows with drift"],
+        [
+            [
+                test.score,
+                test.statistic,
+                f"{test.p_value:.2g}",
+                "yes" if test.alarm else "no",
+                f"{sum(windows[test.score])} of {len(windows[test.score])}",
+            ]
+            for test in newest(found)
+        ],
+        digits=3,
+    )
+
+
+def drift_figure(incoming: Scores, reference: Scores, window: int = 200) -> Any:
+    """A matplotlib figure: for each score the shares of held-out inputs (filled) and of the newest window (outlined);
+    then the share of inputs referred, window by window, beside that of the held-out data (dashed).
+    """
+    from matplotlib.figure import Figure
+
+    shared = [score for score in incoming.values if score in reference.values]
+    figure = Figure(figsize=(4.2 * (len(shared) + 1), 3.2), layout="constrained")
+    panels: Any = figure.subplots(1, len(shared) + 1, squeeze=False)[0]
+    for axes, score in zip(panels, shared, strict=False):
+        known, new = _finite(reference.values[score]), _finite(incoming.values[score][-window:])
+        pooled = np.concatenate([known, new])
+        edges: Any = np.histogram_bin_edges(pooled, 24)
+        positive = pooled[pooled > 0]
+        if 2 * len(positive) > len(pooled) and positive.max() > 100 * positive.min():
+            edges = np.geomspace(positive.min(), positive.max(), 25)
+            axes.set_xscale("log")
+            known, new = np.maximum(known, edges[0]), np.maximum(new, edges[0])
+        for values, label, kind in ((known, "held out", "stepfilled"), (new, "newest window", "step")):
+            if len(values):
+                axes.hist(
+                    values, edges, weights=np.full(len(values), 1 / len(values)), histtype=kind, label=label
+                )
+        axes.set(xlabel=score.replace("_", " "), ylabel="share of inputs")
+        axes.legend()
+    ends = sorted(range(len(incoming), 0, -window))
+    shares = [Scores({}, incoming.referred[max(0, last - window) : last]).share_referred for last in ends]
+    panels[-1].plot(ends, [np.nan if share is None else share for share in shares], "o-", label="came in")
+    if reference.share_referred is not None:
+        panels[-1].axhline(reference.share_referred, linestyle="--", color="gray", label="held out")
+    panels[-1].set(xlabel="inputs so far", ylabel="share referred", ylim=(0, None))
+    panels[-1].legend()
+    return figure
+
+
+def _finite(values: Numbers) -> Numbers:
+    return values[np.isfinite(values)]
+
+
+class ScoreLog:
+    """The CSV file to which a server adds one row for each input, a line each. Only the user may read it (mode 0600).
+
+    Rows never run together: what a full disk or a power cut left of a row, or of the header, is cut off.
+
+    Raises:
+        PosthocUQError: it cannot be written, or there is a file with other columns.
+    """
+
+    def __init__(self, path: str) -> None:
+        target = checked_target(path)
+        self._lock = Lock()
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            # without a buffer: a row that could not be written is not tried again later, in part
+            self._file = os.fdopen(os.open(target, flags, 0o600), "r+b", buffering=0)
+            try:
+                torn = self._begin() if _is_log(self._file.read(len(_HEADER) + 1)) else None
+            except OSError:
+                self._file.close()
+                raise
+        except OSError as error:
+            raise PosthocUQError(f"'{path}' cannot be written: {error.strerror}.") from error
+        if torn is None:
+            self._file.close()
+            raise PosthocUQError(f"'{path}' is there already, with other columns; give the log another name.")
+        if torn:
+            warnings.warn(
+                f"'{path}' ended in the middle of a row, as after a power cut or on a full disk; these {torn:,} bytes "
+                f"were cut off.",
+                stacklevel=2,
+            )
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows, and hand them to the operating system. Where that fails, none of them is in the file."""
+        text = StringIO()
+        writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+        writer.writerows([{name: _cell(row.get(name)) for name in _COLUMNS} for row in rows])
+        with self._lock:
+            self._begin()
+            self._write(text.getvalue().encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """No more rows."""
+        self._file.close()
+
+    def _begin(self) -> int:
+        """Cut off what follows the last whole line, and write the header where there is none; the bytes that went."""
+        size = place = self._file.seek(0, os.SEEK_END)
+        end, step = 0, 1  # the last byte ends a line, unless something is torn
+        while place and not end:
+            first = max(0, place - step)
+            self._file.seek(first)
+            found = self._file.read(place - first).rfind(b"\n")
+            end = first + found + 1 if found >= 0 else 0
+            place, step = first, _BLOCK
+        if end < size:
+            self._file.truncate(end)
+        if not end:
+            self._write(_HEADER)
+        return size - end if end else 0
+
+    def _write(self, content: bytes) -> None:
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise
+
+
+def _is_log(head: bytes) -> bool:
+    """Whether a file that begins so is a log, or the part of its header that a power cut left, perhaps with zeros."""
+    line, ended, _ = head.partition(b"\n")
+    return line.rstrip(b"\r") == _HEADER.rstrip() if ended else _HEADER.startswith(head.rstrip(b"\r\0"))
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, str):
+        return csv_text(_BREAK.sub(" ", value))  # a row is a line
+    return f"{value:.6g}" if isinstance(value, float) else value
