@@ -22,9 +22,9 @@ from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.latent_binary import LatentBlock
 from posthoc_uq.posteriors.median_model import median_of
 from posthoc_uq.replica import parameter_names, replicate, unwrap
+from posthoc_uq.storage.model_checks import check_match
 from posthoc_uq.tables import text_table
 from posthoc_uq.values import flag, one_of
-from posthoc_uq.wrapping import check_match
 
 __all__ = ["LayerSummary", "SparseLinear", "Summary", "median", "model", "state_dict", "summary"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.errors import PosthocUQError
 from posthoc_uq.heads.ensemble import Batched, Keep
 from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -18,8 +18,7 @@ from posthoc_uq.heads.sampling import Drawn, SamplingPredictor
 from posthoc_uq.memory import return_freed_memory
 from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.predictions.links import DRAWS
-from posthoc_uq.replica import check_not_meta, other_name, unwrap
-from posthoc_uq.storage.schema import check_buffers, check_unchanged
+from posthoc_uq.storage.model_checks import check_match
 from posthoc_uq.values import meant, one_of
 from posthoc_uq.warned import warn_user
 
@@ -206,50 +205,3 @@ def head_class(head: str) -> type[Predictor]:
         PosthocUQError: there is no head of this name.
     """
     return _CLASSES[one_of("head", head, HEADS)]
-
-
-def check_match(model: nn.Module, posterior: Posterior) -> None:
-    """Refuse a model whose parameters and buffers are not those the posterior was fitted on.
-
-    Raises:
-        PosteriorMismatchError: a parameter is missing, or has another shape or other values, or a buffer has.
-    """
-    if not isinstance(cast(Any, posterior), Posterior):
-        raise PosthocUQError(
-            f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
-        )
-    check_unchanged(posterior)
-    check_not_meta(unwrap(model))
-    parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
-    for name, mean in posterior.original.items():
-        parameter = parameters.get(name)
-        if parameter is None:
-            other = other_name(name, parameters)
-            if other is not None:
-                raise PosteriorMismatchError(
-                    f"The posterior covers parameter '{name}', which the model calls '{other}': a part is wrapped in "
-                    f"one of them, as torch.compile does it, and not in the other; pass the model as it was fitted."
-                )
-            raise PosteriorMismatchError(
-                f"The posterior covers parameter '{name}', which the model does not have; pass the model it "
-                f"was fitted on."
-            )
-        if parameter.shape != mean.shape:
-            raise PosteriorMismatchError(
-                f"Parameter '{name}' has shape {tuple(parameter.shape)}, and the posterior was fitted on "
-                f"{tuple(mean.shape)}; "
-                f"pass the model it was fitted on."
-            )
-        same = parameter.data_ptr() == mean.data_ptr() and parameter.device == mean.device
-        if not same and not torch.equal(parameter.detach().to(mean), mean):
-            if parameter.dtype != mean.dtype:
-                raise PosteriorMismatchError(
-                    f"Parameter '{name}' is {parameter.dtype}, and the posterior was fitted on {mean.dtype}; wrap the "
-                    f"model as it was then. head='sampling' runs it in half precision by itself, with "
-                    f"dtype=torch.float16 or torch.bfloat16."
-                )
-            raise PosteriorMismatchError(
-                f"The values of parameter '{name}' are not those the posterior was fitted on; fit again "
-                f"after training."
-            )
-    check_buffers(posterior, model)

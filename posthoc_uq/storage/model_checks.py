@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers import Layer
+from posthoc_uq.posteriors.base import Posterior
 from posthoc_uq.posteriors.state import Specs
-from posthoc_uq.replica import other_name
+from posthoc_uq.replica import check_not_meta, other_name, unwrap
 from posthoc_uq.storage import schema
 
 _REMEDY = "Load it with the model that it was fitted on."
@@ -91,3 +94,50 @@ def check_buffers(expected: str | None, model: nn.Module, path: str | os.PathLik
             f"posterior in '{path}' was fitted with. Load the whole state dict of that model first "
             f"(model.load_state_dict), or fit again."
         )
+
+
+def check_match(model: nn.Module, posterior: Posterior) -> None:
+    """Refuse a model whose parameters and buffers are not those the posterior was fitted on.
+
+    Raises:
+        PosteriorMismatchError: a parameter is missing, or has another shape or other values, or a buffer has.
+    """
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+        )
+    schema.check_unchanged(posterior)
+    check_not_meta(unwrap(model))
+    parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
+    for name, mean in posterior.original.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            other = other_name(name, parameters)
+            if other is not None:
+                raise PosteriorMismatchError(
+                    f"The posterior covers parameter '{name}', which the model calls '{other}': a part is wrapped in "
+                    f"one of them, as torch.compile does it, and not in the other; pass the model as it was fitted."
+                )
+            raise PosteriorMismatchError(
+                f"The posterior covers parameter '{name}', which the model does not have; pass the model it "
+                f"was fitted on."
+            )
+        if parameter.shape != mean.shape:
+            raise PosteriorMismatchError(
+                f"Parameter '{name}' has shape {tuple(parameter.shape)}, and the posterior was fitted on "
+                f"{tuple(mean.shape)}; "
+                f"pass the model it was fitted on."
+            )
+        same = parameter.data_ptr() == mean.data_ptr() and parameter.device == mean.device
+        if not same and not torch.equal(parameter.detach().to(mean), mean):
+            if parameter.dtype != mean.dtype:
+                raise PosteriorMismatchError(
+                    f"Parameter '{name}' is {parameter.dtype}, and the posterior was fitted on {mean.dtype}; wrap the "
+                    f"model as it was then. head='sampling' runs it in half precision by itself, with "
+                    f"dtype=torch.float16 or torch.bfloat16."
+                )
+            raise PosteriorMismatchError(
+                f"The values of parameter '{name}' are not those the posterior was fitted on; fit again "
+                f"after training."
+            )
+    schema.check_buffers(posterior, model)
