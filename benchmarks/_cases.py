@@ -82,7 +82,7 @@ def photos(size: int) -> Callable[[int], Tensor]:
     """Random crops of photographs, of a size in pixels."""
 
     def crops(count: int) -> Tensor:
-        from posthoc_uq.demo.pictures import FIT_PHOTOS, photo, random_crops
+        from posthoc_uq.cli.demo.pictures import FIT_PHOTOS, photo, random_crops
 
         pictures = [photo(name) for name in FIT_PHOTOS]
         parts: list[Tensor] = []

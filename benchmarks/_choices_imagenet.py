@@ -21,7 +21,7 @@ from _harm import markdown
 from _novelty import CROPS, CROPS_A_KIND, IMAGENET, photograph_crops
 from torch import Tensor, nn
 
-from posthoc_uq.demo import imagenet
+from posthoc_uq.cli.demo import imagenet
 
 SMALL, SMALL_SETTINGS = (12, 6), ("default", "KFAC")
 """Crops for the fit, foreign crops of every kind, and settings, for the tests."""

@@ -11,10 +11,10 @@ from _cases import Batches, plain_pass, seconds
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature import dryrun
-from posthoc_uq.inference.evidence import maximise_evidence
-from posthoc_uq.loaders import BatchReader
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.core.batches import BatchReader
+from posthoc_uq.layers import proof
+from posthoc_uq.posteriors.evidence import maximise_evidence
+from posthoc_uq.posteriors.posterior import Posterior
 
 Options = Mapping[str, Any]
 METHODS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def tuned(posterior: Posterior) -> None:
 
 def dry(model: nn.Module, batches: Batches) -> None:
     """What every fit does once, on the first samples, to prove that no layer's gradient is missed."""
-    dryrun.prepare(model, BatchReader(torch.device("cpu")).read(batches[0]))
+    proof.prepare(model, BatchReader(torch.device("cpu")).read(batches[0]))
 
 
 def saved_bytes(posterior: Posterior) -> int:

@@ -18,8 +18,8 @@ from _zoo import CLASSIFIERS, SEEDS, Pair, loader, trained
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.demo import imagenet, pictures
-from posthoc_uq.metrics import ood_auroc
+from posthoc_uq.cli.demo import imagenet, pictures
+from posthoc_uq.likelihoods.metrics import ood_auroc
 
 NAMED = (
     "digits 28, lenet",

@@ -14,8 +14,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import metrics
-from posthoc_uq.predictions.base import cat
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.prediction import cat
 
 BINS, FOLDS = 15, 10
 ACCURACY, NLL, ECE, RMSE = 0.005, 0.04, 0.02, 0.01

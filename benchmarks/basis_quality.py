@@ -25,10 +25,10 @@ from _common import machine, table, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.inference.bases import OVERSAMPLING
-from posthoc_uq.metrics import accuracy, negative_log_likelihood, ood_auroc
+from posthoc_uq.core.numerics import eigh_descending, nystrom
+from posthoc_uq.likelihoods.metrics import accuracy, negative_log_likelihood, ood_auroc
+from posthoc_uq.methods.bases import OVERSAMPLING
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.numerics import eigh_descending, nystrom
 
 Batches = list[tuple[Tensor, Tensor]]
 

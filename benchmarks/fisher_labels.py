@@ -34,7 +34,7 @@ from _fits import fitted, tuned
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.posterior import Posterior
 
 BUDGET = 0.03
 """Nats per training input that the faithful prior may cost."""

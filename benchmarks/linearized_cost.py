@@ -25,7 +25,7 @@ from _common import machine, table, write_json
 from _fits import fitted
 
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.posterior import Posterior
 
 RANK = 100
 PRIOR = 100.0

@@ -30,9 +30,8 @@ from last_layer_cost import multiples, processor
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.class_grams import room
-from posthoc_uq.layers import Layer
-from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.posteriors.features import FeatureGrams, room
 
 NETWORKS = {"lenet": lenet, "cnn": cnn, "resnet": resnet}
 LARGE = "resnet18"

@@ -27,9 +27,9 @@ from _common import machine, table, write_csv, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.layers import Layer
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import BLOCKS
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.posteriors.block import BLOCKS
+from posthoc_uq.posteriors.posterior import Posterior
 
 PAPER: dict[str, dict[str, int]] = {
     "resnet18": {"diag": 11_679_912, "kfac": 95_013_546, "efb": 106_693_458, "inf": 12_317_373},
@@ -49,7 +49,7 @@ MIB = 2**20
 def network(name: str) -> nn.Module:
     """A torchvision network with random weights, or EfficientNet-Lite0 with its trained ones."""
     if name == TRAINED:
-        from posthoc_uq.demo.imagenet import efficientnet_lite0
+        from posthoc_uq.cli.demo.imagenet import efficientnet_lite0
 
         return efficientnet_lite0()
     import torchvision
@@ -61,7 +61,7 @@ def network(name: str) -> nn.Module:
 
 def crops(count: int, seed: int = 0) -> Tensor:
     """Random crops of photographs, ``(count, 3, 224, 224)``."""
-    from posthoc_uq.demo.pictures import FIT_PHOTOS, photo, random_crops
+    from posthoc_uq.cli.demo.pictures import FIT_PHOTOS, photo, random_crops
 
     return random_crops([photo(name) for name in FIT_PHOTOS], count, seed)
 
@@ -119,7 +119,7 @@ def check_counts() -> dict[str, tuple[int, int]]:
 
 def file_size(posterior: Posterior) -> int:
     """Bytes of the posterior's file, by writing it."""
-    from posthoc_uq.storage import save
+    from posthoc_uq.files import save
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.h5"

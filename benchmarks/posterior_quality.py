@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 import posthoc_uq as uq
-from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import Correction, InformationBlock
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "posterior_quality.png"

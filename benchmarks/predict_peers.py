@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.posterior import Posterior
 
 Row = dict[str, Any]
 TRAINING, HELD_OUT = 1437, 64

@@ -26,14 +26,7 @@ from typing import Any
 import torch
 from _common import machine, write_json
 from _harm import markdown
-from _scored import (
-    class_scores,
-    outputs,
-    plain_scores,
-    predicted,
-    prediction_scores,
-    timed,
-)
+from _scored import class_scores, outputs, plain_scores, predicted, prediction_scores, timed
 from _sets import Labelled
 from _zoo import OUTPUT, Pair, Shelf, loader, trained
 from scipy.optimize import minimize_scalar

@@ -4,20 +4,23 @@
 model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
 """
 
-from posthoc_uq import sparse
-from posthoc_uq.activations import ConditionalInverseCDF, InverseCDF
-from posthoc_uq.deployment.export import export, export_onnx, exportable
-from posthoc_uq.errors import (
+from posthoc_uq.core.errors import (
     CorruptPosteriorError,
     NonFiniteError,
     PosteriorMismatchError,
     PosthocUQError,
     UnsupportedLayerError,
 )
+from posthoc_uq.core.model import untied
+from posthoc_uq.deployment.export import export, export_onnx, exportable
 from posthoc_uq.evaluation import Evaluation, evaluate
-from posthoc_uq.faithful import Faithful
-from posthoc_uq.fitting import fit
-from posthoc_uq.function_divergence import function_space_kl
+from posthoc_uq.files import inspect, load, save
+from posthoc_uq.fitting.fit import fit
+from posthoc_uq.fitting.prior import Faithful
+from posthoc_uq.fitting.tune import tune
+from posthoc_uq.fitting.update import forget, update
+from posthoc_uq.fitting.wrap import wrap
+from posthoc_uq.heads.function_kl import function_space_kl
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
@@ -35,6 +38,11 @@ from posthoc_uq.likelihoods import (
     Ordinal,
     Poisson,
 )
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction, OrdinalPrediction
+from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
+from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
+from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.likelihoods.value_prediction import HeteroscedasticPrediction, RegressionPrediction
 from posthoc_uq.methods import (
     EFB,
     INF,
@@ -48,24 +56,13 @@ from posthoc_uq.methods import (
     MessagePassing,
     Method,
     Subnetwork,
+    contexts,
     register_method,
+    sparse,
 )
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.classification import ClassPrediction
-from posthoc_uq.predictions.drawn import DrawnPrediction
-from posthoc_uq.predictions.heteroscedastic import HeteroscedasticPrediction
-from posthoc_uq.predictions.multilabel import MultilabelPrediction
-from posthoc_uq.predictions.ordinal import OrdinalPrediction
-from posthoc_uq.predictions.positions import PositionPrediction
-from posthoc_uq.predictions.regression import RegressionPrediction
-from posthoc_uq.predictions.sequences import sequence_scores
-from posthoc_uq.replica import untied
-from posthoc_uq.storage import inspect, load, save
-from posthoc_uq.tuning import tune
-from posthoc_uq.updating import forget, update
+from posthoc_uq.moments.activations import ConditionalInverseCDF, InverseCDF
+from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.version import __version__
-from posthoc_uq.wrapping import wrap
 
 __all__ = [
     "EFB",
@@ -113,6 +110,7 @@ __all__ = [
     "Subnetwork",
     "UnsupportedLayerError",
     "__version__",
+    "contexts",
     "evaluate",
     "export",
     "export_onnx",

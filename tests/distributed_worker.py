@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.kept_inputs import KeptInputs
-from posthoc_uq.inference.labels import own_samples_of, samples_in_all
-from posthoc_uq.loaders import BatchReader
+from posthoc_uq.core.batches import BatchReader
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.curvature.kept_inputs import KeptInputs
+from posthoc_uq.curvature.labels import own_samples_of, samples_in_all
 
 SAMPLES, BATCH = 34, 5
 CASES: dict[str, dict[str, Any]] = {

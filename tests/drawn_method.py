@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
-from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import squares_of
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape
-from posthoc_uq.posteriors.specs import TensorSpec
+from posthoc_uq.methods.laplace import squares_of
+from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
+from posthoc_uq.methods.task import Task
+from posthoc_uq.posteriors.block import Block, Factor, Settings, Shape, TensorSpec
 
 
 class SpikeFactor(Factor):

@@ -25,8 +25,8 @@ import evaluating  # noqa: E402
 import ranks  # noqa: E402
 
 import posthoc_uq as uq  # noqa: E402
-from posthoc_uq import updating  # noqa: E402
-from posthoc_uq.distributed import together  # noqa: E402
+from posthoc_uq.core.distributed import together  # noqa: E402
+from posthoc_uq.fitting import update as updating  # noqa: E402
 
 Fault = Callable[[], None]
 Batches = list[tuple[Tensor, Tensor]]

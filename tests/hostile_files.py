@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import methods
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.storage import userblock
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.files import userblock
 
 LIKELIHOODS = {"diag": "binary", "efb": "regression"}  # of all others classification
 METHODS: dict[str, dict[str, Any]] = {

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 
 import posthoc_uq as uq
-from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
-from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import squares_of
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
+from posthoc_uq.methods.laplace import squares_of
+from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
+from posthoc_uq.methods.task import Task
+from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.laplace import DiagonalBlock
 
 
 @uq.register_method

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.fitting.wrap import HEADS, head_class
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
-from posthoc_uq.posteriors.blocks import kinds_restored
-from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.randomness import sample_keys
-from posthoc_uq.wrapping import HEADS, head_class
+from posthoc_uq.posteriors.block import FAMILIES, kinds_restored
 
 # Methods, likelihoods, heads
 

@@ -2,16 +2,14 @@
 
 import torch
 
-from posthoc_uq.inference.sparsify import sparsify
-from posthoc_uq.layers import Layer
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.dense import DenseBlock
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.history import Evidence
+from posthoc_uq.methods.bases import sparsify
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
+from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock, EigenvalueCorrectedBlock, KroneckerBlock
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence
 
 GROUPS, OUTPUTS, INPUTS = 2, 7, 9
 SCALE, TAU = 50.0, 1.3

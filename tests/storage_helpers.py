@@ -11,17 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.layers import Layer, describe
+from posthoc_uq.files import userblock
+from posthoc_uq.files.state import posterior_state
+from posthoc_uq.layers.layer import Layer, describe
 from posthoc_uq.likelihoods import Categorical, Gaussian, Likelihood
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.dense import DenseBlock
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.history import Evidence, History
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.state import posterior_state
-from posthoc_uq.storage import userblock
+from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock, EigenvalueCorrectedBlock, KroneckerBlock
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, History
 
 KINDS = ["diag", "kfac", "efb", "inf", "full"]
 

@@ -12,7 +12,7 @@ from scipy.special import ndtr
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.activations import elementwise, jointly, normal_quantile_of_sigmoid
+from posthoc_uq.moments.activations import elementwise, jointly, normal_quantile_of_sigmoid
 from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
 from posthoc_uq.moments.unscented import unscented
 

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import posthoc_uq as uq
-from posthoc_uq import forward
-from posthoc_uq.arguments import batch_of_call
-from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core import model
+from posthoc_uq.core.batches import BatchReader, batch_of_call
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.fitting.fit import gives_probabilities
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.inference.probabilities import gives_probabilities
 from posthoc_uq.likelihoods import resolve_likelihood
-from posthoc_uq.loaders import BatchReader
 
 HEADS = ("linearized", "sampling", "moments")
 
@@ -357,7 +356,7 @@ def test_referral_of_something_else(net: nn.Sequential, posterior: uq.Posterior)
 
 def test_export_of_something_else(net: nn.Sequential, posterior: uq.Posterior) -> None:
     predictor, x = uq.wrap(net, posterior, "moments"), cast(Any, _x())
-    _refused("was given a ndarray; torch.as_tensor", lambda: uq.export(predictor, x.numpy()))
+    _refused("was given a ndarray", lambda: uq.export(predictor, x.numpy()))
     _refused("was given nothing", lambda: uq.export(predictor))
     _refused("not a Sequential", lambda: uq.export(cast(Any, net), x))
     for head in ("moments", "sampling"):
@@ -908,7 +907,7 @@ def test_a_predictor_takes_a_batch_as_the_loader_gave_it(head: str) -> None:
 def test_forward_derivatives_leave_no_warning_of_torchs_own() -> None:
     code = (
         "import warnings; warnings.simplefilter('error')\n"
-        f"import runpy; jvp = runpy.run_path({forward.__file__!r})['jvp']; import torch\n"
+        f"import runpy; jvp = runpy.run_path({model.__file__!r})['jvp']; import torch\n"
         "outputs, derivative = jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))\n"
         "assert derivative.tolist() == [1.0, 1.0]"
     )

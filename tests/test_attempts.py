@@ -11,7 +11,7 @@ from networks import batches, inputs_of, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.attempts import check_refused, out_of_memory
+from posthoc_uq.core.errors import check_refused, out_of_memory
 
 
 class OwnError(Exception):
@@ -74,7 +74,7 @@ def reaches(call: Callable[[], Any], fatal: int, error: Exception) -> bool:
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the pass on inputs that nobody gave, whose errors mean nothing."""
-    monkeypatch.setattr("posthoc_uq.heads.fixed_part._disturb", lambda *_: None)
+    monkeypatch.setattr("posthoc_uq.heads.frozen._disturb", lambda *_: None)
 
 
 @pytest.mark.usefixtures("unprobed")

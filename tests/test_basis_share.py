@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.picked import Picked
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference import bases
-from posthoc_uq.loaders import Batch
-from posthoc_uq.randomness import sample_keys, share_of
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.randomness import sample_keys, share_of
+from posthoc_uq.curvature.sweep import Picked
+from posthoc_uq.methods import bases
 
 OPTIONS: dict[str, Any] = {"prior_precision": 1.0, "rank": 12, "dtype": torch.float64, "progress": False}
 

@@ -12,15 +12,16 @@ from networks import registries_restored
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.layers import describe
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.files.state import posterior_from_state, posterior_state
+from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors import blocks
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import BLOCKS, Block, Factor, Settings
-from posthoc_uq.posteriors.capabilities import (
+from posthoc_uq.posteriors import block
+from posthoc_uq.posteriors.block import (
+    BLOCKS,
     DRAWS,
+    FAMILIES,
     FORM,
     INDEPENDENT,
     LOG_DETERMINANT,
@@ -28,11 +29,13 @@ from posthoc_uq.posteriors.capabilities import (
     ROWS,
     SYMMETRY,
     VARIANCES,
+    Block,
+    Factor,
+    Settings,
 )
-from posthoc_uq.posteriors.diagonal import DiagonalBlock, DiagonalFactor
-from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.posteriors.history import Evidence
-from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
+from posthoc_uq.posteriors.laplace import DiagonalBlock, DiagonalFactor
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence
 
 SPIKE = "spike_slab"
 
@@ -294,7 +297,7 @@ def test_quadratic_forms_alone_serve_the_linearised_head(names: tuple[str, ...])
         uq.wrap(model, hidden, head="moments", weights="row")
     with pytest.raises(PosthocUQError, match="needs a log-determinant"):
         uq.tune(hidden)
-    assert blocks.BLOCKS["diagonal"] is DiagonalBlock
+    assert block.BLOCKS["diagonal"] is DiagonalBlock
 
 
 def test_who_tells_novelty_is_a_plain_value(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from brute_force import class_losses, class_probabilities, matrix, per_sample, w
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.dryrun import Prepared, prepare
-from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
-from posthoc_uq.loaders import Batch
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.layers.proof import Prepared, prepare
 
 SAMPLES = 5
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}

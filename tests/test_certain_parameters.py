@@ -12,14 +12,13 @@ from networks import batches, cnn, inputs_of, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.devices import Checks
-from posthoc_uq.inference.certain_parameters import certain_parameters
-from posthoc_uq.inference.mean_field import MeanField
-from posthoc_uq.inference.moment_objective import MomentObjective, gaussian_divergence
-from posthoc_uq.inference.moment_options import MomentOptions
-from posthoc_uq.inference.training import Step
-from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import replicate
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.model import replicate
+from posthoc_uq.methods.mean_field import MeanField
+from posthoc_uq.methods.trained import certain_parameters
+from posthoc_uq.methods.training import Step
+from posthoc_uq.methods.utvi import MomentObjective, MomentOptions, gaussian_divergence
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -24,7 +24,7 @@ from PIL import Image
 import posthoc_uq as uq
 from posthoc_uq.cli.console import Command, plain, sentence
 from posthoc_uq.cli.entry import commands
-from posthoc_uq.faithful import DIVERGENCE
+from posthoc_uq.fitting.prior import DIVERGENCE
 
 COMMANDS = ("fit", "tune", "predict", "evaluate", "inspect", "demo")
 PACKAGE = Path(uq.__file__).parent
@@ -358,14 +358,14 @@ def test_inspect_refuses_what_is_no_posterior(place: Path, tmp_path: Path) -> No
 
 
 def test_the_demo_names_the_packages_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import posthoc_uq.demo.__main__ as demo
+    import posthoc_uq.cli.demo.__main__ as demo
 
     monkeypatch.setattr(demo, "NEEDED", {"no_such_module_at_all": "some-package"})
     assert "The demo needs some-package: pip install 'posthoc-uq[demo]'." in failure("demo")
 
 
 def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import posthoc_uq.demo.__main__ as demo
+    import posthoc_uq.cli.demo.__main__ as demo
 
     called: list[list[str]] = []
 

@@ -26,9 +26,9 @@ from posthoc_uq.cli.meaning import meaning_of_likelihood
 from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.transforms import Preprocessing
 from posthoc_uq.cli.weights import read_state
+from posthoc_uq.core.distributed import own_samples, sampler_of
+from posthoc_uq.core.paths import IMAGE_ENDINGS
 from posthoc_uq.deployment import read_scores
-from posthoc_uq.distributed import own_samples, sampler_of
-from posthoc_uq.files import IMAGE_ENDINGS
 
 GIVEN: dict[str, Any] = {
     **dict.fromkeys("split class_map limit ignore_index".split()),

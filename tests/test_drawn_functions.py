@@ -13,9 +13,9 @@ from torch.func import functional_call, jacrev  # pyright: ignore[reportPrivateI
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.wrapping import HEADS
 
 DOUBLE = torch.float64
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.methods import method_of
 

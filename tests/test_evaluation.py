@@ -22,9 +22,8 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.evaluation.report import _table
-from posthoc_uq.glossary import meanings, words
-from posthoc_uq.predictions.scores import SCORES
+from posthoc_uq.evaluation.page import _table, meanings, words
+from posthoc_uq.likelihoods.prediction import SCORES
 
 
 @pytest.fixture(scope="module")

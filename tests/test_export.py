@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.deployment import export, exportable
-from posthoc_uq.predictions.tensors import ClassTensors, ValueTensors
+from posthoc_uq.likelihoods.prediction import ClassTensors, ValueTensors
 
 
 def cnn() -> nn.Module:

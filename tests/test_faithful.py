@@ -10,12 +10,11 @@ from networks import without_training
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.faithful import FaithfulSearch
-from posthoc_uq.inference.kept_inputs import KeptInputs
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.curvature.kept_inputs import KeptInputs
+from posthoc_uq.fitting.prior import TOLERANCE, FaithfulSearch, widest_within
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
-from posthoc_uq.loaders import Batch
-from posthoc_uq.randomness import sample_keys
-from posthoc_uq.widest import TOLERANCE, widest_within
 
 
 def _classifier(inputs: int = 120, classes: int = 3, seed: int = 0):

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.model import replicate
 from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.heads.fixed_part import FixedPart, _state
-from posthoc_uq.heads.interception import ReplayError
-from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import replicate
+from posthoc_uq.heads.frozen import FixedPart, ReplayError, _state
 
 
 class Block(nn.Module):

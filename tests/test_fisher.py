@@ -10,15 +10,10 @@ from brute_force import class_losses, class_probabilities, one_hot, per_sample, 
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.operands import Rows
-from posthoc_uq.curvature.statistics import (
-    GradientGram,
-    InputGram,
-    RangeSketch,
-    SquaredGradients,
-)
+from posthoc_uq.core.numerics import nystrom
+from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch, SquaredGradients
+from posthoc_uq.layers.operands import Rows
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
-from posthoc_uq.posteriors.numerics import nystrom
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 SAMPLES = 20

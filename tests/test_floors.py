@@ -1,4 +1,4 @@
-"""The floors of `docs/architecture.md`, held by reading the imports of the package."""
+"""The rooms of `docs/architecture.md`, held by reading the imports of the package."""
 
 from __future__ import annotations
 
@@ -64,47 +64,26 @@ def imports_of(package: Path) -> dict[str, set[str]]:
     return imports
 
 
-def rows_of(document: str) -> list[list[str]]:
-    """The rows of the table of floors, top to bottom: files, and folders with a slash at their end.
-
-    A name without a folder stands in the folder of the name before it in its row.
-    """
-    section = document.split("\n## Floors\n", 1)[1].split("\n## ", 1)[0]
-    rows: list[list[str]] = []
-    for line in section.splitlines():
-        if line.startswith("| `"):
-            folder, row = "", list[str]()
-            for entry in re.findall(r"`([^`]+)`", line.split("|")[1]):
-                if "/" in entry.rstrip("/"):
-                    folder = entry.rstrip("/").rpartition("/")[0] + "/"
-                    row.append(entry)
-                else:
-                    row.append(folder + entry)
-            rows.append(row)
-    return rows
+def rooms_of(document: str) -> list[str]:
+    """The rooms of the table, top to bottom."""
+    section = document.split("\n## Rooms\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
 
-def floor_of(file: PurePosixPath, rows: list[list[str]]) -> int | None:
-    """The number of a file's row: its own, or its folder's; an `__init__.py` without one is with its folder's first."""
-    places = {entry: number for number, row in enumerate(rows) for entry in row}
-    candidates = [str(file), *(f"{folder}/" for folder in file.parents)]
-    found = next((places[entry] for entry in candidates if entry in places), None)
-    if found is None and file.name == "__init__.py":
-        inside = [number for entry, number in places.items() if entry.startswith(f"{file.parent}/")]
-        return min(inside, default=None)
-    return found
+def room_of(module: str) -> str | None:
+    """The room of a module; None of those few that stand at the top."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] not in ("__main__", "version") else None
 
 
-def upward_imports(package: Path, rows: list[list[str]]) -> list[str]:
-    """Imports of anything but what stands below or in the same folder."""
-    modules = modules_of(package)
-    floors = {name: floor_of(file, rows) for name, file in modules.items()}
+def upward_imports(package: Path, rooms: list[str]) -> list[str]:
+    """Imports of a room by one that stands below it."""
     wrong: list[str] = []
     for name, targets in imports_of(package).items():
+        here = room_of(name)
         for target in sorted(targets):
-            here, there = floors[name], floors[target]
-            same_folder = len(modules[name].parts) > 1 and modules[name].parts[0] == modules[target].parts[0]
-            if here is not None and there is not None and there <= here and not same_folder:
+            there = room_of(target)
+            if here and there and rooms.index(there) < rooms.index(here):
                 wrong.append(f"{name} imports {target}")
     return wrong
 
@@ -119,28 +98,19 @@ def circle_in(imports: dict[str, set[str]]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[list[str]]:
-    return rows_of((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+def rooms() -> list[str]:
+    return rooms_of((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
 
 
-def test_every_module_stands_in_the_table_and_the_table_names_nothing_else(rows: list[list[str]]) -> None:
-    files = list(modules_of(PACKAGE).values())
-    assert [str(file) for file in files if floor_of(file, rows) is None] == []
-    entries = [entry for row in rows for entry in row]
-    assert sorted(entries) == sorted(set(entries))
-    assert [entry for entry in entries if not (PACKAGE / entry).exists()] == []
-    assert [e for e in entries if (PACKAGE / e).is_dir() != e.endswith("/")] == []
+def test_every_module_stands_in_a_room(rooms: list[str]) -> None:
+    folders = {file.parts[0] for file in modules_of(PACKAGE).values() if len(file.parts) > 1}
+    assert folders == set(rooms)
+    loose = {str(file) for file in modules_of(PACKAGE).values() if len(file.parts) == 1}
+    assert loose == {"__init__.py", "__main__.py", "version.py"}
 
 
-def test_imports_go_down(rows: list[list[str]]) -> None:
-    assert upward_imports(PACKAGE, rows) == []
-
-
-def test_inference_does_not_know_the_heads() -> None:
-    imports = imports_of(PACKAGE)
-    inference = [name for name in imports if name.startswith("posthoc_uq.inference.")]
-    assert inference
-    assert [n for n in inference if any(t.startswith("posthoc_uq.heads") for t in imports[n])] == []
+def test_imports_go_down(rooms: list[str]) -> None:
+    assert upward_imports(PACKAGE, rooms) == []
 
 
 def test_no_imports_form_a_circle() -> None:
@@ -151,15 +121,15 @@ class TestReading:
     """What the tests above rely on, shown on a small package."""
 
     TABLE = (
-        "\n## Floors\n\n| module | what |\n| --- | --- |\n"
-        "| `top.py` | . |\n| `high/a.py`, `b.py` | . |\n| `low/` | . |\n\n## Other\n\n| `none.py` | . |\n"
+        "\n## Rooms\n\n| room | what |\n| --- | --- |\n| `top` | . |\n| `high` | . |\n| `low` | . |\n"
+        "\n## Other\n\n| `none` | . |\n"
     )
 
     @pytest.fixture
     def package(self, tmp_path: Path) -> Path:
         code = {
             "__init__.py": "",
-            "top.py": "from house.high import a\nimport house.low.d",
+            "top/__init__.py": "from house.high import a\nimport house.low.d",
             "high/__init__.py": "",
             "high/a.py": "from .b import x\nfrom ..low import d",
             "high/b.py": "from house.low.c import y",
@@ -174,17 +144,16 @@ class TestReading:
         return tmp_path / "house"
 
     def test_the_table(self) -> None:
-        assert rows_of(self.TABLE) == [["top.py"], ["high/a.py", "high/b.py"], ["low/"]]
-        assert floor_of(PurePosixPath("low/deep/c.py"), rows_of(self.TABLE)) == 2
-        assert floor_of(PurePosixPath("high/__init__.py"), rows_of(self.TABLE)) == 1
-        assert floor_of(PurePosixPath("high/c.py"), rows_of(self.TABLE)) is None
+        assert rooms_of(self.TABLE) == ["top", "high", "low"]
+        assert room_of("house.low.c") == "low"
+        assert room_of("house.version") is None
 
     def test_the_imports(self, package: Path) -> None:
         imports = imports_of(package)
         assert imports["house.top"] == {"house.high.a", "house.low", "house.low.d"}
         assert imports["house.high.a"] == {"house.high.b", "house.low", "house.low.d"}
         assert imports["house.low"] == {"house.low.c"}
-        assert upward_imports(package, rows_of(self.TABLE)) == []
+        assert upward_imports(package, rooms_of(self.TABLE)) == []
         assert circle_in(imports) == []
 
     @pytest.mark.parametrize(
@@ -199,18 +168,13 @@ class TestReading:
     )
     def test_an_import_upward_in_a_circle(self, package: Path, code: str) -> None:
         (package / "low" / "c.py").write_text(code)
-        assert upward_imports(package, rows_of(self.TABLE)) == ["house.low.c imports house.high.b"]
+        assert upward_imports(package, rooms_of(self.TABLE)) == ["house.low.c imports house.high.b"]
         assert {"house.low.c", "house.high.b"} <= set(circle_in(imports_of(package)))
 
     def test_a_circle_through_the_file_of_a_folder(self, package: Path) -> None:
         (package / "low" / "c.py").write_text("")
         (package / "low" / "__init__.py").write_text("from house.high.b import x")
         assert "house.low" in circle_in(imports_of(package))
-
-    def test_modules_of_one_row_stand_side_by_side(self, package: Path) -> None:
-        (package / "other.py").write_text("import house.top")
-        rows = rows_of(self.TABLE.replace("`top.py`", "`top.py`, `other.py`"))
-        assert upward_imports(package, rows) == ["house.other imports house.top"]
 
 
 def test_no_test_imports_another() -> None:

@@ -15,19 +15,23 @@ from torch.func import functional_call, jacrev
 from torchvision.transforms.v2 import functional as transforms
 
 import posthoc_uq as uq
-from posthoc_uq.contexts import Corrupted, Mixture, TrainingBatch
-from posthoc_uq.devices import Checks
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.function_kl import last_layer_covariance, last_layer_variances, marginal_kl
-from posthoc_uq.inference.function_objective import FunctionSpaceObjective
-from posthoc_uq.inference.function_options import FunctionSpaceOptions
-from posthoc_uq.inference.function_prior import IndependentPrior
-from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.training import Step
-from posthoc_uq.layers import describe
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import replicate
+from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import replicate
+from posthoc_uq.methods.contexts import Corrupted, Mixture, TrainingBatch
+from posthoc_uq.methods.function_objective import (
+    FunctionSpaceObjective,
+    FunctionSpaceOptions,
+    IndependentPrior,
+    last_layer_covariance,
+    last_layer_variances,
+    marginal_kl,
+)
+from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.methods.training import Step
 
 F64 = torch.float64
 IMAGES = 0.5 * torch.rand(16, 2, 9, 8, generator=torch.Generator().manual_seed(1)).round(decimals=2)

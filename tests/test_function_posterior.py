@@ -19,13 +19,13 @@ from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.contexts import UniformBox
-from posthoc_uq.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.inference.initialisation import initialised
-from posthoc_uq.inference.training import best_epoch
-from posthoc_uq.posteriors.blocks import Settings
-from posthoc_uq.posteriors.mean_field import MeanFieldBlock
-from posthoc_uq.storage import userblock
+from posthoc_uq.core.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.files import userblock
+from posthoc_uq.methods.contexts import UniformBox
+from posthoc_uq.methods.trained import initialised
+from posthoc_uq.methods.training import best_epoch
+from posthoc_uq.posteriors.block import Settings
+from posthoc_uq.posteriors.variational import MeanFieldBlock
 
 
 def net(outputs: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -12,18 +12,23 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import posthoc_uq as uq
-from posthoc_uq.contexts import Context
-from posthoc_uq.devices import Checks
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.inference.function_kl import gaussian_kl, last_layer_covariance, relative_function_noise
-from posthoc_uq.inference.function_objective import FunctionPrior, FunctionSpaceObjective
-from posthoc_uq.inference.function_options import FunctionSpaceOptions
-from posthoc_uq.inference.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.inference.training import Step
-from posthoc_uq.layers import describe
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.model import replicate
+from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import replicate
+from posthoc_uq.methods.contexts import Context
+from posthoc_uq.methods.function_objective import (
+    FunctionPrior,
+    FunctionSpaceObjective,
+    FunctionSpaceOptions,
+    gaussian_kl,
+    last_layer_covariance,
+    relative_function_noise,
+)
+from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.methods.training import Step
 
 F64 = torch.float64
 FEATURES = torch.tensor([[1, 0.5], [-0.5, 2], [0.3, -1]], dtype=F64)

@@ -28,10 +28,10 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.cli.console import sentence
-from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError, printable
-from posthoc_uq.inference.checkpoint import Checkpoint
-from posthoc_uq.posteriors.specs import TensorSpec
-from posthoc_uq.storage import atomic, numbers
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, printable
+from posthoc_uq.files import atomic, numbers
+from posthoc_uq.methods.resume import Checkpoint
+from posthoc_uq.posteriors.block import TensorSpec
 
 EVIL = "\x1b]0;pwned\x07\u202e"
 
@@ -395,7 +395,7 @@ def test_a_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
         "import os, signal, sys\n"
         "from io import BytesIO\n"
         "from pathlib import Path\n"
-        "from posthoc_uq.storage import atomic\n"
+        "from posthoc_uq.files import atomic\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "atomic.write(Path(sys.argv[1]), BytesIO(b'x'))"
     )

@@ -9,11 +9,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.evidence import maximise_evidence
-from posthoc_uq.inference.sparsify import kept_entries, sparsify
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.numerics import eigh_descending
+from posthoc_uq.methods.bases import kept_entries, sparsify
+from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.numerics import eigh_descending
 
 
 def _digits(width: int = 16) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -341,7 +341,7 @@ def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, m
     )
     for budget in (2**28, 0):
         posterior = _fit(trained, "inf", rank=6)
-        monkeypatch.setattr("posthoc_uq.inference.evidence.default_budget", lambda device, b=budget: b)
+        monkeypatch.setattr("posthoc_uq.posteriors.evidence.default_budget", lambda device, b=budget: b)
         called.clear()
         trials = maximise_evidence(posterior)
         assert len(called) == len(posterior.blocks) * (1 if budget else len(trials.trials))

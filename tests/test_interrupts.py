@@ -15,9 +15,9 @@ from networks import batches, inputs_of, mlp, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import interrupts
-from posthoc_uq.interrupts import orderly
-from posthoc_uq.storage import saving
+from posthoc_uq.core import interrupts
+from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.files import saving
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.labels import (
+from posthoc_uq.core.batches import BatchReader
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.curvature.labels import (
     EXACT_OUTPUTS,
     LABELS_IN_ALL,
     MOST_LABELS,
@@ -22,7 +23,6 @@ from posthoc_uq.inference.labels import (
     resolve_fisher,
 )
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.loaders import BatchReader
 
 MANY = EXACT_OUTPUTS + 1
 
@@ -150,7 +150,7 @@ def test_what_it_chooses_is_what_one_would_get_by_asking(
 
 
 def test_the_number_of_samples_decides_and_not_how_they_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc_uq.inference.labels.LABELS_IN_ALL", 40)
+    monkeypatch.setattr("posthoc_uq.curvature.labels.LABELS_IN_ALL", 40)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     for samples, labels in ((40, 1), (39, 2)):
         for batch in (6, 40):

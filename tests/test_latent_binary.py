@@ -15,18 +15,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.affine import AffineCall
-from posthoc_uq.devices import Checks
-from posthoc_uq.inference import latent_moments
-from posthoc_uq.inference.latent_layers import LatentLayer
-from posthoc_uq.inference.latent_moments import SlabPrior, SpikeMoments, gaussian_divergence
-from posthoc_uq.inference.latent_objective import LatentObjective
-from posthoc_uq.inference.latent_start import begin
-from posthoc_uq.inference.training import Step
-from posthoc_uq.layers import describe
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import Checks
+from posthoc_uq.layers.calls import AffineCall
+from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.loaders import Batch
-from posthoc_uq.posteriors.flows import Flow, gated_step, log_normal
+from posthoc_uq.methods import latent_binary
+from posthoc_uq.methods.latent_binary import (
+    LatentLayer,
+    LatentObjective,
+    SlabPrior,
+    SpikeMoments,
+    begin,
+    gaussian_divergence,
+)
+from posthoc_uq.methods.training import Step
+from posthoc_uq.posteriors.variational import Flow, gated_step, log_normal
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -140,8 +144,8 @@ def test_gradients_of_moments_and_divergence(axis: int, monkeypatch: pytest.Monk
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         return SpikeMoments.apply(*tensors, SlabPrior(0.25, 0.1, 0.5))[:3]  # type: ignore[no-any-return]
 
-    for piece in (latent_moments._PIECE, 3):
-        monkeypatch.setattr(latent_moments, "_PIECE", piece)
+    for piece in (latent_binary._PIECE, 3):
+        monkeypatch.setattr(latent_binary, "_PIECE", piece)
         assert torch.autograd.gradcheck(run, arguments)
         (by_logit,) = torch.autograd.grad(run(*arguments)[2], arguments[2])
         assert bool((by_logit != 0).all()) and bool(torch.isfinite(by_logit).all())

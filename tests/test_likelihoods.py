@@ -24,7 +24,7 @@ from torch import distributions as td
 
 import posthoc_uq as uq
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
-from posthoc_uq.predictions.base import cat
+from posthoc_uq.likelihoods.prediction import cat
 
 SAMPLES, TAU, DRAWS = 24, 3.0, 10**5
 THRESHOLDS = (-0.7, 0.2, 1.1)

@@ -15,17 +15,16 @@ from torch.func import functional_call, jacrev
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.heads import closed_form
-from posthoc_uq.heads.function_draws import function_draws
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.heads import jacobians
+from posthoc_uq.heads.functions import function_draws
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.layers import Layer
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Bernoulli, Categorical
-from posthoc_uq.loaders import Batch
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.dense import DenseBlock
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.history import Evidence
+from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence
 
 FAMILIES: list[dict[str, Any]] = [
     {"method": "diag"},
@@ -258,12 +257,12 @@ def test_variances_of_many_rows(scale: float, rank: int) -> None:
         deviations = layer.weights[0, 0].sqrt()
         share = layer.subtracted_rows.reshape(3, -1, 13)[0] / deviations
         rows[::3] = torch.linalg.svd(share).Vh[0] / deviations
-    truth = closed_form.variance(
+    truth = jacobians.variance(
         WeightCovariance(posterior, torch.float64, x.device, 2**20).layers["2"], rows.double()
     )
     left = truth / (rows.double().square() @ layer.weights[0].double().T)
     assert bool((left < 0.01).any()) == (scale > 1)
-    torch.testing.assert_close(closed_form.variance_of_many(layer, rows).double(), truth, rtol=1e-4, atol=0)
+    torch.testing.assert_close(jacobians.variance_of_many(layer, rows).double(), truth, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)

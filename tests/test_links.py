@@ -13,11 +13,16 @@ from scipy.stats import norm
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.heads.prediction import from_gaussian
-from posthoc_uq.predictions.base import cat
-from posthoc_uq.predictions.draws import log_logistic_normal, normals
-from posthoc_uq.predictions.links import LINKS, checked_link
-from posthoc_uq.predictions.spread import of_covariance, of_product
+from posthoc_uq.heads.predictor import from_gaussian
+from posthoc_uq.likelihoods.draws import (
+    LINKS,
+    checked_link,
+    log_logistic_normal,
+    normals,
+    of_covariance,
+    of_product,
+)
+from posthoc_uq.likelihoods.prediction import cat
 
 
 def posterior(likelihood: str, temperature: float = 1.0, **options: Any) -> uq.Posterior:

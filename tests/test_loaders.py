@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tqdm.auto import tqdm
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.loaders import Bar, Batch, BatchReader, batches, check_loader, check_reusable
-from posthoc_uq.outputs import output_tensor
-from posthoc_uq.progress import _bars
+from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches, check_loader, check_reusable
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.progress import _bars
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 CPU = torch.device("cpu")

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.message_passing import activations, gaussian, linear, priors, signals, truncation, windows
-from posthoc_uq.message_passing.gaussian import Message, divided, from_moments, multiplied, nothing
+from posthoc_uq.methods.message_passing import (
+    activations,
+    gaussian,
+    linear,
+    priors,
+    signals,
+    truncation,
+    windows,
+)
+from posthoc_uq.methods.message_passing.gaussian import Message, divided, from_moments, multiplied, nothing
 
 D = torch.float64
 

@@ -13,14 +13,14 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.inference import message_last, message_shared
-from posthoc_uq.message_passing.gaussian import Message
-from posthoc_uq.message_passing.groups import group_message
-from posthoc_uq.message_passing.network import Belief, Weighted
-from posthoc_uq.message_passing.passes import Forms
-from posthoc_uq.message_passing.targets import Argmax, Regression, Signal, Softargmax
-from posthoc_uq.message_passing.trainer import Schedule, Trainer
-from posthoc_uq.posteriors.blocks import Settings
+from posthoc_uq.methods.message_passing import fit as message_fit
+from posthoc_uq.methods.message_passing.gaussian import Message
+from posthoc_uq.methods.message_passing.groups import group_message
+from posthoc_uq.methods.message_passing.network import Belief, Weighted
+from posthoc_uq.methods.message_passing.passes import Forms
+from posthoc_uq.methods.message_passing.targets import Argmax, Regression, Signal, Softargmax
+from posthoc_uq.methods.message_passing.trainer import Schedule, Trainer
+from posthoc_uq.posteriors.block import Settings
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
 
 D = torch.float64
@@ -534,7 +534,7 @@ def score(probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def test_limits_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (message_last, message_shared):
+    for module in (message_fit,):
         monkeypatch.setattr(module, "LARGEST_BYTES", 1000)
     model, x, y = classes(40)
     with pytest.raises(uq.PosthocUQError, match=r"posterior='full' of '2' takes .*posterior='diagonal'"):

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.message_passing import joint, linear, priors
-from posthoc_uq.message_passing.gaussian import Message, from_moments, multiplied
-from posthoc_uq.message_passing.network import Activation, Belief, Flat, Pool, Stage, Weighted
-from posthoc_uq.message_passing.passes import Forms, Memory, Pass
-from posthoc_uq.message_passing.prediction import outputs_of
-from posthoc_uq.message_passing.targets import Argmax, Regression, Signal, Softargmax
-from posthoc_uq.message_passing.trainer import Beliefs, Schedule, Trainer, batch_damping
-from posthoc_uq.message_passing.windows import Windows
+from posthoc_uq.methods.message_passing import joint, linear, priors
+from posthoc_uq.methods.message_passing.gaussian import Message, from_moments, multiplied
+from posthoc_uq.methods.message_passing.network import Activation, Belief, Flat, Pool, Stage, Weighted
+from posthoc_uq.methods.message_passing.passes import Forms, Memory, Pass, outputs_of
+from posthoc_uq.methods.message_passing.targets import Argmax, Regression, Signal, Softargmax
+from posthoc_uq.methods.message_passing.trainer import Beliefs, Schedule, Trainer, batch_damping
+from posthoc_uq.methods.message_passing.windows import Windows
 
 D = torch.float64
 ROWS = torch.tensor([[1, 0.5, -0.3], [0.2, -1, 0.4], [-0.6, 0.3, 1], [0.8, 0.7, 0.2]], dtype=D)
@@ -364,7 +363,7 @@ def test_a_convolution_cell_by_cell(groups: int) -> None:
     stage = Weighted("b", size, outputs, view, bias=False)
     step = Pass([Flat(), stage], prior, Memory(), Forms(), detailed=False)
     step._traces.append(None)  # type: ignore[arg-type]
-    from posthoc_uq.message_passing.passes import _Trace
+    from posthoc_uq.methods.message_passing.passes import _Trace
 
     trace = _Trace(message.rho.shape, message)
     step._traces.append(trace)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_curve, top_k_accuracy_score
 
-from posthoc_uq import metrics
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.likelihoods import metrics
 
 
 @pytest.fixture
@@ -269,7 +269,8 @@ def test_global_random_state_is_untouched(classified: tuple[torch.Tensor, torch.
 
 def test_torchmetrics_is_loaded_when_a_metric_needs_it_and_every_name_is_public() -> None:
     code = (
-        "import sys, posthoc_uq.metrics, posthoc_uq.plots; posthoc_uq.plots.coverage_plot;"
+        "import sys, posthoc_uq.likelihoods.metrics\n"
+        "from posthoc_uq.evaluation import plots; plots.coverage_plot;"
         "sys.exit('torchmetrics' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

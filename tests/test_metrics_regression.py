@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from posthoc_uq import metrics
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.likelihoods import metrics
 
 
 @pytest.mark.parametrize("shape", [(30,), (30, 3)])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from posthoc_uq import metrics
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.likelihoods import metrics
 
 
 def _classified(inputs: int, classes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from posthoc_uq import metrics
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.metrics import QUANTILES
 
 
 def scores_of(inputs: int, ties: bool, seed: int = 0) -> dict[str, torch.Tensor]:

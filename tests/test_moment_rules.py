@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import posthoc_uq.moments.rules  # noqa: F401
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosteriors, moments_of
 
 Function = Callable[[Tensor], Any]

@@ -20,17 +20,16 @@ from networks import without_training
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.capture import Capture
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.files.state import posterior_from_state, posterior_state
 from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.layers.capture import Capture
 from posthoc_uq.likelihoods import resolve_likelihood
-from posthoc_uq.loaders import Batch
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.history import Evidence
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
-from posthoc_uq.posteriors.kronecker import EigenvalueCorrectedBlock
-from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
+from posthoc_uq.posteriors.laplace import DiagonalBlock, EigenvalueCorrectedBlock
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence
 
 METHODS = without_training()
 
@@ -709,7 +708,7 @@ def test_a_wrap_computes_the_rows_of_a_layer_once_and_a_second_wrap_not_at_all(
 
 
 def test_what_a_wrap_keeps_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc_uq.posteriors.base.kept_budget", lambda: 0)
+    monkeypatch.setattr("posthoc_uq.posteriors.posterior.kept_budget", lambda: 0)
     model, posterior, _ = inf_of_three_layers()
     calls = counted_roots(monkeypatch)
     with warnings.catch_warnings():

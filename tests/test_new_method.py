@@ -20,9 +20,9 @@ import torch
 from networks import batches, inputs_of, mlp, registries_restored, targets_of
 
 import posthoc_uq as uq
+from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.wrapping import HEADS
+from posthoc_uq.posteriors.block import FAMILIES
 
 TESTS = Path(__file__).parent
 

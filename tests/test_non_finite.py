@@ -11,8 +11,8 @@ from networks import batches, inputs_of, mlp, short, short_options, takes_likeli
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.errors import NonFiniteError
-from posthoc_uq.heads.finite import checked
+from posthoc_uq.core.errors import NonFiniteError
+from posthoc_uq.heads.predictor import checked
 from posthoc_uq.methods import METHODS
 
 LIKELIHOODS = ("classification", "binary", "regression")

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.curvature import class_grams
-from posthoc_uq.curvature.class_grams import ClassGrams
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.curvature.features import FeatureSource, find_features
-from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.layers import Layer
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical, Gaussian
-from posthoc_uq.loaders import Batch
+from posthoc_uq.likelihoods.prediction import score_of
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.predictions.scores import score_of
+from posthoc_uq.posteriors import features
+from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
+from posthoc_uq.posteriors.posterior import Posterior
 
 
 class Net(nn.Module):
@@ -306,7 +305,7 @@ def test_one_gram_is_kept_exactly_and_fewer_samples_than_features_do_no_harm() -
 def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In turn less than the whole shared basis, all of it with diagonals alone, and with directions of every class."""
     classes, size = 200, 130
-    monkeypatch.setattr(class_grams.compressed, "__defaults__", (most,))
+    monkeypatch.setattr(features.compressed, "__defaults__", (most,))
     layer = Layer("fc", "linear", "fc.weight", None, 1, classes, size, (classes, size))
     grams = ClassGrams(FeatureSource(layer, "outputs", classes), Categorical(), torch.device("cpu"), 2**23)
     assert "sketches" in grams.sums
@@ -315,7 +314,7 @@ def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPa
         part = slice(start, start + 1000)
         grams.add(phi[part], F.one_hot(labels[part], classes).float())
     found = grams.result(torch.float32)
-    width, rank = class_grams.room(classes, size, most)
+    width, rank = features.room(classes, size, most)
     assert found.numbers() <= most and found.classes == classes
     assert (found.basis.shape[1], found.factors.shape[2]) == (width, rank)
     assert (width < size) == (most == 30_000) and rank == {30_000: 0, 60_000: 0, 200_000: 6}[most]
@@ -327,7 +326,7 @@ def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPa
 
 def test_a_tenth_of_inf_on_resnet18() -> None:
     """With 1,000 classes, where INF keeps 12.2 million numbers."""
-    width, rank = class_grams.room(1000, 513)
+    width, rank = features.room(1000, 513)
     assert width == 513 and 513 * width + 1000 * width * (1 + rank) + 1000 <= 1.22e6
 
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from posthoc_uq.curvature import patches, squares
-from posthoc_uq.curvature.correlation import add_patch_gram
-from posthoc_uq.curvature.operands import Operand, Rows, Several, chunks
-from posthoc_uq.curvature.patches import Patches
-from posthoc_uq.curvature.squares import Plan, Shape, add_squares, plan
-from posthoc_uq.layers import Geometry, Layer, describe
+from posthoc_uq.curvature import statistics
+from posthoc_uq.curvature.statistics import Plan, Shape, add_squares, plan
+from posthoc_uq.layers import operands
+from posthoc_uq.layers.layer import Geometry, Layer, describe
+from posthoc_uq.layers.operands import Operand, Patches, Rows, Several, add_patch_gram, chunks
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-11}
 SAMPLES = 3
@@ -132,7 +131,7 @@ def test_a_large_map_is_correlated_and_a_small_one_unfolded(
         calls.append(tuple(x.shape))
         add_patch_gram(total, x, *rest)
 
-    monkeypatch.setattr(patches, "add_patch_gram", noted)
+    monkeypatch.setattr(operands, "add_patch_gram", noted)
     generator = torch.Generator().manual_seed(0)
     for size, correlated in ((5, False), (40, True)):
         weight = torch.randn(4, 24, 3, 3, generator=generator, dtype=torch.float64)
@@ -151,8 +150,8 @@ def test_a_large_map_is_correlated_and_a_small_one_unfolded(
 @pytest.mark.parametrize("price", [0, 10**12])  # by one convolution a sample, and by unfolding
 @pytest.mark.parametrize("case", CASES)
 def test_per_sample_gradients(case: str, price: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "_CALL_COST", price)
-    monkeypatch.setattr(patches, "_WEIGHT_COST", 0)
+    monkeypatch.setattr(operands, "_CALL_COST", price)
+    monkeypatch.setattr(operands, "_WEIGHT_COST", 0)
     for operand, rows, outputs in _operands(case):
         gradients = _gradients(rows, outputs)
         torch.testing.assert_close(operand.gradients(gradients, 2**12), _per_sample(rows, gradients), **TIGHT)
@@ -170,7 +169,7 @@ def test_every_route_to_the_squares(
     def forced(shape: Shape, diagonal: bool, rotated: bool, whole: bool = True) -> Plan:
         return Plan(by_pairs, rotate_gradients and rotated and whole, 0.0)
 
-    monkeypatch.setattr(squares, "plan", forced)
+    monkeypatch.setattr(statistics, "plan", forced)
     for operand, rows, outputs in _operands(case):
         gradients, (_, groups, _, inputs) = _gradients(rows, outputs), rows.shape
         generator = torch.Generator().manual_seed(3)

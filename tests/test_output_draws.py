@@ -13,9 +13,9 @@ from networks import batches, cnn, inputs_of, mlp, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.posteriors.random_scale import RandomScale
-from posthoc_uq.randomness import mixed_seed
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.randomness import mixed_seed
+from posthoc_uq.posteriors.variational import RandomScale
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

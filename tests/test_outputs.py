@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.outputs import Choice, chosen_in, guessed_choice, with_choice
 from posthoc_uq.methods import METHODS
-from posthoc_uq.outputs import Choice, chosen_in, guessed_choice, with_choice
 
 torchvision: Any = pytest.importorskip("torchvision")
 

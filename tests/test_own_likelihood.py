@@ -17,9 +17,9 @@ from scipy.stats import poisson
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.inference.labels import resolve_fisher
-from posthoc_uq.inference.plain_values import as_plain
-from posthoc_uq.predictions.base import cat
+from posthoc_uq.curvature.labels import resolve_fisher
+from posthoc_uq.likelihoods.prediction import cat
+from posthoc_uq.methods.resume import as_plain
 
 SAMPLES = 60
 

@@ -13,9 +13,10 @@ from figure_checks import check_texts_apart, check_written_and_pyplot_left_alone
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
-from posthoc_uq import metrics, plots
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.predictions.regression import RegressionPrediction
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.evaluation import plots
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 
 
 def _classified(scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,9 @@ from figure_checks import check_texts_apart, check_written_and_pyplot_left_alone
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from posthoc_uq import plots
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.evaluation import plots
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 
 _CENTRES = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import posthoc_uq as uq
-from posthoc_uq.predictions.layout import Layout
-from posthoc_uq.predictions.positions import PositionPrediction, positions_of_draws
-from posthoc_uq.randomness import sample_keys
+from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.likelihoods.labels import Layout
+from posthoc_uq.likelihoods.positions import PositionPrediction, positions_of_draws
 
 SAMPLES, CLASSES, TAU = 6, 3, 2.0
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.inference.kept_inputs import KeptInputs
-from posthoc_uq.loaders import Batch
-from posthoc_uq.randomness import sample_keys
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.curvature.kept_inputs import KeptInputs
 
 CLASSES, VOID = 3, 255
 

@@ -21,16 +21,16 @@ from posterior_helpers import (
 )
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.sparsify import sparsify
-from posthoc_uq.layers import Layer
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Settings
-from posthoc_uq.posteriors.dense import DenseBlock
-from posthoc_uq.posteriors.history import Evidence
+from posthoc_uq.methods.bases import sparsify
+from posthoc_uq.posteriors.block import Settings
 from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
+from posthoc_uq.posteriors.laplace import DenseBlock
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence
 
 CASES = [
     ("diagonal", "", 0, 1.0),

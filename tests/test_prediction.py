@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.predictions.classification import ClassPrediction
-from posthoc_uq.predictions.regression import RegressionPrediction
-from posthoc_uq.predictions.streaming import ClassStatistics, Moments, gathered
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.draws import ClassStatistics, Moments, gathered
+from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
 

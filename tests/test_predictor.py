@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.predictions.base import cat
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.likelihoods.prediction import cat
 
 OPTIONS = [{}, {"batched": False}, {"keep": "seeds"}, {"keep": "seeds", "batched": False}]
 

@@ -15,8 +15,8 @@ from networks import batches, cnn, inputs_of, mlp, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import progress
-from posthoc_uq.progress import counted, in_parts, share
+from posthoc_uq.core import progress
+from posthoc_uq.core.progress import counted, in_parts, share
 
 
 @pytest.fixture

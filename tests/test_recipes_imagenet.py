@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.cli.models import Source, source_of
 from posthoc_uq.cli.transforms import ImageTransform
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.predictions.classification import ClassPrediction
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 
 RECIPE = RECIPES / "imagenet"
 NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run")

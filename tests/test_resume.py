@@ -19,15 +19,15 @@ from resume_worker import BATCH, SAMPLES, data, fit, model
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq import contexts
-from posthoc_uq.curvature.content import Content, batch_hash
-from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
-from posthoc_uq.inference.plain_values import as_plain
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.curvature.sweep import Content, batch_hash
+from posthoc_uq.files.snapshot import read_snapshot
+from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.loaders import Batch
-from posthoc_uq.randomness import sample_keys
-from posthoc_uq.storage.snapshot import read_snapshot
+from posthoc_uq.methods import contexts
+from posthoc_uq.methods.resume import as_plain
 
 BATCHES = -(-SAMPLES // BATCH)
 
@@ -334,7 +334,7 @@ def test_a_model_that_computes_something_else_with_the_same_numbers_is_refused(
         with pytest.raises(PosthocUQError, match="its architecture was"):
             uq.fit(other, own, checkpoint=path, progress=False)
     with monkeypatch.context() as patch, pytest.raises(PosthocUQError, match="its library version was"):
-        patch.setattr("posthoc_uq.inference.identity.__version__", "99.0")
+        patch.setattr("posthoc_uq.fitting.resume.__version__", "99.0")
         uq.fit(start, own, checkpoint=path, progress=False)
     again = net(torch.nn.LeakyReLU(0.1)).train()
     again.load_state_dict(start.state_dict())

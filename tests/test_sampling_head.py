@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosteriorMismatchError, PosthocUQError
-from posthoc_uq.posteriors.blocks import Factor
-from posthoc_uq.replica import replicate
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core.model import replicate
+from posthoc_uq.posteriors.block import Factor
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +401,7 @@ def test_gradients_by_the_input(setting, options):
 def test_a_refusal_half_way_goes_on_with_the_draws_that_are_left(setting, monkeypatch, keep, antithetic):
     model, posterior, x = setting
     options = {"n_samples": 7, "keep": keep, "antithetic": antithetic}
-    monkeypatch.setattr("posthoc_uq.heads.ensemble.CHUNK_BYTES", 1)  # chunks of two
+    monkeypatch.setattr("posthoc_uq.heads.sampling.CHUNK_BYTES", 1)  # chunks of two
     predictor = uq.wrap(model, posterior, batched=True, **options)
     predictor(x)
     left, vmap = [True, False], torch.func.vmap

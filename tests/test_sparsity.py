@@ -16,14 +16,10 @@ from storage_helpers import edit, layers_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.posteriors.flows import Flow
-from posthoc_uq.posteriors.history import Evidence, History
-from posthoc_uq.posteriors.latent_binary import LatentBinaryBlock
-from posthoc_uq.posteriors.median_model import MedianBlock
-from posthoc_uq.posteriors.random_scale import RandomScale
-from posthoc_uq.posteriors.settings import Hyperparameters
-from posthoc_uq.sparse import SparseLinear
-from posthoc_uq.storage.schema import fingerprint
+from posthoc_uq.files.schema import fingerprint
+from posthoc_uq.methods.sparse import SparseLinear
+from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
+from posthoc_uq.posteriors.variational import Flow, LatentBinaryBlock, MedianBlock, RandomScale
 
 
 def posterior_of(

@@ -38,18 +38,23 @@ from storage_helpers import (
 from torch import nn
 
 import posthoc_uq as uq
-import posthoc_uq.storage.sandbox as sandbox
-import posthoc_uq.storage.sizes as sizes
-from posthoc_uq import wrapping
-from posthoc_uq.errors import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.inference.checkpoint import Checkpoint
+import posthoc_uq.files.sizes as sizes
+import posthoc_uq.files.untrusted as sandbox
+from posthoc_uq.core.errors import (
+    CorruptPosteriorError,
+    NonFiniteError,
+    PosteriorMismatchError,
+    PosthocUQError,
+)
+from posthoc_uq.files import inspect, load, save, userblock
+from posthoc_uq.files.schema import fingerprint
+from posthoc_uq.fitting import wrap
 from posthoc_uq.likelihoods import Bernoulli, Gaussian, Likelihood
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.diagonal import DiagonalBlock
-from posthoc_uq.posteriors.history import HEADS
+from posthoc_uq.methods.resume import Checkpoint
 from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.storage import inspect, load, save, userblock
-from posthoc_uq.storage.schema import fingerprint
+from posthoc_uq.posteriors.laplace import DiagonalBlock
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import HEADS
 
 
 @pytest.fixture
@@ -102,7 +107,7 @@ def test_samples_agree_in_another_process(saved: tuple[Path, nn.Module, Posterio
     path, _, posterior = saved
     script = (
         "import sys, torch; torch.set_num_threads(int(sys.argv[4])); sys.path.insert(0, sys.argv[1])\n"
-        "from storage_helpers import draw, make_model\nfrom posthoc_uq.storage import load\n"
+        "from storage_helpers import draw, make_model\nfrom posthoc_uq.files import load\n"
         "torch.save(draw(load(sys.argv[2], make_model())), sys.argv[3])"
     )
     out = tmp_path / "draws.pt"
@@ -473,7 +478,7 @@ def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.M
 def test_the_head_and_the_faithful_prior_come_back_and_are_shown(tmp_path: Path) -> None:
     model, path = make_model(), tmp_path / "p.h5"
     posterior = make("inf", model)
-    assert set(HEADS) == set(wrapping.HEADS)
+    assert set(HEADS) == set(wrap.HEADS)
     posterior.history.head = {
         "name": "moments",
         "options": {"link": "mc", "n_draws": 50},

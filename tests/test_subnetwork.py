@@ -13,9 +13,9 @@ from torch.func import functional_call, jacrev  # pyright: ignore[reportPrivateI
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.posteriors.subnetwork import SubnetworkBlock
+from posthoc_uq.posteriors.laplace import SubnetworkBlock
 
 TAU = 2.0
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")

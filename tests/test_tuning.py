@@ -12,8 +12,8 @@ from networks import without_training
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.evidence import search_decades
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.posteriors.evidence import search_decades
 
 
 def _regression(outputs: int = 1):

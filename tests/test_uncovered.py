@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import posthoc_uq as uq
-from posthoc_uq.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
 
 OPTIONS: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False, "fisher": "exact"}
 INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

@@ -29,13 +29,12 @@ from torch import Tensor, nn
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.class_grams import ClassGrams
 from posthoc_uq.curvature.features import FeatureSource
-from posthoc_uq.curvature.kept_grams import changed
-from posthoc_uq.layers import Layer
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS, Method
-from posthoc_uq.posteriors.combining import NotContainedError, Weights, combined, combined_matrices
+from posthoc_uq.posteriors.block import NotContainedError, Weights, combined, combined_matrices
+from posthoc_uq.posteriors.features import ClassGrams, changed
 
 METHODS_THAT_CAN: dict[str, Any] = {
     "diag": uq.Diagonal,

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 import posthoc_uq as uq
-from posthoc_uq.devices import Checks
-from posthoc_uq.inference.mean_field import MeanField
-from posthoc_uq.inference.moment_objective import MomentObjective, gaussian_divergence, kl_weight
-from posthoc_uq.inference.moment_options import MomentOptions
-from posthoc_uq.inference.training import Step
-from posthoc_uq.layers import Layer
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.model import replicate
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
-from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import replicate
+from posthoc_uq.methods.mean_field import MeanField
+from posthoc_uq.methods.training import Step
+from posthoc_uq.methods.utvi import MomentObjective, MomentOptions, gaussian_divergence, kl_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -158,7 +157,7 @@ def test_without_given_epochs_the_divergence_is_halved_ten_times(
     epochs: int | None, shares: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over 20 short epochs as over 10 long ones; with given epochs in each of them, as ever."""
-    monkeypatch.setattr("posthoc_uq.inference.training.LEAST_STEPS", 40)
+    monkeypatch.setattr("posthoc_uq.methods.training.LEAST_STEPS", 40)
     model, x = mlp(), inputs_of(4, samples=16)
     still = uq.UTVI(epochs=epochs, lr=1e-30, log_variance_lr=1e-30, train_rest=False)
     fit_notes = fit(model, batches(x, targets_of(model, x, "classification")), still).history.fit

@@ -17,13 +17,22 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.devices import Checks
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.inference.checkpoint import Checkpoint
-from posthoc_uq.inference.optimisers import cosine, optimiser_state, restore_optimiser
-from posthoc_uq.inference.training import Group, Objective, Step, TrainingOptions, _State, train
-from posthoc_uq.loaders import Batch, BatchReader
-from posthoc_uq.storage.snapshot import read_snapshot
+from posthoc_uq.core.batches import Batch, BatchReader
+from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.files.snapshot import read_snapshot
+from posthoc_uq.methods.resume import Checkpoint
+from posthoc_uq.methods.training import (
+    Group,
+    Objective,
+    Step,
+    TrainingOptions,
+    _State,
+    cosine,
+    optimiser_state,
+    restore_optimiser,
+    train,
+)
 
 READER = BatchReader(torch.device("cpu"))
 
@@ -132,7 +141,7 @@ def test_small_data_take_more_epochs_and_large_ones_the_usual(
 
 @pytest.mark.parametrize("method", ["function_space", "latent_binary", "utvi"])
 def test_a_fit_without_epochs_takes_the_least_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc_uq.inference.training.LEAST_STEPS", 28)
+    monkeypatch.setattr("posthoc_uq.methods.training.LEAST_STEPS", 28)
     model, x = mlp(), inputs_of(4, samples=20)
     data = batches(x, targets_of(model, x, "classification"))
     plain: dict[str, Any] = (
@@ -140,7 +149,7 @@ def test_a_fit_without_epochs_takes_the_least_steps(method: str, monkeypatch: py
     )
     fitted = uq.fit(model, data, method, **plain)
     assert fitted.history.fit["epochs"] == 10  # as 28 / 3, rounded up
-    monkeypatch.setattr("posthoc_uq.inference.training.LEAST_STEPS", 37)
+    monkeypatch.setattr("posthoc_uq.methods.training.LEAST_STEPS", 37)
     # the batches of a loader without a length are reckoned from the first one
     fitted = uq.fit(model, WithoutLength(data), method, **plain)
     assert fitted.history.fit["epochs"] == 13

@@ -11,9 +11,9 @@ from networks import inputs_of, mlp
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.posteriors.weight_prior import WeightPrior
-from posthoc_uq.storage import schema
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.files import schema
+from posthoc_uq.posteriors.settings import WeightPrior
 
 OWN = {
     "diag": uq.Diagonal(dtype=torch.float64),
@@ -262,7 +262,7 @@ def test_a_training_keeps_its_own_option_of_that_name() -> None:
 
 
 def test_states_that_cannot_be() -> None:
-    from posthoc_uq.posteriors.state import posterior_from_state, posterior_state
+    from posthoc_uq.files.state import posterior_from_state, posterior_state
 
     model = net()
     posterior = fit(model, "diag", prior_precision=tensors(model, 2, 0.1, 5.0))

@@ -37,7 +37,7 @@ from torch import nn
 import posthoc_uq as uq
 import posthoc_uq.cli
 from posthoc_uq.cli import main as command_line
-from posthoc_uq.tables import text_table
+from posthoc_uq.core.tables import text_table
 
 LIMIT = 60.0  # seconds that one call may take
 NETS = """

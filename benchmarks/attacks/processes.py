@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import posthoc_uq as uq
-from posthoc_uq.loaders import Bar
+from posthoc_uq.core.batches import Bar
 
 CPU = torch.device("cpu")
 

@@ -38,7 +38,7 @@ import fitting  # noqa: E402
 import search  # noqa: E402
 
 import posthoc_uq as uq  # noqa: E402
-from posthoc_uq.distributed import together  # noqa: E402
+from posthoc_uq.core.distributed import together  # noqa: E402
 
 TIMEOUT, HANG = 3.0, 60.0
 """Seconds: of the group, and after which a process counts as hanging."""

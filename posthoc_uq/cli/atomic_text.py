@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TextIO
 
-from posthoc_uq.storage.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 import click
 
 from posthoc_uq.cli.wording import in_options
-from posthoc_uq.errors import PosthocUQError, printable
+from posthoc_uq.core.errors import PosthocUQError, printable
 
 ERROR, INCOMPLETE, INTERRUPTED = 1, 3, 130
 _QUIET, _DEBUG = "posthoc_uq.quiet", "posthoc_uq.debug"
@@ -137,7 +137,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
         return
     line = f"Warning: {in_options(_one_line(str(message)), click.get_current_context(silent=True))}"
     # Where no bar was ever shown, the module of bars need not be there; the command line starts faster without it.
-    bars: Any = sys.modules.get("posthoc_uq.progress")
+    bars: Any = sys.modules.get("posthoc_uq.core.progress")
     if bars is None or not sys.stderr.isatty() or not bars.print_above(line, sys.stderr):
         click.echo(line, err=True)
 

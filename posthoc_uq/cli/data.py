@@ -19,9 +19,9 @@ from posthoc_uq.cli.importing import import_object, is_import_path
 from posthoc_uq.cli.meaning import Meaning
 from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.tables import as_it_is, is_table, read_table
-from posthoc_uq.distributed import world
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.values import meant
+from posthoc_uq.core.distributed import world
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import meant
 
 _SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
 _SMALL = 256  # items that are read faster than worker processes start

@@ -16,7 +16,7 @@ from posthoc_uq.cli.posterior_files import (
     stored_dtype,
 )
 from posthoc_uq.cli.predictors import predictor_of
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.evaluation import evaluate
 from posthoc_uq.posteriors.referral import rule_of
 

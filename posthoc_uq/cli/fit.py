@@ -24,10 +24,10 @@ _PASSED_BY_THE_COMMAND = ("progress",)  # arguments of the library's fit that no
 def _methods() -> Choices:
     """Every method with its fields, and the arguments of `posthoc_uq.fit`."""
     from posthoc_uq.cli.docstrings import summary
-    from posthoc_uq.fitting import fit
+    from posthoc_uq.fitting.fit import fit
+    from posthoc_uq.fitting.wrap import HEADS
     from posthoc_uq.likelihoods import LIKELIHOODS
     from posthoc_uq.methods import METHODS
-    from posthoc_uq.wrapping import HEADS
 
     spellings = {
         "method": Spelling(type=click.Choice(list(METHODS)), text="How the posterior is fitted."),
@@ -130,7 +130,7 @@ def command(data: str, output: str, as_json: bool, **options: Any) -> None:
       torchrun --nproc-per-node 4 -m posthoc_uq fit imagenet/train --model ... -o model.h5
     """
     from posthoc_uq.cli import fitting
-    from posthoc_uq.distributed import together
+    from posthoc_uq.core.distributed import together
 
     with fitting.process_group(options):
         summary = together(lambda: fitting.fit_and_save(data, output, options, progress()), "the command")

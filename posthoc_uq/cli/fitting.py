@@ -18,12 +18,11 @@ from posthoc_uq.cli.meaning import Meaning, meaning_of_likelihood
 from posthoc_uq.cli.models import Source, device_named, source_of
 from posthoc_uq.cli.naming import names_of
 from posthoc_uq.cli.posterior_files import image_facts
-from posthoc_uq.distributed import agree, rank, world
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.fitting import fit
+from posthoc_uq.core.distributed import agree, rank, world
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.files import save
+from posthoc_uq.fitting.fit import fit, takes_layers
 from posthoc_uq.methods import Method, method_of
-from posthoc_uq.request import takes_layers
-from posthoc_uq.storage import save
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from posthoc_uq.cli.labels import folder_labels
 from posthoc_uq.cli.masks import IMAGES, MaskedImages, has_masks, ignored_value, masked_images
 from posthoc_uq.cli.meaning import IGNORED, NAMES, Meaning
 from posthoc_uq.cli.models import Source, count_outputs
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import check_regular
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import check_regular
 
 _SHOWN = 5  # class folders that a warning names
 

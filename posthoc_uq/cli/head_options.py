@@ -39,7 +39,7 @@ def head_choices(title: str, options: Sequence[click.Option]) -> Choices:
     """Every head with its arguments, and other options that the command takes from the library."""
     from posthoc_uq.cli.docstrings import summary
     from posthoc_uq.cli.fields import arguments_of
-    from posthoc_uq.wrapping import HEADS, head_class
+    from posthoc_uq.fitting.wrap import HEADS, head_class
 
     return Choices(
         word="head",
@@ -60,6 +60,6 @@ def head_spelling() -> Spelling:
 
 
 def _head_names() -> Any:
-    from posthoc_uq.wrapping import HEADS
+    from posthoc_uq.fitting.wrap import HEADS
 
     return click.Choice(HEADS)

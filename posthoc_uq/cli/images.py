@@ -14,9 +14,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from posthoc_uq.cli.transforms import ImageTransform
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import IMAGE_ENDINGS, IMAGE_FORMATS, folder_files, irregular, only_image_formats
-from posthoc_uq.image_sizes import too_long
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import (
+    IMAGE_ENDINGS,
+    IMAGE_FORMATS,
+    folder_files,
+    irregular,
+    only_image_formats,
+    too_long,
+)
 
 Read = tuple[Tensor, Any, int]
 
@@ -35,7 +41,7 @@ class Trouble:
 
 def image_files(folder: str) -> list[str]:
     """Images in a folder and all folders in it, as paths relative to it, sorted; hidden ones are left out. Warns of
-    links to folders that are not followed: see `posthoc_uq.files.folder_files`.
+    links to folders that are not followed: see `posthoc_uq.core.paths.folder_files`.
     """
     left_out: list[str] = []
     paths = sorted(file for file in folder_files(folder, left_out) if file.lower().endswith(IMAGE_ENDINGS))

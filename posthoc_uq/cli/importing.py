@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.values import meant
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import meant
 
 
 def is_import_path(text: str) -> bool:

@@ -19,7 +19,7 @@ def command(file: str, as_json: bool) -> None:
       posthoc-uq inspect model.h5
       posthoc-uq inspect model.h5 --json
     """
-    from posthoc_uq.storage import inspect
+    from posthoc_uq.files import inspect
 
     contents = inspect(file)
     if as_json:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import check_regular
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import check_regular
 
 _SHOWN = 3
 

@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor
 
 from posthoc_uq.cli.overwriting import check_files
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.predictions.positions import PositionPrediction
-from posthoc_uq.storage.atomic import replacing
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.files.atomic import replacing
+from posthoc_uq.likelihoods.positions import PositionPrediction
 
 CLASS = "class"
 SCORES = ("entropy", "mutual_information", "novelty")

@@ -16,7 +16,7 @@ from posthoc_uq.cli.images import Read, Trouble, image_files, opened_image, tran
 from posthoc_uq.cli.meaning import IGNORED, Meaning
 from posthoc_uq.cli.models import Source, outputs_for
 from posthoc_uq.cli.transforms import ImageTransform
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import Categorical
 
 IMAGES, MASKS = "images", "masks"

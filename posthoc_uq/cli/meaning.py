@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.posterior import Posterior
 
 COLUMNS, TARGETS, CLASSES = "table columns", "table targets", "table classes"
 """Facts that a fit on a table keeps: the names of the input columns, of the target columns, and of the classes."""

@@ -12,10 +12,10 @@ from torch import nn
 from posthoc_uq.cli.importing import call_imported, is_import_path
 from posthoc_uq.cli.transforms import ImageTransform, resolve_transform
 from posthoc_uq.cli.weights import load_weights, read_state
-from posthoc_uq.devices import usable_device
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.replica import bare_name
-from posthoc_uq.values import meant
+from posthoc_uq.core.devices import usable_device
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import bare_name
+from posthoc_uq.core.options import meant
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def count_outputs(model: nn.Module, sample: torch.Tensor) -> int:
 
 def outputs_for(model: nn.Module, sample: torch.Tensor) -> torch.Tensor:
     """The model's outputs for one input; see `run_on`."""
-    from posthoc_uq.outputs import output_tensor
+    from posthoc_uq.core.outputs import output_tensor
 
     return output_tensor(run_on(model, sample, *_IMAGE))
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
-from posthoc_uq.storage.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
 
 
 def compare(path: str, options: Mapping[str, Any]) -> dict[str, Any]:

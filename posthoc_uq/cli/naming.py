@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 
 MODEL, WEIGHTS = "model", "model weights"
 """Facts that a fit keeps: ``--model``, and the path of ``--weights``, seen from the folder of the posterior's file."""
@@ -96,7 +96,7 @@ def fill_in(parameters: dict[str, Any]) -> str | None:
     spec, no_weights = parameters["model"], parameters["weights"] is None and not parameters["pretrained"]
     if spec is not None and not no_weights:
         return None
-    from posthoc_uq.storage import inspect
+    from posthoc_uq.files import inspect
 
     path: str = parameters["file"]
     facts: Mapping[str, Any] = inspect(path)["fit"]

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import IMAGE_ENDINGS, folder_files
-from posthoc_uq.storage.atomic import checked_target
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import IMAGE_ENDINGS, folder_files
+from posthoc_uq.files.atomic import checked_target
 
 OUTPUTS = {"output": "--output", "report": "--report", "csv_path": "--csv", "json_file": "--json-file"}
 """Parameters of commands that name a file to write, and how they are spelt."""

@@ -16,10 +16,10 @@ from posthoc_uq.cli.meaning import CLASSES, MEAN, NAMES, SIZE, STD
 from posthoc_uq.cli.models import Source, source_of
 from posthoc_uq.cli.naming import rename
 from posthoc_uq.cli.transforms import resolve_transform
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import check_regular
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.storage import inspect, load, save
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import check_regular
+from posthoc_uq.files import inspect, load, save
+from posthoc_uq.posteriors.posterior import Posterior
 
 _PREPARED = {SIZE: "image_size", MEAN: "mean", STD: "std"}  # facts of the fit, and the options that they are
 _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -10,7 +10,7 @@ from posthoc_uq.cli.console import INCOMPLETE, print_json, progress, say
 from posthoc_uq.cli.head_options import prediction_heads, prediction_options
 from posthoc_uq.cli.options import data_options, force_option, named_model_options, names_option
 from posthoc_uq.cli.registry import RegistryCommand
-from posthoc_uq.errors import printable
+from posthoc_uq.core.errors import printable
 
 
 @click.command(

@@ -15,20 +15,16 @@ from posthoc_uq.cli.atomic_text import atomic_text_file
 from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.maps import make_folder, write_maps
 from posthoc_uq.cli.meaning import meaning_of
-from posthoc_uq.cli.posterior_files import (
-    check_posterior_file,
-    model_and_posterior,
-    output_names,
-)
+from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior, output_names
 from posthoc_uq.cli.prediction_table import Flags, PredictionTable
 from posthoc_uq.cli.predictors import predictor_of
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.batches import Bar, BatchReader, batches
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import refer, referral_reasons, referral_tail
-from posthoc_uq.loaders import Bar, BatchReader, batches
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.positions import PositionPrediction
-from posthoc_uq.randomness import isolated_random_state
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import Prediction
 
 _SHOWN = ("entropy", "mutual_information")
 

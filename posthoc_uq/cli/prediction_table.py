@@ -8,14 +8,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.tables import csv_text
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 from posthoc_uq.posteriors.referral import thresholds_of
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.classification import ClassPrediction
-from posthoc_uq.predictions.multilabel import MultilabelPrediction
-from posthoc_uq.predictions.positions import PositionPrediction
-from posthoc_uq.predictions.regression import RegressionPrediction
-from posthoc_uq.tables import csv_text
 
 _SHOWN = ("entropy", "mutual_information")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from posthoc_uq.cli.fields import arguments_of, dtype_named
 from posthoc_uq.cli.models import Source
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import meant
+from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.values import meant
-from posthoc_uq.wrapping import HEADS, head_class, options_of, recorded_head, wrap
+from posthoc_uq.posteriors.posterior import Posterior
 
 _NO_OPTIONS = ("head", "calibrated")  # entries of a threshold's head that are no options of it
 

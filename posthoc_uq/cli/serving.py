@@ -10,7 +10,7 @@ from typing import Any
 from posthoc_uq.cli.console import print_json, say
 from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior, output_names
 from posthoc_uq.cli.predictors import predictor_of
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 
 _NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 

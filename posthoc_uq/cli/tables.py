@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.meaning import CLASSES, COLUMNS, TARGETS, Meaning
 from posthoc_uq.cli.models import Source, count_outputs, run_on
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import check_regular
-from posthoc_uq.values import meant
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import meant
+from posthoc_uq.core.paths import check_regular
 
 ENDINGS = (".csv", ".tsv")
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?")

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from posthoc_uq.cli.importing import import_object, needs_arguments
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.image_sizes import UNKNOWN
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import UNKNOWN
 
 _MODES = {1: "L", 3: "RGB"}
 

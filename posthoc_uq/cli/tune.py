@@ -22,8 +22,7 @@ from posthoc_uq.cli.registry import Choices, RegistryCommand
 
 def _heads() -> Choices:
     """Every head with its arguments, and the arguments of `posthoc_uq.tune`."""
-    from posthoc_uq.tuning import CRITERIA, tune
-    from posthoc_uq.tuning_names import PARAMETERS
+    from posthoc_uq.fitting.tune import CRITERIA, PARAMETERS, tune
 
     spellings = {
         "criterion": Spelling(

@@ -8,19 +8,14 @@ from typing import Any
 from posthoc_uq.cli.data import Data, data_of
 from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.models import Source
-from posthoc_uq.cli.posterior_files import (
-    check_posterior_file,
-    model_and_posterior,
-    rewrite,
-    stored_dtype,
-)
+from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior, rewrite, stored_dtype
 from posthoc_uq.cli.predictors import head_of, predictor_of
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.fitting.tune import tune
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.referral import set_referral
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.referral import rule_of
-from posthoc_uq.tuning import tune
 
 
 def tune_file(path: str, options: Mapping[str, Any], progress: bool) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 from posthoc_uq.cli.data import data_of
 from posthoc_uq.cli.meaning import meaning_of
 from posthoc_uq.cli.posterior_files import check_posterior_file, model_and_posterior, rewrite
+from posthoc_uq.fitting.update import forget, update
 from posthoc_uq.posteriors.report import described_changes
-from posthoc_uq.updating import forget, update
 
 
 def change_file(

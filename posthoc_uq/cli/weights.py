@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import check_regular
-from posthoc_uq.replica import bare_name
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import bare_name
+from posthoc_uq.core.paths import check_regular
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "weights")
 _PREFIX = "model."  # of a module that holds the model, as trainers have it

@@ -27,9 +27,7 @@ def in_options(text: str, context: click.Context | None) -> str:
         return f"{flag} {value}"
 
     def as_likelihood(found: re.Match[str]) -> str:
-        from posthoc_uq.likelihoods import (
-            LIKELIHOODS,  # torch is loaded by the time something goes wrong there
-        )
+        from posthoc_uq.likelihoods import LIKELIHOODS
 
         name = next((name for name, kind in LIKELIHOODS.items() if kind.__name__ == found[1]), None)
         if name is None or not {"likelihood", "likelihood_option"} <= options.keys():

@@ -10,17 +10,14 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.attempts import check_refused
-from posthoc_uq.curvature.capture import Capture
-from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.curvature.hooks import CallInterceptor, Use
-from posthoc_uq.curvature.layer_gradients import LayerGradients
-from posthoc_uq.curvature.operands import CPU_TEMPORARY
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.layers import Call, Layer
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import PosthocUQError, check_refused
+from posthoc_uq.core.model import replicate
+from posthoc_uq.layers.capture import CallInterceptor, Capture, LayerGradients, Use
+from posthoc_uq.layers.layer import Call, Layer
+from posthoc_uq.layers.operands import CPU_TEMPORARY
+from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.loaders import Batch
-from posthoc_uq.replica import replicate
 
 MOST_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
 

@@ -1,30 +1,233 @@
-"""One pass over a loader, feeding accumulators."""
+"""One pass over a loader that feeds accumulators, and one for the residuals of a regression."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from posthoc_uq.arguments import LOADER, explained
-from posthoc_uq.curvature.capture import Capture, Recording
-from posthoc_uq.curvature.content import WORD, sample_hashes, shared_hash
-from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.curvature.layer_gradients import LayerGradients
-from posthoc_uq.curvature.operands import CPU_TEMPORARY, Rows, positions_apart
-from posthoc_uq.curvature.picked import Picked
+from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained
+from posthoc_uq.core.devices import Checks, as_double, on_host
+from posthoc_uq.core.distributed import check_items, own_samples
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys, share_of
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.devices import Checks
-from posthoc_uq.distributed import check_items, own_samples
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.likelihoods import Fisher, Likelihood
-from posthoc_uq.likelihoods.counted import weights_of
-from posthoc_uq.likelihoods.weights import SampleWeights
-from posthoc_uq.loaders import Bar, Batch, BatchReader, batches
-from posthoc_uq.randomness import mixed_seed, sample_keys
+from posthoc_uq.layers.capture import Capture, LayerGradients, Recording
+from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, positions_apart, weighted
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
+from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
+
+# The samples that a sweep over a share of the data takes, put together in batches as large as the loader's.
+
+Part = tuple[Batch, Tensor, str]
+"""A batch to sweep over, the hashes of its samples, and the batches of the loader that they are from, in words."""
+
+
+@dataclass
+class Picked:
+    """Picks samples by a hash of their inputs, so that neither their order nor the size of batches matters.
+
+    A tenth of a small batch would cost nearly as much as the whole of it; what is picked therefore waits until it makes
+    a batch.
+
+    Args:
+        share: of the samples, in (0, 1].
+    """
+
+    share: float
+    _waiting: list[_Picks] = field(default_factory=lambda: list[_Picks](), init=False)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something was picked that has not been handed out."""
+        return bool(self._waiting)
+
+    def add(self, batch: Batch, keys: Tensor, index: int) -> Iterator[Part]:
+        """Take the batch `index` of the loader with the hashes of its samples, ``(samples,)``; gives the batches that
+        are ready, none larger than the largest of the loader.
+        """
+        if self.share >= 1:
+            yield batch, keys, str(index)
+            return
+        samples = keys.shape[0]
+        places = share_of(keys, self.share).nonzero().flatten()
+        if not places.shape[0]:
+            return
+        picks = _Picks.of(batch, samples, places, keys[places], index)
+        if self._waiting and (self._count() + len(picks.keys) > samples or not self._waiting[0].joins(picks)):
+            yield from self.rest()
+        self._waiting.append(picks)
+        if self._count() + self.share * samples > samples:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[Part]:
+        """All that waits, as one batch."""
+        if self._waiting:
+            together, self._waiting = self._waiting, []
+            yield _joined(together)
+
+    def _count(self) -> int:
+        return sum(len(picks.keys) for picks in self._waiting)
+
+
+@dataclass
+class _Picks:
+    """Samples of one batch.
+
+    Attributes:
+        leaves: all that the batch holds, cut to these samples.
+        spec: how that is nested.
+        counted: which of the leaves belong to the samples; the others, such as a mask for all, are shared.
+        keys: hashes of these samples.
+        index: the number of the batch.
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+    counted: list[bool]
+    keys: Tensor
+    index: int
+
+    @staticmethod
+    def of(batch: Batch, samples: int, places: Tensor, keys: Tensor, index: int) -> _Picks:
+        """The samples at `places` of a batch of `samples`."""
+        leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
+        counted = [isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves]
+        cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
+        return _Picks(cut, spec, counted, keys, index)
+
+    def joins(self, other: _Picks) -> bool:
+        """Whether one batch can hold both: samples of one shape, and all else the same."""
+        if self.spec != other.spec or self.counted != other.counted:
+            return False
+        return all(map(_alike, self.counted, self.leaves, other.leaves))
+
+
+def _alike(counted: bool, first: Any, second: Any) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return type(first) is type(second) and first == second
+    if counted:
+        return first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
+    return first.dtype == second.dtype and torch.equal(first, second)
+
+
+def _joined(parts: Sequence[_Picks]) -> Part:
+    first, last = parts[0], parts[-1]
+    columns = zip(first.counted, *(picks.leaves for picks in parts), strict=True)
+    leaves = [torch.cat(values) if counted else values[0] for counted, *values in columns]
+    args, kwargs, targets, weights = tree_unflatten(leaves, first.spec)
+    place = str(first.index) if first is last else f"{first.index} to {last.index}"
+    return Batch(args, targets, kwargs, weights), torch.cat([picks.keys for picks in parts]), place
+
+
+# Hashes of the data that a pass has read, to recognise the same data again.
+
+WORD = 1 << 64
+_SIMPLE = (bool, int, float, complex, str, type(None))
+
+
+def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
+    """A hash of each sample: inputs, target and weight together, ``(samples,)`` int64.
+
+    The sum of the hashes does not depend on the batches or the order of the samples.
+
+    Args:
+        batch: the samples.
+        keys: hashes of their inputs, ``(samples,)`` int64.
+    """
+    samples = keys.shape[0]
+    parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if _has_sample_axis(v, samples))]
+    if batch.targets is not None and _has_sample_axis(batch.targets, samples):
+        parts.append(sample_keys([batch.targets], samples, 0))
+    if batch.weights is not None and _has_sample_axis(batch.weights, samples):
+        parts.append(sample_keys([batch.weights], samples, 1))
+    hashes = parts[0]
+    for part in parts[1:]:
+        hashes = mix(hashes * 31 + part.to(hashes.device))
+    return hashes
+
+
+def shared_hash(batch: Batch, samples: int) -> Tensor:
+    """A hash of all else in a batch, an int64 scalar: shapes, number formats, and values that its samples share."""
+    weights = (
+        () if batch.weights is None else (batch.weights,)
+    )  # without any the hash is that of older checkpoints
+    leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, *weights))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    descriptions = [_described(leaf) for leaf in leaves]
+    digest = sha256(repr((str(form), samples, descriptions)).encode()).digest()
+    shared = torch.tensor(int.from_bytes(digest[:7], "little"), dtype=torch.int64, device="cpu")
+    for tensor in tensors:
+        if not _has_sample_axis(tensor, samples) and tensor.numel():
+            shared = mix(shared.to(tensor.device) * 31 + sample_keys([tensor.reshape(1, -1)], 1, 0)[0])
+    return shared
+
+
+def batch_hash(batch: Batch) -> int:
+    """A hash of all that a batch holds, whatever the order of its samples."""
+    samples = count_samples(batch)
+    total = sample_hashes(batch, sample_keys(batch.tensors(), samples, 0)).sum()
+    return mixed_seed(int(total) % WORD, int(shared_hash(batch, samples)) % WORD)
+
+
+class Content:
+    """The sum of the hashes of all samples of a pass, and the number of its batches. An `Observer` of a sweep.
+
+    Attributes:
+        total: the sum, modulo 2^64.
+        batches: their number.
+        samples: their number.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.batches = 0
+        self.samples = 0
+
+    def see(
+        self,
+        batch: Batch,
+        keys: Tensor,
+        recording: Recording | None = None,
+        checks: Checks | None = None,
+    ) -> None:
+        """See `Observer`; without `checks` the batch is looked at straight away."""
+        pending = Checks() if checks is None else checks
+        self.samples += keys.shape[0]
+        pending.later(sample_hashes(batch, keys).sum(), self._add)
+        if checks is None:
+            pending.look()
+
+    def _add(self, total: Tensor) -> None:
+        self.total = (self.total + int(total)) % WORD
+        self.batches += 1
+
+
+def _nested(batch: Batch) -> list[Tensor]:
+    """Tensors inside of other values among the inputs; the keys cover all other tensors."""
+    outer = {id(tensor) for tensor in batch.tensors()}
+    leaves = tree_flatten((batch.args, batch.kwargs))[0]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in outer]
+
+
+def _has_sample_axis(tensor: Tensor, samples: int) -> bool:
+    return tensor.ndim > 0 and tensor.shape[0] == samples
+
+
+def _described(leaf: Any) -> Any:
+    """What is known of a value without a wait for the device; equal in every process."""
+    if isinstance(leaf, Tensor):
+        return str(leaf.dtype), tuple(leaf.shape)
+    return leaf if isinstance(leaf, _SIMPLE) else type(leaf).__qualname__
+
+
+# One pass over a loader, feeding accumulators.
 
 KEYS_KEPT = 65536  # inputs whose hashes are remembered, to recognise data that are mostly copies
 
@@ -378,3 +581,42 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
 
 def _not_finite(message: str) -> NonFiniteError:
     return NonFiniteError(message + " Check the input data and the model's weights for NaN or infinity.")
+
+
+# The residuals of the training data; their mean square is the noise variance of a regression.
+
+
+def squared_residuals(
+    capture: Capture, loader: Iterable[Any], settings: SweepSettings, content: Content | None = None
+) -> tuple[Tensor, float] | None:
+    """The weighted sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the sum of the
+    weights (the number of samples where they have none), by a forward pass over the data; None without targets.
+
+    Args:
+        content: hashes every batch, if given.
+
+    Raises:
+        PosthocUQError: the targets do not fit the outputs.
+    """
+    total: Tensor | None = None
+    count = 0.0
+    unit = Gaussian(1.0)
+    with torch.no_grad(), Bar(loader, "noise", settings.progress) as bar:
+        for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
+            if batch.targets is None:
+                return None
+            if content is not None:
+                content.see(batch, sample_keys(batch.tensors(), samples, settings.seed))
+            with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
+                outputs = batch.call(capture.twin)
+            fault = unit.fault(outputs, batch.targets)
+            weights = batch_weights(unit, outputs, batch, str(index))
+            squares = as_double(unit.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)
+            squares = weighted(squares, None if weights is None else weights.samples).sum(0)
+            sums, *faults = on_host(squares, *([] if fault is None else [fault]))
+            if any(faults):
+                unit.check(outputs, batch.targets)
+            total = sums if total is None else total + sums
+            count += samples if weights is None else weights.total
+            bar.advance(samples)
+    return None if total is None else (total, count)

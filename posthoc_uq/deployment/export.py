@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import PosthocUQError, warn_user
+from posthoc_uq.core.model import unwrap
+from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.prediction import divisor_of, predict
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.predictor import Predictor, divisor_of, predict
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.loaders import Batch
-from posthoc_uq.outputs import output_tensor
-from posthoc_uq.replica import unwrap
-from posthoc_uq.warned import warn_user
 
 _MOST = 2**16 - 1
 """Samples in a batch of an exported program: the most that torch's batch normalisation takes on a GPU."""

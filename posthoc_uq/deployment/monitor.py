@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.files import check_regular
-from posthoc_uq.storage.atomic import checked_target
-from posthoc_uq.tables import csv_text, text_table
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import check_regular
+from posthoc_uq.core.tables import csv_text, text_table
+from posthoc_uq.files.atomic import checked_target
 
 SCORES = ("entropy", "mutual_information", "novelty", "standard_deviation")
 """The scores that are watched, by the names of their columns."""

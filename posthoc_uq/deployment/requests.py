@@ -19,7 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
-from posthoc_uq.image_sizes import UNKNOWN, too_long
+from posthoc_uq.core.paths import UNKNOWN, too_long
 
 _IMAGES = 8  # of the largest size, that a form may hold: decoding takes a second or two each
 _SCANS = 100  # of a JPEG file; progressive ones have about ten

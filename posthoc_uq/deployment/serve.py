@@ -41,6 +41,7 @@ from torch import Tensor
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from posthoc_uq.core.errors import NonFiniteError, NotAnsweredError, PosthocUQError
 from posthoc_uq.deployment.monitor import SCORES, ScoreLog
 from posthoc_uq.deployment.requests import (
     BUSY,
@@ -54,14 +55,12 @@ from posthoc_uq.deployment.requests import (
     prepared_image,
     shortened,
 )
-from posthoc_uq.errors import NonFiniteError, NotAnsweredError, PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import referral_applies, referral_reasons, referral_tail
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors.referral import rule_of, thresholds_of
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.classification import ClassPrediction
-from posthoc_uq.predictions.multilabel import MultilabelPrediction
-from posthoc_uq.predictions.positions import PositionPrediction
 
 log = logging.getLogger("posthoc_uq.serving")
 

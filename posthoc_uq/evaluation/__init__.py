@@ -1,6 +1,5 @@
 """How good predictions and their uncertainties are: `evaluate` and the object it returns."""
 
-from posthoc_uq.evaluation.evaluate import evaluate
-from posthoc_uq.evaluation.result import Evaluation
+from posthoc_uq.evaluation.evaluate import Evaluation, evaluate
 
 __all__ = ["Evaluation", "evaluate"]

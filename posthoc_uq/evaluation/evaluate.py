@@ -1,29 +1,323 @@
-"""`evaluate`: measures predictors on familiar and on foreign data, in one pass over each loader."""
+"""`evaluate`: one pass over each loader, the numbers measured on the predictions, and the result."""
 
 from __future__ import annotations
 
+import csv
+import json
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.evaluation.compared import ComparedModel, compared_models
-from posthoc_uq.evaluation.gallery import Example, Gallery, images_of
-from posthoc_uq.evaluation.measurements import FAMILIAR
-from posthoc_uq.evaluation.result import Evaluation
+from posthoc_uq.core.batches import (
+    LOADER,
+    Bar,
+    Batch,
+    BatchFunction,
+    BatchReader,
+    argument_names,
+    batches,
+    check_loader,
+    explained,
+)
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.model import model_device, model_dtype, replicate
+from posthoc_uq.core.options import COUNT, NATURAL, Number, check_function, one_of, shown
+from posthoc_uq.core.outputs import Choice, output_tensor
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.tables import csv_text, text_table
+from posthoc_uq.evaluation.measurements import (
+    FAMILIAR,
+    Example,
+    Gallery,
+    Measurements,
+    Table,
+    column_decimals,
+    images_of,
+    tables,
+)
+from posthoc_uq.evaluation.page import figures, html, single_figures
+from posthoc_uq.files.atomic import checked_target, write
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.interrupts import orderly
-from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.counted import counted_positions
-from posthoc_uq.loaders import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
-from posthoc_uq.predictions.base import Prediction, cat
-from posthoc_uq.predictions.classification import ClassPrediction
-from posthoc_uq.predictions.positions import PositionPrediction
-from posthoc_uq.predictions.scores import SCORES
-from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.values import COUNT, NATURAL, Number, check_function, one_of, shown
+from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import SCORES, Prediction, cat
+from posthoc_uq.likelihoods.weights import counted_positions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# The models that an evaluation compares: predictors, plain models, functions; each is a row of the tables.
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """One row of the tables.
+
+    Attributes:
+        name: in the tables.
+        call: from a batch to its prediction.
+        device: where it takes its inputs.
+        dtype: of its weights, which arrays of floating-point numbers become.
+        predictor: the predictor, or None for a model without a posterior.
+        argument_names: of what it takes; None where that is anything, or not known.
+    """
+
+    name: str
+    call: Callable[[Batch], Prediction]
+    device: torch.device
+    dtype: torch.dtype
+    predictor: Predictor | None
+    argument_names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """How the outputs of models without a posterior are read.
+
+    Attributes:
+        likelihood: of their outputs.
+        noise_variance: of regression.
+        choice: which part of what they return the outputs are.
+        assumed: whether nobody named the likelihood, and no predictor has one.
+    """
+
+    likelihood: Likelihood
+    noise_variance: Tensor | None
+    choice: Choice | None
+    assumed: bool
+
+
+def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[ComparedModel]:
+    """The rows for a predictor, a plain model, a function, or a mapping from names to those.
+
+    Args:
+        compared: see `evaluate`.
+        likelihood: of plain models; None takes that of the first predictor, or classification.
+
+    Raises:
+        PosthocUQError: nothing to compare, or something that does not predict.
+    """
+    named = dict(cast(Mapping[str, Any], compared)) if isinstance(compared, Mapping) else {"": compared}
+    if not named:
+        raise PosthocUQError("evaluate needs at least one predictor.")
+    predictors = [model for model in named.values() if isinstance(model, Predictor)]
+    plain_likelihood = (
+        predictors[0].posterior.observation
+        if likelihood is None and predictors
+        else resolve_likelihood("classification" if likelihood is None else likelihood)
+    )
+    noise_variance: Tensor | None = None
+    if plain_likelihood.noise_variance is not None and (likelihood is None or isinstance(likelihood, str)):
+        # of the first predictor that has one; else 0, and no density is measured
+        noise_variances = [p.posterior.noise_variance for p in predictors]
+        noise_variance = next(
+            (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
+        )
+    choice = next((found for p in predictors if (found := p.output_choice) is not None), None)
+    plain = _Plain(plain_likelihood, noise_variance, choice, likelihood is None and not predictors)
+    return [_row(str(name), model, plain) for name, model in named.items()]
+
+
+def _row(name: str, model: Any, plain: _Plain) -> ComparedModel:
+    """One row; of a plain model that returns no tensor, or of one like the predictors', the outputs are the choice."""
+    if isinstance(model, Predictor):
+        return ComparedModel(
+            name or model.head,
+            lambda batch: model(*batch.args, **batch.kwargs),
+            model.device,
+            model_dtype(model.model),
+            model,
+            argument_names(model.model),
+        )
+    if isinstance(model, nn.Module):
+        twin = replicate(model)
+
+        def predict(batch: Batch) -> Prediction:
+            with explained(lambda: twin, batch, "a batch of the loader", LOADER):
+                output = batch.copied().call_any(twin)
+            choice = plain.choice
+            if choice is not None and (callable(choice.part) or not isinstance(output, (Tensor, Prediction))):
+                output = choice.of(output)
+            return _as_prediction(output, plain)
+
+        names = argument_names(twin)
+        return ComparedModel(name or "model", predict, model_device(twin), model_dtype(twin), None, names)
+    if callable(model):
+        return ComparedModel(
+            name or "function",
+            lambda batch: _as_prediction(model(*batch.args, **batch.kwargs), plain),
+            torch.device("cpu"),
+            torch.float32,
+            None,
+        )
+    raise PosthocUQError(
+        f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
+        f"{type(model).__name__}."
+    )
+
+
+def _as_prediction(output: Any, plain: _Plain) -> Prediction:
+    """A model's output as the prediction of one weight sample; a prediction as it is.
+
+    Raises:
+        PosthocUQError: one output an input, which cannot be the classification that is assumed.
+    """
+    if isinstance(output, Prediction):
+        return output
+    outputs = output_tensor(output)
+    if plain.assumed and outputs.shape[1:].numel() == 1:
+        raise PosthocUQError(
+            f"The model has one output an input, {tuple(outputs.shape)}, and without a predictor evaluate takes "
+            f"outputs for the logits of classes; pass likelihood='regression', or 'binary' for one logit."
+        )
+    return plain.likelihood.from_draws(outputs.unsqueeze(0), plain.noise_variance).of_one_network()
+
+
+# `Evaluation`: the results of `evaluate`, as tables, files, figures and a page.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation(Measurements):
+    """Predictions of several data sets by several predictors, and the numbers measured on them; `str` gives tables.
+
+    Attributes:
+        predictions: by row (a compared model), by data set: ``"test"`` and the foreign ones.
+        targets: of the test data: labels (inputs,), or values shaped like the mean.
+        predictors: by row, those that have a posterior.
+        galleries: images worth a look, by title.
+        score: the uncertainty that `threshold` and the figures use if none is named.
+        joint: groups of scores by which foreign data are detected, beside each score alone.
+        referral_rates: shares of referred inputs.
+        bins: of calibration errors.
+        class_names: by index, or None.
+        display: input image to colours, or None.
+        hyperparameters: by row, those of its posterior when it predicted; without them no threshold can be kept.
+    """
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every number, one dictionary each: ``model, data, score, measure, value``; score is empty for quality."""
+        numbers: list[dict[str, Any]] = []
+
+        def add(model: str, data: str, score: str, values: Mapping[str, float]) -> None:
+            for measure, value in values.items():
+                numbers.append(
+                    {"model": model, "data": data, "score": score, "measure": measure, "value": value}
+                )
+
+        for model in self.names:
+            add(model, FAMILIAR, "", self.metrics[model])
+            for score, values in self.selective[model].items():
+                add(model, FAMILIAR, score, values)
+            for data, by_score in self.foreign[model].items():
+                for score, values in by_score.items():
+                    add(model, data, score, values)
+        return numbers
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write `rows` as a table of five columns. A name that a spreadsheet would compute as a formula gets an
+        apostrophe in front.
+
+        Raises:
+            PosthocUQError: the file cannot be written; an existing one is left as it was.
+        """
+        text = StringIO(newline="")
+        writer = csv.DictWriter(text, ["model", "data", "score", "measure", "value"])
+        writer.writeheader()
+        writer.writerows(
+            {column: csv_text(cell) if isinstance(cell, str) else cell for column, cell in row.items()}
+            for row in self.rows()
+        )
+        _put(path, text.getvalue())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, fit for JSON; numbers that are not finite are None."""
+        sizes = {data: len(p) for data, p in next(iter(self.predictions.values())).items()}
+        return cast(
+            dict[str, Any],
+            _finite(
+                {
+                    "inputs": sizes,
+                    "quality": self.metrics,
+                    "selective": self.selective,
+                    "foreign": self.foreign,
+                    "thresholds": {
+                        name: {
+                            score: {
+                                f"{rate:g}": self.threshold(rate, score, name) for rate in self.referral_rates
+                            }
+                            for score in self.selective[name]
+                        }
+                        for name in self.names
+                    },
+                }
+            ),
+        )
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict`.
+
+        Raises:
+            PosthocUQError: the file cannot be written; an existing one is left as it was.
+        """
+        _put(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def tables(self) -> dict[str, Table]:
+        """By title, a header and rows of cells: quality, foreign data, selective prediction, referred shares."""
+        return tables(self)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{title}\n\n{text_table(header, rows, digits=column_decimals(header, rows), indent='  ')}"
+            for title, (header, rows) in self.tables().items()
+        ]
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Evaluation(models={self.names}, foreign={self.foreign_names}, inputs={len(self.targets)})"
+
+    def figures(self) -> dict[str, Figure]:
+        """Figures by name: reliability or coverage, scores on familiar and foreign data, risk over coverage."""
+        return figures(self)
+
+    def report(self, path: str | os.PathLike[str], *, title: str = "How far to trust this model") -> Path:
+        """Write one HTML file that needs nothing else: contents, tables, figures, and the images worth a look; details
+        are folded, and it follows the browser's light or dark scheme.
+
+        Args:
+            path: of the file.
+            title: its heading.
+
+        Returns:
+            The path.
+
+        Raises:
+            PosthocUQError: the file cannot be written; an existing one is left as it was.
+        """
+        _put(path, html(self, title, self.tables(), single_figures(self)))
+        return Path(path)
+
+
+def _put(path: str | os.PathLike[str], text: str) -> None:
+    write(checked_target(path), BytesIO(text.encode()))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in cast(Mapping[Any, Any], value).items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# `evaluate`: measures predictors on familiar and on foreign data, in one pass over each loader.
 
 _RATE = Number("a share in [0, 1)", least=0, most=1 - 2**-53)
 
@@ -62,9 +356,9 @@ def evaluate(
         ood_loaders: foreign data by name (targets, if any, are ignored), or one loader.
         likelihood: of models without a posterior; by default that of the first predictor, or classification. If it is
             a name, a regression's noise variance is that of the first predictor; without one, no density is measured.
-        score: by which the examples are chosen, one of `posthoc_uq.predictions.scores.SCORES`; by default the entropy.
+        score: by which the examples are chosen, one of `prediction.SCORES`; by default the entropy.
         joint: groups of scores, ``[("entropy", "mutual_information")]``, that detect foreign data together, by
-            `posthoc_uq.metrics.joint_tail`. Rows without one of a group's scores have no such number.
+            `posthoc_uq.likelihoods.metrics.joint_tail`. Rows without one of a group's scores have no such number.
         referral_rates: shares of the inputs to refer, for selective prediction.
         bins: of the calibration errors.
         n_examples: images to keep of each kind, for the report.

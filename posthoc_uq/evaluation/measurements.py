@@ -1,28 +1,181 @@
-"""Predictions of several data sets by several predictors, and the numbers measured on them."""
+"""All predictions and the numbers measured on them, as tables, and the images worth a look."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, cast, overload
 
+import torch
 from torch import Tensor
 
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.evaluation.gallery import Example
-from posthoc_uq.evaluation.measures import foreignness, selection
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.options import meant
+from posthoc_uq.core.tables import decimals
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import (
-    referral_applies,
-    referral_reasons,
-    referral_scores,
-    set_referral,
+from posthoc_uq.heads.referral import referral_applies, referral_reasons, referral_scores, set_referral
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.metrics import referral_threshold
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import CLASS_SCORES, Prediction, score_of
+
+# The measures of a prediction by name, from `posthoc_uq.metrics`.
+
+LARGER_IS_BETTER = (
+    "accuracy",
+    "top-5 accuracy",
+    "log density",
+    "AUROC",
+    "AUPR",
+    "AUC at",
+    "mAP",
+    "F1",
+    "quadratic kappa",
 )
-from posthoc_uq.metrics import referral_threshold
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.scores import CLASS_SCORES, score_of
-from posthoc_uq.values import meant
+"""How the names of measures start whose larger values are better; of others, but for `NEUTRAL`, smaller is better."""
+NEUTRAL = ("coverage", "sharpness", "mean entropy", "referred", "by ")
+
+
+def foreignness(
+    familiar: Prediction, foreign: Prediction, joint: Sequence[Sequence[str]] = ()
+) -> dict[str, dict[str, float]]:
+    """By score, and by each joint group whose scores are all known, how well it detects foreign inputs."""
+    inside, outside = familiar.scores(), foreign.scores()
+    for names in joint:
+        if all(name in inside and name in outside for name in names):
+            familiar_group = {name: inside[name] for name in names}
+            title = " and ".join(names)
+            inside[title] = metrics.joint_tail(familiar_group, familiar_group)
+            outside[title] = metrics.joint_tail(familiar_group, {name: outside[name] for name in names})
+    return {
+        name: {
+            "AUROC": metrics.ood_auroc(inside[name], outside[name]),
+            "AUPR": metrics.ood_aupr(inside[name], outside[name]),
+            "FPR95": metrics.ood_fpr(inside[name], outside[name]),
+        }
+        for name in inside
+        if name in outside and _varies(inside[name], outside[name])
+    }
+
+
+def selection(prediction: Prediction, targets: Tensor, rates: Sequence[float]) -> dict[str, dict[str, float]]:
+    """By score, the quality on the inputs that are not referred."""
+    losses = prediction.losses(targets)
+    return {
+        name: {
+            "AURC": metrics.risk_coverage(scores, losses).area,
+            **prediction.retained_quality(scores, targets, rates),
+        }
+        for name, scores in prediction.scores().items()
+        if _varies(scores)
+    }
+
+
+def referred_shares(reasons: Mapping[str, Tensor]) -> dict[str, float]:
+    """The share of the inputs that any score refers, and that each score refers, from booleans (inputs,) by score."""
+    by_score = {f"by {score}": float(flags.double().mean()) for score, flags in reasons.items()}
+    return {"referred": float(torch.stack(list(reasons.values())).any(dim=0).double().mean()), **by_score}
+
+
+def better(measure: str) -> int:
+    """1 for a measure of which larger values are better, -1 where smaller ones are, 0 where neither."""
+    if measure.startswith(NEUTRAL):
+        return 0
+    return 1 if measure.startswith(LARGER_IS_BETTER) else -1
+
+
+def _varies(*scores: Tensor) -> bool:
+    """Whether a score varies between inputs: a plain model's functional variance is 0 everywhere."""
+    joined = torch.cat(scores)
+    return joined.numel() > 0 and bool((joined != joined[0]).any())
+
+
+# The few images worth a look, kept while the batches pass, so that no data set is kept in memory.
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image and what was predicted for it.
+
+    Attributes:
+        image: (channels, height, width), the model's input.
+        data: the name of its data set.
+        index: its place in the loader's order.
+        score: its value of the gallery's uncertainty score.
+        predicted: the most probable class.
+        probability: of that class.
+        label: the right class, where there is one.
+    """
+
+    image: Tensor
+    data: str
+    index: int
+    score: float
+    predicted: int
+    probability: float
+    label: int | None
+
+
+@dataclass
+class Gallery:
+    """The `size` offered images of a data set with the largest (or smallest) score."""
+
+    size: int
+    score: str
+    data: str
+    largest: bool = True
+    mistakes_only: bool = False
+    examples: list[Example] = field(default_factory=lambda: list[Example]())
+
+    def offer(
+        self, images: Tensor | None, prediction: Prediction, targets: Tensor | None, start: int
+    ) -> None:
+        """Look at one batch, whose first input is number `start`; of predictions with one class an input."""
+        one_class = prediction.classes is not None and not isinstance(prediction, PositionPrediction)
+        if images is None or not one_class or self.size < 1:
+            return
+        prediction = cast(ClassPrediction, prediction)
+        if self.mistakes_only and targets is None:
+            return
+        scores = score_of(prediction, self.score).cpu()
+        order = torch.nan_to_num(scores, nan=torch.inf) * (1.0 if self.largest else -1.0)
+        if self.mistakes_only and targets is not None:
+            order = order.masked_fill(prediction.predicted().cpu() == targets.cpu(), -torch.inf)
+        probability, predicted = prediction.probs.max(dim=-1)
+        picked: list[tuple[float, Example]] = []
+        for index in order.topk(min(self.size, len(order))).indices.tolist():
+            if order[index] == -torch.inf:
+                continue
+            example = Example(
+                images[index],
+                self.data,
+                start + index,
+                float(scores[index]),
+                int(predicted[index]),
+                float(probability[index]),
+                None if targets is None else int(targets[index]),
+            )
+            picked.append((float(order[index]), example))
+        sign = 1.0 if self.largest else -1.0
+        picked += [(sign * example.score, example) for example in self.examples]
+        self.examples = [example for _, example in sorted(picked, key=lambda pair: -pair[0])[: self.size]]
+        new = [place for place, example in enumerate(self.examples) if example.index >= start]
+        if new:
+            copies = torch.stack([self.examples[place].image.detach().float() for place in new]).cpu()
+            for place, image in zip(new, copies, strict=True):
+                self.examples[place] = replace(self.examples[place], image=image.clone())
+
+
+def images_of(inputs: list[Tensor]) -> Tensor | None:
+    """The images among a batch's inputs: the first tensor, if it has one, three or four channels in four dimensions."""
+    if inputs and inputs[0].ndim == 4 and inputs[0].shape[1] in (1, 3, 4):
+        return inputs[0]
+    return None
+
+
+# Predictions of several data sets by several predictors, and the numbers measured on them.
 
 FAMILIAR = "test"
 """The name of the first loader's data."""
@@ -117,7 +270,7 @@ class Measurements:
 
         Args:
             rate: in [0, 1).
-            score: one of `posthoc_uq.predictions.scores.SCORES`; by default the one of `evaluate`, or entropy (standard
+            score: one of `prediction.SCORES`; by default the one of `evaluate`, or entropy (standard
                 deviation for values).
             name: the row; by default the last.
 
@@ -211,3 +364,66 @@ class Measurements:
         """The scores of a row that vary between inputs."""
         known = self.selective[name]
         return [score for score in CLASS_SCORES if score in known] if self.classification else list(known)
+
+
+# The tables of an evaluation: a header and rows of cells, for text and for the page.
+
+Table = tuple[list[str], list[list[Any]]]
+
+
+def tables(evaluation: Measurements) -> dict[str, Table]:
+    """Tables with at least one row, by title: quality, foreign data, selective prediction, referred shares."""
+    columns = _distinct(measure for values in evaluation.metrics.values() for measure in values)
+    quality_rows = [
+        [name, *(values.get(column) for column in columns)] for name, values in evaluation.metrics.items()
+    ]
+    by_title: dict[str, Table] = {
+        f"Quality on {len(evaluation.targets)} test inputs": (["model", *columns], quality_rows)
+    }
+    for data in evaluation.foreign_names:
+        rows = [
+            [name, score, *values.values()]
+            for name in evaluation.names
+            for score, values in evaluation.foreign[name][data].items()
+        ]
+        by_title[f"Telling {data} from the test inputs"] = (
+            ["model", "score", "AUROC", "AUPR", "FPR95"],
+            rows,
+        )
+    by_title["Leaving the least certain inputs to a person"] = _selective(evaluation)
+    by_title["Referred by the thresholds of the posterior"] = _referred(evaluation)
+    return {title: table for title, table in by_title.items() if table[1]}
+
+
+def column_decimals(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:
+    """How many decimals each column is shown with."""
+    return [decimals([row[i] for row in rows]) for i in range(len(header))]
+
+
+def _selective(evaluation: Measurements) -> Table:
+    """By row and score, the quality on the inputs that are not referred."""
+    by_row = evaluation.selective
+    measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
+    rows = [
+        [name, score, *(values.get(measure) for measure in measures)]
+        for name in evaluation.names
+        for score, values in by_row[name].items()
+    ]
+    return ["model", "score", *measures], rows
+
+
+def _referred(evaluation: Measurements) -> Table:
+    """By row and data set, the share of inputs that the posterior's thresholds refer, in all and by each score."""
+    shares = [
+        (row, data, referred_shares(reasons))
+        for row in evaluation.names
+        for data, reasons in evaluation.referral_reasons(row).items()
+    ]
+    columns = _distinct(column for _, _, values in shares for column in values)
+    return ["model", "data", *columns], [
+        [row, data, *(values.get(column) for column in columns)] for row, data, values in shares
+    ]
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from posthoc_uq import interrupts
-from posthoc_uq.heads.interception import ReplayError
+from posthoc_uq.core import interrupts
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.heads.frozen import Features, ReplayError, check_refused_replay
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.replay import Features, check_refused_replay
-from posthoc_uq.loaders import Batch
-from posthoc_uq.memory import default_budget
-from posthoc_uq.randomness import sample_keys
 
 _BUDGETS = 4  # the features of all batches may take this many times the default memory budget
 

@@ -1,44 +1,1068 @@
-"""The linearised head: the mean is the trained network's output, the covariance that of its linearisation."""
+"""The linearised head: outputs linear in the weights, so that their covariance has a closed form."""
 
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
-from typing import Any, Literal, get_args
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.chosen_outputs import ChosenOutputs, check_shape, checked_outputs
-from posthoc_uq.heads.chosen_positions import Positions, checked_positions
-from posthoc_uq.heads.differentiable import differentiable_outputs
-from posthoc_uq.heads.finite import check_finite
-from posthoc_uq.heads.function_draws import function_draws
-from posthoc_uq.heads.interception import intercept
-from posthoc_uq.heads.linearizing import Linearizing, without_gradients
-from posthoc_uq.heads.position_linearization import (
-    PositionLinearization,
-    PositionProbes,
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
+from posthoc_uq.core.options import COUNT, Number, flag, one_of
+from posthoc_uq.core.progress import in_parts, share
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.heads.frozen import (
+    FeatureBatch,
+    Features,
+    FixedPart,
+    ReplayError,
+    check_refused_replay,
+    intercept,
 )
-from posthoc_uq.heads.prediction import from_gaussian
-from posthoc_uq.heads.predictor import GaussianOutputs
-from posthoc_uq.heads.replay import FeatureBatch, Features
-from posthoc_uq.loaders import Batch
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.capabilities import QUADRATIC
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.layout import novelty_at
-from posthoc_uq.predictions.links import DRAWS, checked_link
-from posthoc_uq.predictions.positions import PositionPrediction
-from posthoc_uq.predictions.samples import at_least_float32
-from posthoc_uq.replica import model_device, replicate
-from posthoc_uq.values import COUNT, Number, flag, one_of
+from posthoc_uq.heads.functions import differentiable_outputs, function_draws
+from posthoc_uq.heads.jacobians import (
+    Gradient,
+    Mode,
+    TrackedModel,
+    WeightCovariance,
+    one_output,
+    output_layer,
+    position_rows,
+    pull,
+    random_signs,
+    track_layers,
+    variance_of_many,
+)
+from posthoc_uq.heads.predictor import (
+    GaussianOutputs,
+    Predictor,
+    check_finite,
+    from_gaussian,
+    recentred,
+    same_centre,
+)
+from posthoc_uq.layers.capture import Recording
+from posthoc_uq.layers.layer import Call
+from posthoc_uq.layers.operands import temporary_limit
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, checked_link, of_product
+from posthoc_uq.likelihoods.labels import Layout, novelty_at
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
+from posthoc_uq.posteriors.block import QUADRATIC
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Hyperparameters
+
+# Which of a model's outputs the linearised head uses, and how much of their covariance its link gets.
+
+ALL_OUTPUTS = 20  # up to which `outputs="auto"` takes all of them
+TOP = 10  # classes that "topk" takes
+_COVARIANCE_CLASSES = 50  # up to which the link gets a covariance of all
+
+
+@dataclass(frozen=True)
+class ChosenOutputs:
+    """The outputs that are used.
+
+    Attributes:
+        top: ``"all"``, ``"auto"``, or a number of classes.
+        classes: whether outputs are logits of several classes.
+        joint: whether the prediction needs the covariance of a sample's outputs.
+        link: the name of the link from Gaussian logits to probabilities.
+    """
+
+    top: int | str
+    classes: bool
+    joint: bool
+    link: str
+
+    def number(self, outputs: Tensor) -> int | None:
+        """How many of a sample's outputs are used, or None for all."""
+        size = outputs[0].numel()
+        if self.top == "all":
+            return None
+        if isinstance(self.top, int):
+            return None if self.top >= size else self.top
+        return TOP if size > ALL_OUTPUTS and self.classes else None
+
+    def indices(self, outputs: Tensor) -> Tensor | None:
+        """The outputs used, ``(samples, k)``, the largest first; or None for all."""
+        used = self.number(outputs)
+        return None if used is None else outputs.flatten(1).topk(used).indices
+
+    def wants_covariance(self, mean: Tensor) -> bool:
+        """Whether the link gets the full covariance of the outputs."""
+        return self.joint and mean[0].numel() <= _COVARIANCE_CLASSES and self.number(mean) is None
+
+    def wants_spread(self) -> bool:
+        """Whether the link can use a `Spread`: an approximate covariance of many classes."""
+        return self.classes and self.link != "bridge"
+
+
+def checked_outputs(outputs: str | int) -> int | str:
+    """``"all"``, ``"auto"``, or a number of classes.
+
+    Raises:
+        PosthocUQError: `outputs` is none of these.
+    """
+    if outputs in ("all", "auto"):
+        return str(outputs)
+    number: Any = outputs
+    if outputs == "topk":
+        number = TOP
+    elif isinstance(outputs, str) and outputs.startswith("topk:") and outputs[5:].isdecimal():
+        number = int(outputs[5:])
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise PosthocUQError(
+            f"outputs must be 'auto', 'all', 'topk', 'topk:K' or a positive number of classes, not {outputs!r}."
+        )
+    return number
+
+
+def check_shape(outputs: Tensor, samples: int) -> None:
+    """Refuse outputs of more dimensions than the linearised head can serve.
+
+    Raises:
+        PosthocUQError: they are not ``(batch,)`` or ``(batch, outputs)``.
+    """
+    if outputs.ndim not in (1, 2) or outputs.shape[0] != samples:
+        raise PosthocUQError(
+            f"The linearised head needs outputs of shape (batch,) or (batch, outputs), and {samples} inputs gave "
+            f"{tuple(outputs.shape)}."
+        )
+
+
+# The linearisation of one batch by backward passes: the engines ``"exact"`` and ``"last_layer"``.
+
+_AT_ONCE = 2**16  # logits whose covariance is reduced to its leading directions at once
+_STORED = 4  # output gradients of more than this many memory budgets split the batch
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the linearisations of all batches share.
+
+    Attributes:
+        name: ``"auto"``, ``"exact"`` or ``"last_layer"``.
+        tracked: the posterior's layers in the model.
+        layers: their names.
+        covariance: gives that of the weights on a device.
+        chosen: the outputs that are used.
+        dtype: of activations and output gradients.
+        budget: bytes that one temporary may take, or None for the default.
+    """
+
+    name: str
+    tracked: TrackedModel
+    layers: tuple[str, ...]
+    covariance: Callable[[torch.device], WeightCovariance]
+    chosen: ChosenOutputs
+    dtype: torch.dtype
+    budget: int | None
+
+
+class Linearization:
+    """One forward pass of a batch, and the backward passes for the covariance of its outputs.
+
+    Attributes:
+        mean: outputs ``(samples, ...)``.
+        watched: the calls of the layer whose inputs novelty is measured by.
+    """
+
+    def __init__(
+        self, engine: Engine, batch: Batch, samples: int, recording: Recording | None = None
+    ) -> None:
+        self._engine, self._batch, self._samples = engine, batch, samples
+        self._recording = engine.tracked.capture.run(batch, samples) if recording is None else recording
+        self.mean = self._recording.outputs.detach()
+        check_shape(self.mean, samples)
+        self._device = self.mean.device
+        self._weights = engine.covariance(self._device)
+        self.watched: list[Call] = self._recording.watched
+
+    def gaussian(self) -> GaussianOutputs:
+        """Mean, variance, and as much of the covariance as the link can use."""
+        mean, chosen = self.mean, self._engine.chosen
+        if chosen.wants_covariance(mean):
+            covariance = self._covariance(None, joint=False)
+            return GaussianOutputs(mean, covariance.diagonal(dim1=1, dim2=2), covariance)
+        if not chosen.wants_spread():
+            return GaussianOutputs(mean, self.variance())
+        with torch.autocast(self._device.type, enabled=False):
+            last_layer = self._closed_form()
+            if last_layer is not None:
+                variance = self.variance()
+                return GaussianOutputs(
+                    mean, variance, last_layer_spread(self._weights, *last_layer, mean, variance)
+                )
+        indices = chosen.indices(mean)
+        if indices is None:
+            return GaussianOutputs(mean, self.variance())
+        # with the mean of all logits, for the covariance of the centred ones
+        return GaussianOutputs(mean, *self._top_spread(indices))
+
+    def variance(self) -> Tensor:
+        """Variance of every output, ``(samples, outputs)``."""
+        outputs, samples = self.mean, self._samples
+        with torch.autocast(self._device.type, enabled=False):
+            only_layer = self._closed_form()
+            if only_layer is not None:
+                return self._as_result(self._weights.output_variance(*only_layer).clamp(min=0))
+            indices, size = self._engine.chosen.indices(outputs), outputs[0].numel()
+            number = size if indices is None else indices.shape[1]
+            last = None if indices is None else self._last_layer()
+            variance = self._as_result(self._variances(one_output(outputs, indices), number).clamp(min=0))
+            if indices is None:
+                return variance
+            if last is None:
+                other_variance = variance.mean(1, keepdim=True).expand(samples, size)
+            else:
+                other_variance = self._weights.output_variance(*last).clamp(min=0)
+            return other_variance.to(variance).scatter(1, indices, variance)
+
+    def covariance(self, joint: bool) -> Tensor:
+        """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
+        return self._covariance(self._engine.chosen.indices(self.mean), joint)
+
+    def trace(self, probes: int) -> Tensor:
+        """The sum of all outputs' variances, ``(samples,)``; by random signs if outputs outnumber probes."""
+        outputs, size = self.mean, self.mean[0].numel()
+        with torch.autocast(self._device.type, enabled=False):
+            last_layer = self._closed_form()
+            if last_layer is not None:
+                variances = self._weights.output_variance(*last_layer)
+            elif size <= probes:
+                variances = self._variances(one_output(outputs, None), size)
+            else:
+                signs = random_signs(outputs, probes, torch.Generator().manual_seed(0))
+                variances = self._variances(signs, probes) / probes
+            return self._as_result(variances.sum(1))
+
+    def _as_result(self, computed: Tensor) -> Tensor:
+        return computed.to(self._device, self._engine.dtype)
+
+    def _top_spread(self, indices: Tensor) -> tuple[Tensor, Spread]:
+        """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
+        count as independent.
+        """
+        last, mean = self._last_layer(), self.mean
+        top = self._covariance(indices, joint=False, centre=True)
+        number = indices.shape[1]
+        variance, centred = other_variances(self._weights, last, mean, top)
+        top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
+        variance = variance.to(top_variance).scatter(1, indices, top_variance)
+        differences = top[:, :number] - top[:, number:]
+        block = differences[:, :, :number] - differences[:, :, number:]
+        centred = centred.to(top_variance).scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
+
+        def multiply(x: Tensor) -> Tensor:
+            rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
+            return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
+
+        return variance, of_product(mean.to(self._engine.dtype), centred, multiply)
+
+    def _variances(self, gradient: Gradient, number: int) -> Tensor:
+        """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
+        step = max(1, self._stored() // max(1, self._size()))
+        variances: list[Tensor] = []
+        for start in in_parts(range(0, number, step)):
+            numbers = range(start, min(number, start + step))
+            last = numbers.stop == number
+            with share(0, 0.5):
+                pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
+            with share(0.5, 1):
+                variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
+        return torch.cat(variances, dim=1)
+
+    def _covariance(self, indices: Tensor | None, joint: bool, centre: bool = False) -> Tensor:
+        """Covariance of all outputs, or of those at `indices`; with `centre` the mean of all outputs comes last, as one
+        more. A batch whose output gradients take too much memory is split in two.
+        """
+        number = (self.mean[0].numel() if indices is None else indices.shape[1]) + centre
+        with torch.autocast(self._device.type, enabled=False):
+            last_layer = self._closed_form()
+            if last_layer is not None and indices is None:
+                return self._as_result(self._weights.output_covariance(*last_layer, joint))
+        if not joint and self._samples > 1 and self._size() * number > self._stored():
+            return self._in_halves(indices, centre)
+        mode: Mode = "joint" if joint else "covariance"
+        with torch.autocast(self._device.type, enabled=False):
+            gradient = one_output(self.mean, indices)
+            with share(0, 0.5):
+                pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=True)
+            with share(0.5, 1):
+                return self._as_result(self._weights.contract(pulled, self._samples, number, mode))
+
+    def _in_halves(self, indices: Tensor | None, centre: bool) -> Tensor:
+        samples, parts = self._samples, list[Tensor]()
+        del self._recording  # its graph is not needed any more
+        for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
+            half = Linearization(self._engine, self._batch.narrow(start, stop - start, samples), stop - start)
+            half_indices = None if indices is None else indices[start:stop]
+            parts.append(half._covariance(half_indices, joint=False, centre=centre))
+        return torch.cat(parts)
+
+    def _closed_form(self) -> tuple[str, Tensor] | None:
+        """Name and activations of the last layer, if the posterior covers no other and the engine may use it."""
+        name, layers = self._engine.name, self._engine.layers
+        if name == "exact":
+            return None
+        last_layer = self._last_layer() if len(layers) == 1 else None
+        if last_layer is None and name == "last_layer":
+            raise PosthocUQError(
+                f"engine='last_layer' needs a posterior of one layer whose outputs are the model's; this one has "
+                f"{len(layers)} layers ({list(layers)[-3:]}). Fit with layers='last', or use engine='exact'."
+            )
+        return last_layer
+
+    def _last_layer(self) -> tuple[str, Tensor] | None:
+        """Name and activations of the layer whose outputs are the model's, if the posterior covers it."""
+        tracked = self._engine.tracked
+        if tracked.last is None:
+            return None
+        with torch.autocast(self._device.type, enabled=False):
+            rows = output_layer(self._recording, tracked.capture, tracked.last, self._engine.dtype)
+        return None if rows is None else (tracked.last, rows)
+
+    def _size(self) -> int:
+        """Bytes of output gradients that one backward pass hands over."""
+        return self._recording.numbers * torch.finfo(self._engine.dtype).bits // 8
+
+    def _stored(self) -> int:
+        budget = self._engine.budget
+        return _STORED * (default_budget(self._device) if budget is None else budget)
+
+
+def last_layer_spread(
+    weights: WeightCovariance, layer: str, rows: Tensor, mean: Tensor, variance: Tensor
+) -> Spread:
+    """Spread of the last layer's outputs by its own weights, a few samples at a time: products with a covariance of
+    many classes are large.
+    """
+    step = max(1, _AT_ONCE // max(1, mean[0].numel()))
+    parts = [
+        of_product(m.to(v.dtype), v, weights.output_product(layer, a))
+        for a, m, v in zip(rows.split(step), mean.split(step), variance.split(step), strict=True)
+    ]
+    return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
+
+
+def other_variances(
+    weights: WeightCovariance, last: tuple[str, Tensor] | None, mean: Tensor, top: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Variances of the logits without a backward pass, and of the same logits centred, each ``(samples, outputs)``: by
+    the last layer's weights, or the mean over the logits that had one.
+
+    Args:
+        weights: the covariance of the weights.
+        last: name and activations of the last layer, or None.
+        mean: all logits.
+        top: covariance of the logits with a backward pass and, last, of the mean of all logits.
+    """
+    size = mean[0].numel()
+    if last is not None:
+        variance = weights.output_variance(*last).clamp(min=0)
+        ones = torch.ones(*variance.shape, 1, dtype=last[1].dtype, device=last[1].device)
+        sums = weights.output_product(*last)(ones)[:, :, 0].to(variance) / size
+        return variance, (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
+    diagonal = top.diagonal(dim1=1, dim2=2)
+    centred = diagonal[:, :-1] - 2 * top[:, :-1, -1] + diagonal[:, -1:]
+    return tuple(v.clamp(min=0).mean(1, keepdim=True).expand(-1, size) for v in (diagonal[:, :-1], centred))  # type: ignore[return-value]
+
+
+# Which positions of its outputs the linearised head uses.
+
+Positions = int | Sequence[int] | Tensor | None
+
+
+def checked_positions(positions: Any) -> Tensor | None:
+    """Positions as a tensor: booleans ``(*positions)``, or whole numbers ``(k,)`` or ``(k, dimensions)``.
+
+    Raises:
+        PosthocUQError: they are none of these.
+    """
+    if positions is None:
+        return None
+    try:
+        tensor = torch.as_tensor(positions, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.zeros((), device="cpu")
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        raise PosthocUQError(
+            f"positions must be a whole number, several of them, a tensor of indices (k, dimensions) or a mask of "
+            f"booleans, and not empty; not {positions!r:.100}."
+        )
+    tensor = tensor.detach().cpu()
+    return (
+        tensor
+        if tensor.dtype == torch.bool
+        else tensor.long().reshape(-1)
+        if tensor.ndim < 2
+        else tensor.long()
+    )
+
+
+def picked_positions(chosen: Tensor | None, positions: tuple[int, ...]) -> Tensor | None:
+    """The chosen positions as indices into a sample's rows, ``(k,)``; None for all.
+
+    Args:
+        chosen: from `checked_positions`.
+        positions: the sizes of the dimensions that count positions.
+
+    Raises:
+        PosthocUQError: there are no such positions.
+    """
+    if chosen is None:
+        return None
+    if chosen.dtype == torch.bool:
+        if tuple(chosen.shape) != positions:
+            raise PosthocUQError(
+                f"positions is a mask of shape {tuple(chosen.shape)}, and the outputs have the positions {positions}."
+            )
+        found = chosen.flatten().nonzero().flatten()
+        if not len(found):
+            raise PosthocUQError("positions is a mask of no position; make at least one true.")
+        return found
+    sizes = torch.tensor(positions if chosen.ndim == 2 else (prod(positions),), device="cpu")
+    indices = chosen if chosen.ndim == 2 else chosen.unsqueeze(1)
+    if indices.shape[1] != len(sizes):
+        raise PosthocUQError(
+            f"positions has {indices.shape[1]} numbers each, and the outputs have the positions {positions}."
+        )
+    if bool(((indices < -sizes) | (indices >= sizes)).any()):
+        raise PosthocUQError(
+            f"positions go beyond the outputs, which have the positions {positions}: "
+            f"{indices[((indices < -sizes) | (indices >= sizes)).any(1)][0].tolist()} is none of them."
+        )
+    indices = torch.where(indices < 0, indices + sizes, indices)
+    strides = torch.tensor([prod(sizes[place + 1 :].tolist()) for place in range(len(sizes))], device="cpu")
+    return (indices * strides).sum(1)
+
+
+# The linearisation of one batch whose outputs have positions: in closed form for the last layer, by backward
+# passes of single outputs at a few positions, or by draws of its function.
+#
+# Positions and classes are as rows, see `Layout`; covariances are those of the classes of one position.
+
+MOST_BACKWARD = (
+    256  # backward passes that `engine="auto"` takes for a batch; of more outputs it draws the function
+)
+_POSITION_BYTES = 2**24  # of the temporaries of rows that are computed at once
+_ROWS_PER_INPUT = (
+    4  # with more rows than this for each of a layer's inputs, covariances are formed for the variances
+)
+_MOST_NUMBERS = 2**24  # of these covariances
+
+
+class _Rows:
+    """Outputs as rows of the positions that are used, and what is made of their moments.
+
+    Attributes:
+        mean: the outputs used, in the layout of the model's, the positions that were picked as one dimension.
+        sizes: of the dimensions that count the model's positions.
+        picked: the positions used, ``(k,)``, or None for all.
+    """
+
+    def __init__(self, dtype: torch.dtype, outputs: Tensor, layout: Layout, picked: Tensor | None) -> None:
+        self._dtype, self._layout = dtype, layout
+        layout.check(outputs)
+        self._outputs, self._samples = outputs, outputs.shape[0]
+        self.sizes = layout.positions(outputs)
+        self.picked = picked
+        self._places = picked if picked is not None else torch.arange(prod(self.sizes), device="cpu")
+        self._positions = self.sizes if picked is None else (len(picked),)
+        self._row_mean = self._of_all_rows(layout.rows(outputs))
+        self.mean = layout.whole(self._row_mean, self._positions)
+
+    def _of_all_rows(self, rows: Tensor) -> Tensor:
+        """Rows of all positions ``(samples * positions, ...)``, of those that are used."""
+        if self.picked is None:
+            return rows
+        chosen = rows.reshape(self._samples, -1, rows.shape[-1])[:, self.picked.to(rows.device)]
+        return chosen.flatten(0, 1)
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        return self._layout.whole(rows, self._positions)
+
+    def _as_result(self, computed: Tensor) -> Tensor:
+        return computed.to(self._outputs.device, self._dtype)
+
+
+class PositionLinearization(_Rows):
+    """One forward pass of a batch, and what the covariance of its outputs at every position takes.
+
+    Attributes:
+        watched: the calls of the layer whose inputs novelty is measured by.
+    """
+
+    def __init__(self, engine: Engine, recording: Recording, layout: Layout, picked: Tensor | None) -> None:
+        super().__init__(engine.dtype, recording.outputs.detach(), layout, picked)
+        self._engine, self._recording = engine, recording
+        self._weights = engine.covariance(self._outputs.device)
+        self.watched: list[Call] = recording.watched
+        self._last = self._find_last()
+
+    def _find_last(self) -> tuple[str, Tensor] | None:
+        """Name and activations ``(rows, n)`` of the layer that gives every position its outputs, if the posterior
+        covers no other layer and the engine may use it.
+        """
+        name, tracked = self._engine.name, self._engine.tracked
+        if name != "exact" and len(self._engine.layers) == 1 and tracked.last is not None:
+            with torch.autocast(self._outputs.device.type, enabled=False):
+                rows = position_rows(
+                    self._recording, tracked.capture, tracked.last, self._dtype, self._layout
+                )
+            if rows is not None:
+                return tracked.last, self._of_all_rows(rows)
+        if name == "last_layer":
+            raise PosthocUQError(
+                f"engine='last_layer' needs a posterior of one layer that gives every position its outputs: a linear "
+                f"layer or a pointwise convolution; this one has {list(self._engine.layers)[-3:]}. Fit with "
+                f"layers='last', use engine='jvp', or engine='exact' with positions=."
+            )
+        return None
+
+    @property
+    def backward_passes(self) -> int:
+        """How many the covariances of this batch take."""
+        if self._last is not None:
+            return 0
+        return len(self._places) * (self._engine.chosen.number(self._row_mean) or self._row_mean.shape[1])
+
+    def variance(self) -> Tensor:
+        """Variance of every output that is used, shaped like `mean`."""
+        with torch.autocast(self._outputs.device.type, enabled=False):
+            if self._last is not None:
+                return self._whole(self._closed_variance())
+            parts = [self._one_position(place)[0] for place in in_parts(range(len(self._places)))]
+            return self._whole(torch.stack(parts, 1).flatten(0, 1))
+
+    def gaussian(self) -> GaussianOutputs:
+        """Mean, variance, and as much of the rows' covariance as the link can use."""
+        link, classes = self._engine.chosen.link, self._row_mean.shape[1]
+        with torch.autocast(self._outputs.device.type, enabled=False):
+            if self._last is None:
+                parts = [self._one_position(place) for place in in_parts(range(len(self._places)))]
+                variance = torch.stack([part[0] for part in parts], 1).flatten(0, 1)
+                spreads = [part[1] for part in parts]
+                covariance = Spread(
+                    torch.stack([spread.root for spread in spreads], 1).flatten(0, 1),
+                    torch.stack([spread.rest for spread in spreads], 1).flatten(0, 1),
+                )
+                return GaussianOutputs(self.mean, self._whole(variance), covariance)
+            variance = self._closed_variance()
+            if link == "probit":
+                covariance = self._centred(variance)
+            elif link == "mc":
+                covariance = last_layer_spread(self._weights, *self._last, self._row_mean, variance)
+            else:
+                few = classes <= 50
+                covariance = self._closed_covariance() if few else None
+        return GaussianOutputs(self.mean, self._whole(variance), covariance)
+
+    def _closed_parts(self) -> Iterator[Tensor]:
+        """The last layer's activations, a few rows at a time."""
+        assert self._last is not None
+        name, rows = self._last
+        layer = self._weights.layers.get(name)
+        directions = 0 if layer is None or layer.low_rank is None else rows.shape[1]
+        limit = min(_POSITION_BYTES, self._engine.budget or default_budget(self._outputs.device))
+        yield from rows.split(max(1, limit // (8 * self._row_mean.shape[1] * (4 + directions))))
+
+    def _closed_variance(self) -> Tensor:
+        assert self._last is not None
+        name, rows = self._last
+        layer, (inputs, outputs) = self._weights.layers.get(name), (rows.shape[1], self._row_mean.shape[1])
+        many = len(rows) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MOST_NUMBERS
+        if layer is not None and (many or layer.low_rank is None):
+            return self._as_result(variance_of_many(layer, rows))
+        parts = [self._weights.output_variance(name, part) for part in self._closed_parts()]
+        return self._as_result(torch.cat([part.clamp(min=0) for part in parts]))
+
+    def _closed_covariance(self) -> Tensor:
+        assert self._last is not None
+        return torch.cat(
+            [
+                self._as_result(self._weights.output_covariance(self._last[0], part, False))
+                for part in self._closed_parts()
+            ]
+        )
+
+    def _centred(self, variance: Tensor) -> Spread:
+        """Variances of the centred logits as independent ones: all that the probit link takes."""
+        assert self._last is not None
+        classes, means = variance.shape[1], list[Tensor]()
+        for part in self._closed_parts():
+            ones = part.new_ones(len(part), classes, 1)
+            means.append(self._as_result(self._weights.output_product(self._last[0], part)(ones)[:, :, 0]))
+        sums = torch.cat(means) / classes
+        centred = (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
+        return Spread(centred.new_zeros(*centred.shape, 0), centred * _independent(classes))
+
+    def _gradient(self, place: int, indices: Tensor | None) -> Gradient:
+        """Gradients of single outputs of one position: number i is the i-th class, or with `indices` each sample's; the
+        number after the last is the mean of all classes.
+        """
+        rows, position = self._row_mean, int(self._places[place])
+        classes, size = rows.shape[1], prod(self.sizes)
+        count = classes if indices is None else indices.shape[1]
+
+        def gradient(number: int) -> Tensor:
+            unit = torch.zeros(self._samples, size, classes, dtype=rows.dtype, device=rows.device)
+            if number == count:
+                unit[:, position] = 1 / classes
+            elif indices is None:
+                unit[:, position, number] = 1
+            else:
+                unit[:, position].scatter_(1, indices[:, number : number + 1], 1)
+            return self._layout.whole(unit.flatten(0, 1), self.sizes)
+
+        return gradient
+
+    def _at(self, place: int) -> Tensor:
+        """Mean of the logits at one place, ``(samples, classes)``."""
+        return self._row_mean.reshape(self._samples, len(self._places), -1)[:, place]
+
+    def _contracted(self, place: int, indices: Tensor | None, number: int) -> Tensor:
+        """Covariance of functions of the outputs at one place, ``(samples, number, number)``."""
+        last = False  # other places, or another call, may follow
+        gradient = self._gradient(place, indices)
+        pulled = pull(self._recording, gradient, range(number), self._dtype, last=last)
+        return self._as_result(self._weights.contract(pulled, self._samples, number, "covariance"))
+
+    def _one_position(self, place: int) -> tuple[Tensor, Spread]:
+        """Variances of the logits at one place ``(samples, classes)``, and their `Spread`."""
+        mean = self._at(place)
+        indices = self._engine.chosen.indices(mean)
+        if indices is None:
+            covariance = self._contracted(place, None, mean.shape[1])
+            variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
+            return variance, of_product(mean.to(variance), variance, lambda x: covariance.to(x) @ x)
+        number = indices.shape[1]
+        top = self._contracted(place, indices, number + 1)
+        variance, centred = other_variances(self._weights, None, mean, top)
+        top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
+        variance = variance.scatter(1, indices, top_variance)
+        differences = top[:, :number] - top[:, number:]
+        block = differences[:, :, :number] - differences[:, :, number:]
+        centred = centred.scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
+
+        def multiply(x: Tensor) -> Tensor:
+            rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
+            return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
+
+        return variance, of_product(mean.to(centred), centred, multiply)
+
+    def covariance(self, joint: bool) -> Tensor:
+        """Covariance of the classes that are used at each position, ``(samples, positions, classes, classes)``; with
+        `joint` of all outputs of the batch, by input, position and class.
+        """
+        with torch.autocast(self._outputs.device.type, enabled=False):
+            if self._last is not None and joint:
+                return self._as_result(self._weights.output_covariance(*self._last, True))
+            if joint:
+                return self._joint()
+            if self._last is not None:
+                flat = self._closed_covariance()
+                return flat.reshape(self._samples, len(self._places), *flat.shape[1:])
+            parts: list[Tensor] = []
+            for place in in_parts(range(len(self._places))):
+                indices = self._engine.chosen.indices(self._at(place))
+                number = self._row_mean.shape[1] if indices is None else indices.shape[1]
+                parts.append(self._contracted(place, indices, number))
+            return torch.stack(parts, 1)
+
+    def _joint(self) -> Tensor:
+        classes = self._row_mean.shape[1]
+        gradients = [self._gradient(place, None) for place in range(len(self._places))]
+        number = classes * len(gradients)
+        pulled = pull(
+            self._recording,
+            lambda function: gradients[function // classes](function % classes),
+            range(number),
+            self._dtype,
+            last=False,
+        )
+        return self._as_result(self._weights.contract(pulled, self._samples, number, "joint"))
+
+    def trace(self, probes: int) -> Tensor:
+        """The sum of the variances of all outputs that are used, ``(samples,)``."""
+        return self.variance().reshape(self._samples, -1).sum(1)
+
+
+class PositionProbes(_Rows):
+    """The outputs of one batch with positions, and draws of their deviations ``J (theta_r - theta)``."""
+
+    def __init__(
+        self, dtype: torch.dtype, outputs: Tensor, deviations: Tensor, layout: Layout, picked: Tensor | None
+    ) -> None:
+        """
+        Args:
+            dtype: of the results.
+            outputs: in the model's layout.
+            deviations: ``(draws, samples, numbers)``, the outputs flattened.
+            layout: of the outputs.
+            picked: the positions that are used.
+        """
+        super().__init__(dtype, outputs, layout, picked)
+        draws = [layout.rows(draw.reshape(outputs.shape)) for draw in deviations]
+        self._deviations = torch.stack([self._of_all_rows(rows) for rows in draws])
+        self.watched: list[Call] = []  # no layer is watched in these passes
+
+    def variance(self) -> Tensor:
+        """Variance of every output that is used, shaped like `mean`."""
+        return self._whole(self._deviations.square().mean(0))
+
+    def gaussian(self) -> GaussianOutputs:
+        """Mean, variance, and the rows' covariance."""
+        draws, rows, classes = self._deviations.shape
+        variance, spreads = self._deviations.square().mean(0), list[Spread]()
+        step = max(1, 2**20 // (draws * classes))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            root = self._deviations[:, part].permute(1, 2, 0) / draws**0.5
+            spreads.append(
+                of_product(
+                    self._row_mean[part].to(root),
+                    variance[part],
+                    lambda x, root=root: root.to(x) @ (root.to(x).transpose(1, 2) @ x),
+                )
+            )
+        spread = Spread(torch.cat([s.root for s in spreads]), torch.cat([s.rest for s in spreads]))
+        return GaussianOutputs(self.mean, self._whole(variance), spread)
+
+    def covariance(self, joint: bool) -> Tensor:
+        """See `PositionLinearization.covariance`."""
+        draws = len(self._deviations)
+        if joint:
+            flat = self._deviations.flatten(1)
+            return flat.T @ flat / draws
+        found = torch.einsum("drc,dre->rce", self._deviations, self._deviations) / draws
+        return found.reshape(self._samples, len(self._places), *found.shape[1:])
+
+    def trace(self, probes: int) -> Tensor:
+        """The sum of the variances of all outputs that are used, ``(samples,)``."""
+        return self.variance().reshape(self._samples, -1).sum(1)
+
+
+def _independent(classes: int) -> float:
+    """From the variance of a centred logit to that of independent logits; of two classes, to that of their difference,
+    by which the probit link of two classes goes.
+    """
+    return 4.0 if classes == 2 else classes / (classes - 1)
+
+
+# The linearisation of one batch by draws of its function: the engine ``"jvp"``.
+
+
+class Probes:
+    """The outputs of one batch, and draws of their deviations ``J (theta_r - theta)``.
+
+    Attributes:
+        mean: outputs ``(samples, ...)``.
+    """
+
+    def __init__(self, mean: Tensor, deviations: Tensor, chosen: ChosenOutputs) -> None:
+        """
+        Args:
+            mean: outputs.
+            deviations: ``(draws, samples, outputs)``.
+            chosen: the outputs that are used.
+        """
+        check_shape(mean, deviations.shape[1])
+        self.mean, self._deviations, self._chosen = mean, deviations, chosen
+        self.watched: list[Call] = []  # no layer is watched in these passes
+
+    def variance(self) -> Tensor:
+        """Variance of every output, ``(samples, outputs)``."""
+        return self._deviations.square().mean(0)
+
+    def trace(self, probes: int) -> Tensor:
+        """The sum of all outputs' variances, ``(samples,)``; from all draws, whatever `probes` says."""
+        return self.variance().sum(1)
+
+    def covariance(self, joint: bool) -> Tensor:
+        """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
+        deviations, indices = self._deviations, self._chosen.indices(self.mean)
+        if indices is not None:
+            deviations = deviations.gather(2, indices.expand(len(deviations), -1, -1))
+        if joint:
+            flat = deviations.flatten(1)
+            return flat.T @ flat / len(flat)
+        return _products(deviations)
+
+    def gaussian(self) -> GaussianOutputs:
+        """Mean, variance, and as much of the covariance as the link can use."""
+        deviations, variance = self._deviations, self.variance()
+        if self._chosen.wants_covariance(self.mean):
+            return GaussianOutputs(self.mean, variance, _products(deviations))
+        if not self._chosen.wants_spread():
+            return GaussianOutputs(self.mean, variance)
+        root = deviations.permute(1, 2, 0) / len(deviations) ** 0.5
+        spread = of_product(self.mean, variance, lambda x: root @ (root.transpose(1, 2) @ x))
+        return GaussianOutputs(self.mean, variance, spread)
+
+
+def _products(deviations: Tensor) -> Tensor:
+    """Mean over the draws of all products of two outputs, ``(samples, outputs, outputs)``."""
+    return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
+
+
+def drawn_outputs(
+    model: nn.Module,
+    fixed_part: FixedPart,
+    batch: Batch,
+    samples: int,
+    deviations: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``(samples, ...)``, and their derivatives along deviations of the weights, ``(draws, samples, outputs)``.
+
+    Args:
+        model: nothing else may run it meanwhile.
+        fixed_part: of the model; it runs once, and the draws run what follows.
+        batch: the model's inputs, or features in their place.
+        samples: in the batch.
+        deviations: parameter name to ``(draws, *shape)``.
+        dtype: of the derivatives.
+    """
+    features = None if isinstance(batch, FeatureBatch) else fixed_part.features(batch.args, batch.kwargs)
+    if features is not None:
+        intercept(model)
+
+        def replayed() -> tuple[Tensor, Tensor]:
+            return drawn_outputs(model, fixed_part, FeatureBatch(features), samples, deviations, dtype)
+
+        try:
+            return replayed()
+        except ReplayError as error:
+            check_refused_replay(error, replayed)
+            fixed_part.refuse(str(error))
+    outputs, derivatives = function_draws(model, batch, deviations)
+    return outputs, derivatives.to(dtype).flatten(2) if outputs.ndim > 1 else derivatives.unsqueeze(2)
+
+
+# What the linearised head prepares and keeps: copies of the network, tracked layers, weights' covariance and
+# draws.
+
+Self = TypeVar("Self", bound="Linearizing")
+
+_PREPARING = threading.RLock()
+
+
+@dataclass(eq=False)
+class _Networks:
+    """Copies of the network at one mean.
+
+    Attributes:
+        centre: the posterior's that they have.
+        twin: the copy.
+        swapped: one whose weights are swapped while it runs; None before it is needed.
+        fixed_part: the part of the network before the weights with a posterior.
+        ready: the copy whose layers are tracked, once the first batch is there.
+    """
+
+    centre: Mapping[str, Tensor]
+    twin: nn.Module
+    swapped: nn.Module | None
+    fixed_part: FixedPart
+    ready: TrackedModel | None = None
+
+    @classmethod
+    def of(cls, twin: nn.Module, posterior: Posterior) -> _Networks:
+        """What there is at the beginning."""
+        return cls(posterior.centre, twin, None, FixedPart(twin, posterior.mean))
+
+
+class Linearizing(Predictor):
+    """A predictor that linearises a network in its weights, batch by batch.
+
+    Attributes:
+        _engine: see `LinearizedPredictor`, and so the others.
+        _n_probes: draws of the weights that the engine ``"jvp"`` keeps.
+        _tells_novelty: whether the inputs of the last layer are watched.
+        _positions: of outputs with positions, those that are used; None for all.
+        _budget: bytes of a temporary; None for a share of what is free.
+        _chosen: which outputs are used.
+    """
+
+    _engine: Any
+    _n_probes: int
+    _tells_novelty: bool
+    _positions: Tensor | None
+    _budget: int | None
+    _chosen: ChosenOutputs
+
+    def _copy_network(self, model: nn.Module) -> None:
+        """Copy the network, once its options are set; nothing is prepared yet."""
+        check_differentiable(unwrap(model))
+        self._dtype = statistics_dtype(unwrap(model), None)
+        with isolated_random_state():  # copying a module may run its code
+            twin = replicate(self._model[0], self._posterior.centre)
+        self._networks = _Networks.of(twin, self._posterior)
+        self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
+        self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
+
+    def _networks_of(self, posterior: Posterior) -> _Networks:
+        """The copies of the network at a posterior's mean. An update may move it; predictions that are under way keep
+        the old copies.
+        """
+        networks = self._networks
+        if not same_centre(networks.centre, posterior.centre):
+            with _PREPARING:
+                networks = self._networks
+                if not same_centre(networks.centre, posterior.centre):
+                    self._networks = networks = _Networks.of(
+                        recentred(networks.twin, posterior.centre), posterior
+                    )
+        return networks
+
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        """Move, or change the precision of, the network; all preparations are made anew."""
+        super()._apply(fn, recurse)
+        networks = self._networks
+        networks.twin._apply(fn)
+        if networks.swapped is not None:
+            networks.swapped._apply(fn)
+        self._dtype = statistics_dtype(networks.twin, None)
+        networks.fixed_part, networks.ready = FixedPart(networks.twin, self._posterior.mean), None
+        self._weights = self._drawn = None
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where it predicts."""
+        return model_device(self._networks.twin)
+
+    def _linearized(
+        self, posterior: Posterior, batch: Batch
+    ) -> Linearization | Probes | PositionLinearization | PositionProbes:
+        """The linearisation of one batch under a posterior's settings."""
+        samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
+        networks = self._networks_of(posterior)
+        if self._engine == "jvp":
+            return self._probed(networks, posterior, batch, samples)
+        engine = Engine(
+            self._engine,
+            self._prepared(networks, batch),
+            tuple(posterior.layers),
+            lambda device: self._covariances(posterior, device),
+            self._chosen,
+            self._dtype,
+            self._budget,
+        )
+        recording = engine.tracked.capture.run(batch, samples)
+        layout = self._layout(recording.outputs)
+        if layout is None:
+            return Linearization(engine, batch, samples, recording)
+        picked = picked_positions(self._positions, layout.positions(recording.outputs))
+        linearization = PositionLinearization(engine, recording, layout, picked)
+        if self._engine == "auto" and linearization.backward_passes > MOST_BACKWARD:
+            return self._probed(networks, posterior, batch, samples, recording.watched)
+        return linearization
+
+    def _layout(self, outputs: Tensor) -> Layout | None:
+        """The layout of outputs with positions, or None.
+
+        Raises:
+            PosthocUQError: positions were asked for, and there are none.
+        """
+        layout = self._posterior.likelihood.positions_of(outputs)
+        if layout is None and self._positions is not None:
+            raise PosthocUQError(
+                f"positions= picks positions of outputs that have some, such as pixels or tokens, and these outputs "
+                f"are of shape {tuple(outputs.shape)}; leave it out."
+            )
+        return layout
+
+    def _probed(
+        self,
+        networks: _Networks,
+        posterior: Posterior,
+        batch: Batch,
+        samples: int,
+        watched: Sequence[Call] = (),
+    ) -> Probes | PositionProbes:
+        """The linearisation by draws of the function."""
+        outputs, deviations = self._draw(networks, batch, samples, self._deviations(posterior))
+        layout = self._layout(outputs)
+        if layout is None:
+            return Probes(outputs, deviations, self._chosen)
+        picked = picked_positions(self._positions, layout.positions(outputs))
+        probes = PositionProbes(self._dtype, outputs, deviations, layout, picked)
+        probes.watched = list(watched)
+        return probes
+
+    def _draw(
+        self, networks: _Networks, batch: Batch, samples: int, deviations: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs, and draws of their deviations; see `drawn_outputs`."""
+        if networks.swapped is None:
+            with _PREPARING, isolated_random_state():
+                if networks.swapped is None:
+                    networks.swapped = replicate(networks.twin)
+        return drawn_outputs(networks.swapped, networks.fixed_part, batch, samples, deviations, self._dtype)
+
+    def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
+        """The covariance of the weights, cached until settings or data change."""
+        settings, cached = posterior.moment, self._weights
+        if cached is None or cached[0] != settings:
+            with _PREPARING:
+                cached = self._weights
+                if cached is None or cached[0] != settings:
+                    budget = default_budget(device) if self._budget is None else self._budget
+                    limit = temporary_limit(budget, device)
+                    covariance = WeightCovariance(posterior, self._dtype, device, limit)
+                    self._weights = cached = (settings, covariance)
+        return cached[1]
+
+    def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
+        """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
+        settings, cached = posterior.moment, self._drawn
+        if cached is None or cached[0] != settings:
+            with _PREPARING:
+                cached = self._drawn
+                if cached is None or cached[0] != settings:
+                    draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
+                    device = model_device(self._networks.twin)
+                    deviations = {
+                        name: (drawn - posterior.mean[name]).to(device) for name, drawn in draws.items()
+                    }
+                    self._drawn = cached = (settings, deviations)
+        return cached[1]
+
+    def _prepared(self, networks: _Networks, batch: Batch) -> TrackedModel:
+        if networks.ready is None:
+            with _PREPARING, isolated_random_state():
+                if networks.ready is None:
+                    ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
+                    if self._tells_novelty and self._posterior.features is not None:
+                        ready.capture.watched = self._posterior.features.layer
+                    networks.ready = ready
+        return networks.ready
+
+
+@contextmanager
+def without_gradients() -> Generator[None]:
+    """No inference mode and no gradients, whatever the caller's mode: autograd is used inside."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+# The linearised head: the mean is the trained network's output, the covariance that of its linearisation.
 
 EngineName = Literal["auto", "exact", "jvp", "last_layer"]
 
-_BYTES = Number("at least 1 byte", least=1)
+_LINEARIZED_BYTES = Number("at least 1 byte", least=1)
 
 
 class LinearizedPredictor(Linearizing):
@@ -104,7 +1128,7 @@ class LinearizedPredictor(Linearizing):
         posterior: Posterior,
         *,
         link: str = "mc",
-        n_draws: int = DRAWS,
+        n_draws: int = LINK_DRAWS,
         outputs: str | int = "auto",
         engine: EngineName = "auto",
         n_probes: int = 32,
@@ -119,7 +1143,9 @@ class LinearizedPredictor(Linearizing):
         self._engine = one_of("engine", engine, get_args(EngineName))
         self._n_probes = COUNT("n_probes", n_probes)
         self._positions = checked_positions(positions)
-        self._budget = None if memory_budget is None else int(_BYTES("memory_budget", memory_budget))
+        self._budget = (
+            None if memory_budget is None else int(_LINEARIZED_BYTES("memory_budget", memory_budget))
+        )
         likelihood = posterior.likelihood
         self._chosen = ChosenOutputs(checked_outputs(outputs), likelihood.softmax, likelihood.joint, link)
         if isinstance(self._chosen.top, int) and not likelihood.softmax:

@@ -1,40 +1,285 @@
-"""The moments head: mean and variance of every output in one pass, carried through the model's own code."""
+"""The moments head: means and variances carried through the network in one pass."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import exp
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from posthoc_uq.heads.calibration import Calibration, calibrate, fitting_calibration
-from posthoc_uq.heads.drawing import gaussian_draws
-from posthoc_uq.heads.finite import check_finite
-from posthoc_uq.heads.fixed_part import FixedPart
-from posthoc_uq.heads.interception import intercept
-from posthoc_uq.heads.layer_posteriors import WEIGHTS, LayerPosterior, layer_posteriors
-from posthoc_uq.heads.prediction import from_gaussian
-from posthoc_uq.heads.predictor import GaussianOutputs, Predictor, recentred, same_centre
-from posthoc_uq.heads.replay import Features
-from posthoc_uq.heads.stand_ins import writable_copy
-from posthoc_uq.loaders import Batch, BatchFunction
-from posthoc_uq.memory import default_budget
-from posthoc_uq.moments.propagation import propagate, running_module
+from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
+from posthoc_uq.core.devices import as_double, default_budget
+from posthoc_uq.core.errors import PosthocUQError, warn_user
+from posthoc_uq.core.model import model_device, replicate
+from posthoc_uq.core.options import UNIT, check_function, flag, one_of
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.heads.frozen import Features, FixedPart, intercept, writable_copy
+from posthoc_uq.heads.predictor import (
+    GaussianOutputs,
+    Predictor,
+    check_finite,
+    divisor_of,
+    from_gaussian,
+    gaussian_draws,
+    recentred,
+    same_centre,
+)
+from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, checked_link
+from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Rules
 from posthoc_uq.moments.unscented import unscented_map
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.capabilities import VARIANCES
-from posthoc_uq.posteriors.settings import Hyperparameters
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.links import DRAWS, checked_link
-from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import model_device, replicate
-from posthoc_uq.values import UNIT, check_function, flag, one_of
-from posthoc_uq.warned import warn_user
+from posthoc_uq.posteriors.block import ROWS, VARIANCES
+from posthoc_uq.posteriors.covariance import IndependentRows, RowCovariance
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+
+# The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
+# shape, and the covariance of each row of weights where it is used.
+
+WEIGHTS = ("auto", "row", "marginal")
+
+
+class LayerPosterior(nn.Module):
+    """The posterior of one layer's weights; a module, so that it moves with its predictor.
+
+    Attributes:
+        variances: in the weight's shape, outputs first.
+        bias_variances: of the bias, or None.
+        summed: ``W o W + S`` (W the means, S the variances), by which the input's variance is multiplied, or None.
+        joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
+        rows: the covariance of rows, or None.
+        row: whether `rows` gives the variance.
+    """
+
+    variances: Tensor
+    bias_variances: Tensor | None
+    summed: Tensor | None
+    joined: Tensor | None
+
+    def __init__(
+        self,
+        layer: Layer,
+        weight: Tensor,
+        variances: Mapping[str, Tensor],
+        rows: RowCovariance | None,
+        row: bool,
+    ) -> None:
+        super().__init__()
+        self.layer = layer.name
+        self.row = row
+        self.rows = None if rows is None else rows.to(weight.device)
+        self._has_bias = layer.bias is not None
+        marginals, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
+        bias = variances[layer.bias].to(marginals) if layer.bias is not None else None
+        for name, tensor in (
+            ("variances", marginals),
+            ("bias_variances", bias),
+            ("summed", summed),
+            ("joined", joined),
+        ):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def _padded(self, mean: Tensor) -> Tensor:
+        return torch.nn.functional.pad(mean, (0, 1), value=1.0) if self._has_bias else mean
+
+    def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
+        """Variance by the weights alone, ``(rows, outputs)``; see `RowCovariance.variance`."""
+        assert self.rows is not None
+        input_variance = variance
+        if variance is not None and self._has_bias:
+            input_variance = torch.nn.functional.pad(variance, (0, 1))
+        row_variance = self.rows.variance(
+            self._padded(mean).unsqueeze(1), None if input_variance is None else input_variance.unsqueeze(1)
+        )
+        return row_variance.squeeze(1)
+
+    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
+        """Covariance by the weights alone, ``(rows, outputs, outputs)``; see `RowCovariance.covariance`."""
+        assert self.rows is not None
+        if covariance is not None and self._has_bias:
+            covariance = torch.nn.functional.pad(covariance, (0, 1, 0, 1))
+        return self.rows.covariance(self._padded(mean), covariance)
+
+
+def layer_posteriors(
+    model: nn.Module, posterior: Posterior, weights: str, cov: str
+) -> dict[str, LayerPosterior]:
+    """The `LayerPosterior` of every layer, by layer name.
+
+    Args:
+        weights: ``"row"`` keeps the covariance inside a row of linear layers, ``"marginal"`` no covariance at all,
+            ``"auto"`` as `"row"` where the posterior knows it; linear layers use it for inputs ``(samples, inputs)``
+            and marginal variances for inputs of several positions, where a row's covariance costs a product for each of
+            its directions.
+        cov: ``"full"`` needs the covariance across outputs, whatever `weights` says.
+    """
+    parameters = dict(model.named_parameters())
+    by_name: dict[str, LayerPosterior] = {}
+    rows_wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
+    if cov == "full":
+        posterior.require([ROWS], "cov='full'", "take cov='diag'")
+    linear = [name for name, layer in posterior.layers.items() if not layer.convolutional]
+    wanted = linear if rows_wanted or cov == "full" else []
+    # first the rows, which know the variances too
+    by_layer = {name: posterior.rows(name, across=cov == "full") for name in wanted}
+    variances = posterior.variance()
+    for name, layer in posterior.layers.items():
+        rows = by_layer.get(name)
+        # independent rows have the marginal variances alone
+        row = rows_wanted and rows is not None and not isinstance(rows, IndependentRows)
+        by_name[name] = LayerPosterior(layer, parameters[layer.weight], variances, rows, row)
+    return by_name
+
+
+# The correction that gives a head's variances the scale that Monte Carlo over the weights finds.
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``sd -> exp(alpha) sd^beta``.
+
+    Attributes:
+        alpha: log of the factor on standard deviations.
+        beta: their power; 1 unless a slope was fitted.
+        residual: mean ``|sd / sd_MC - 1|`` with the correction, on inputs that it was not fitted on.
+        before: the same without the correction.
+        n_mc: draws of the weights; sd_MC alone has a relative error of ``1 / sqrt(2 n_mc)``.
+    """
+
+    alpha: float
+    beta: float
+    residual: float
+    before: float
+    n_mc: int
+
+    def __str__(self) -> str:
+        power = "" if self.beta == 1.0 else f" sd^{self.beta:.2f}"
+        return (
+            f"calibrated: factor {exp(self.alpha):.3g}{power} on standard deviations, error left "
+            f"{self.residual:.0%} (was {self.before:.0%}, Monte Carlo's own {(2 * self.n_mc) ** -0.5:.0%})"
+        )
+
+    def apply(self, variance: Tensor) -> Tensor:
+        """The corrected variance."""
+        scaled = variance if self.beta == 1.0 else variance.clamp(min=0) ** self.beta
+        return scaled * exp(2 * self.alpha)
+
+    def attributes(self, posterior: Posterior, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields as plain values, with the settings of the posterior and the head that they hold for."""
+        return {
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "residual": self.residual,
+            "before": self.before,
+            "n_mc": self.n_mc,
+            "head": dict(settings),
+            "posterior": posterior_settings(posterior),
+        }
+
+
+def posterior_settings(posterior: Posterior) -> dict[str, Any]:
+    """What a propagated variance depends on beside the blocks: all but the temperature, which divides it afterwards."""
+    return {name: value for name, value in posterior.settings.plain().items() if ABOUT[name].of_weights}
+
+
+def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Calibration | None:
+    """The calibration in a posterior's record, or None if it was made for other settings of the head.
+
+    One made before the posterior's settings changed is not used, with a warning.
+    """
+    recorded = posterior.history.calibration
+    if not recorded or recorded["head"] != dict(settings):
+        return None
+    if recorded["posterior"] != posterior_settings(posterior):
+        warn_user(
+            "The posterior's scale or prior precision changed after calibrate(); the calibration is not used. "
+            "Calibrate again."
+        )
+        return None
+    return Calibration(
+        float(recorded["alpha"]),
+        float(recorded["beta"]),
+        float(recorded["residual"]),
+        float(recorded["before"]),
+        int(recorded["n_mc"]),
+    )
+
+
+def calibrate(
+    model: nn.Module,
+    posterior: Posterior,
+    variance: Callable[..., Tensor],
+    output_map: Callable[[Tensor], Tensor] | None,
+    loader: Iterable[Any],
+    n_mc: int,
+    slope: bool,
+    samples: int,
+    batch_to_inputs: BatchFunction | None,
+    progress: bool,
+) -> Calibration:
+    """Compare a head's variances with those over `n_mc` draws of the weights; see `MomentsPredictor.calibrate`."""
+    if n_mc < 2 or samples < 2:
+        raise PosthocUQError(
+            f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
+        )
+    check_loader(loader)
+    posterior = posterior.snapshot()
+    sampler = SamplingPredictor(model, posterior, n_samples=n_mc, seed=0, keep="seeds")
+    reader = BatchReader.of(model, batch_to_inputs)
+    by_head: list[Tensor] = []
+    by_draws: list[Tensor] = []
+    seen = 0
+    with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
+        for batch in batches(loader, reader):
+            count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
+            if seen + count > samples:
+                batch = batch.narrow(0, samples - seen, count)
+            by_head.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
+            outputs = sampler.outputs(*batch.args, **batch.kwargs) * divisor_of(posterior)
+            if output_map is not None:
+                outputs = torch.stack([output_map(draw) for draw in outputs])
+            by_draws.append(as_double(outputs).var(0).cpu())
+            seen += by_head[-1].shape[0]
+            bar.advance(by_head[-1].shape[0])
+            if seen >= samples:
+                break
+    if seen < 2:
+        raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
+    head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
+    return _fitted(head_sd, drawn_sd, n_mc, slope)
+
+
+def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
+    usable = (head_sd > 0) & (drawn_sd > 0)
+    fitted, held_out = usable.clone(), usable.clone()
+    fitted[1::2], held_out[0::2] = False, False
+    if not fitted.any() or not held_out.any():
+        raise PosthocUQError("No output varies under the posterior, so there is no scale to calibrate.")
+    x, y = head_sd[fitted].log(), drawn_sd[fitted].log()
+    beta = 1.0
+    if slope and x.numel() > 1 and float(x.var()) > 0:
+        centred = x - x.mean()
+        beta = float((centred * (y - y.mean())).sum() / centred.square().sum())
+    alpha = float((y - beta * x).median())
+    corrected = exp(alpha) * head_sd[held_out] ** beta
+    return Calibration(
+        alpha,
+        beta,
+        float((corrected / drawn_sd[held_out] - 1).abs().mean()),
+        float((head_sd[held_out] / drawn_sd[held_out] - 1).abs().mean()),
+        n_mc,
+    )
+
+
+# The moments head: mean and variance of every output in one pass, carried through the model's own code.
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -153,7 +398,7 @@ class MomentsPredictor(Predictor):
         pool_rho: float = 0.0,
         unknown: str = "error",
         link: str = "mc",
-        n_draws: int = DRAWS,
+        n_draws: int = LINK_DRAWS,
         output_map: Callable[[Tensor], Tensor] | None = None,
         novelty: bool = True,
     ) -> None:

@@ -8,21 +8,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.curvature.dryrun import count_samples
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import statistics_dtype
+from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import feature_rows, grid_of, watching
-from posthoc_uq.curvature.operands import temporary_limit
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.heads.jacobians import Gradient, WeightCovariance, pull
-from posthoc_uq.heads.tracking import TrackedModel, track_layers
-from posthoc_uq.layers import Call
-from posthoc_uq.loaders import Batch
-from posthoc_uq.memory import default_budget
-from posthoc_uq.posteriors.base import Posterior
+from posthoc_uq.heads.jacobians import Gradient, TrackedModel, WeightCovariance, pull, track_layers
+from posthoc_uq.layers.layer import Call
+from posthoc_uq.layers.operands import temporary_limit
+from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.prior import training_precisions
-from posthoc_uq.posteriors.weight_prior import WeightPrior
-from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import statistics_dtype
+from posthoc_uq.posteriors.settings import WeightPrior
 
 Of = Literal["class", "top", "all"]
 

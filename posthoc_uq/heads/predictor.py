@@ -1,21 +1,36 @@
-"""What all heads share: a model and a posterior as one module that predicts batches and whole loaders."""
+"""`Predictor`, the base class of the heads: a model, a posterior, and predictions from the two."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.arguments import batch_of_call, explained
-from posthoc_uq.curvature.dryrun import count_samples
-from posthoc_uq.errors import NotAnsweredError, PosthocUQError
-from posthoc_uq.heads.drawing import DrawnFunctions
-from posthoc_uq.heads.finite import check_finite, checked
+from posthoc_uq.core.batches import (
+    Bar,
+    Batch,
+    BatchFunction,
+    BatchReader,
+    argument_names,
+    batch_of_call,
+    batches,
+    check_loader,
+    explained,
+)
+from posthoc_uq.core.devices import on_host
+from posthoc_uq.core.errors import NonFiniteError, NotAnsweredError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core.model import apart, model_device, model_dtype, replicate, statistics_of, unwrap
+from posthoc_uq.core.options import COUNT
+from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
+from posthoc_uq.files.schema import fingerprint
+from posthoc_uq.heads.frozen import Features
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
     RatioSettings,
@@ -23,25 +38,484 @@ from posthoc_uq.heads.novelty import (
     class_novelty,
     novelty_of_calls,
 )
-from posthoc_uq.heads.replay import Features
-from posthoc_uq.heads.weight_watch import WeightWatch
-from posthoc_uq.layers import Call
-from posthoc_uq.loaders import (
-    Bar,
-    Batch,
-    BatchFunction,
-    BatchReader,
-    argument_names,
-    batches,
-    check_loader,
-)
-from posthoc_uq.outputs import Choice, choice_of, chosen_in, with_choice
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.capabilities import DRAWS, QUADRATIC
-from posthoc_uq.predictions.base import Prediction, cat
-from posthoc_uq.predictions.spread import Spread
-from posthoc_uq.randomness import isolated_random_state
-from posthoc_uq.replica import apart, model_device, model_dtype, replicate, unwrap
+from posthoc_uq.layers.layer import Call
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, symmetric_root
+from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
+from posthoc_uq.posteriors.block import DRAWS, QUADRATIC
+from posthoc_uq.posteriors.posterior import Posterior
+
+# From a model's outputs under a posterior to the likelihood's prediction, at the posterior's temperature and
+# noise variance.
+
+
+def divisor_of(posterior: Posterior) -> float:
+    """What outputs are divided by: the temperature where they are logits, 1 elsewhere."""
+    return posterior.temperature if posterior.likelihood.logits else 1.0
+
+
+def predict(outputs: Tensor, posterior: Posterior) -> Prediction:
+    """The prediction from outputs of several draws at once, ``(draws, batch, ...)``, logits divided by the temperature.
+
+    Raises:
+        PosthocUQError: the outputs do not fit the likelihood.
+    """
+    return posterior.observation.from_draws(outputs)
+
+
+def summarise(blocks: Iterable[Tensor], posterior: Posterior) -> Prediction:
+    """The prediction from blocks ``(draws, batch, ...)`` of outputs, logits divided by the temperature.
+
+    Raises:
+        PosthocUQError: the outputs do not fit the likelihood.
+    """
+    return posterior.observation.from_blocks(blocks)
+
+
+def from_gaussian(
+    mean: Tensor,
+    variance: Tensor,
+    posterior: Posterior,
+    *,
+    covariance: Tensor | Spread | None = None,
+    link: str = "mc",
+    n_draws: int = LINK_DRAWS,
+) -> Prediction:
+    """The prediction of Gaussian outputs ``N(mean, variance)``; see `Likelihood.from_gaussian`.
+
+    The posterior's temperature divides logits; its noise variance is added to a regression's.
+
+    Args:
+        mean: outputs ``(batch, outputs)``, or ``(batch,)`` for one.
+        variance: of the same shape, in squared units.
+        posterior: gives likelihood, temperature and noise variance.
+        covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
+            outputs count as independent.
+        link: one of `posthoc_uq.likelihoods.draws.LINKS`; see `classes_of_gaussian` there.
+        n_draws: of the outputs, for ``"mc"``.
+
+    Raises:
+        PosthocUQError: the likelihood has no such link.
+    """
+    mean, variance = at_least_float32(mean), at_least_float32(variance).clamp(min=0)
+    temperature = divisor_of(posterior)
+    if temperature != 1.0:
+        mean, variance = mean / temperature, variance / temperature**2
+        if isinstance(covariance, Spread):
+            covariance = covariance.over(temperature)
+        elif covariance is not None:
+            covariance = covariance / temperature**2
+    return posterior.observation.from_gaussian(
+        mean, variance, covariance=covariance, link=link, n_draws=n_draws
+    )
+
+
+# Predictions with numbers that are not finite are refused: nobody is to rank or refer inputs by a NaN.
+
+_MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
+
+
+def checked(prediction: Prediction, head: str, own: Callable[[], Tensor | None] = lambda: None) -> Prediction:
+    """The prediction of a head itself, once its numbers are checked.
+
+    Args:
+        prediction: of the head.
+        head: its name.
+        own: gives the network's own outputs for the inputs, from which an error tells what is the matter.
+
+    Raises:
+        NonFiniteError: a number in it is not finite, except for classes that the model masks.
+    """
+    if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
+        return prediction
+    numbers = {name: value for name, value in prediction.numbers().items() if value.is_floating_point()}
+    check_finite(numbers, "prediction", head, own)
+    return prediction
+
+
+def check_finite(
+    answers: Mapping[str, Tensor], what: str, head: str, own: Callable[[], Tensor | None] = lambda: None
+) -> None:
+    """Check tensors ``(samples, ...)`` of a head, all with one wait for the device; `own` as in `checked`.
+
+    Raises:
+        NonFiniteError: a number in them is not finite; the message counts the samples.
+    """
+    if torch.compiler.is_compiling() or not answers:
+        return
+    good = torch.stack([_finite(name, tensor).all() for name, tensor in answers.items()])
+    if bool(good.all()):
+        return
+    rows = torch.stack([_finite(name, tensor).flatten(1).all(1) for name, tensor in answers.items()]).all(0)
+    bad = (~rows).nonzero().flatten().tolist()
+    outputs, linearized = own(), head == "linearized"
+    way_out = "layers='last'" if linearized else "the linearized head or layers='last'"
+    if outputs is not None and len(outputs) == len(rows):
+        sound = ~(outputs.isnan() | outputs.isposinf()).reshape(len(rows), -1).any(1)
+        if bool(sound.to(rows.device)[~rows].all()):
+            raise NonFiniteError(
+                f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}), and the "
+                f"network's own outputs for them are: the posterior is too wide for head={head!r}. Take a "
+                f"narrower posterior, by uq.tune(posterior, loader, criterion='faithful', head={head!r}) or by a "
+                f"larger prior_precision or scale; or take {way_out}."
+            )
+    others = " or layers='last'" if linearized else ", layers='last' or head='linearized'"
+    raise NonFiniteError(
+        f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}): these inputs, "
+        f"or the model's outputs under the posterior's weights, are not finite or too large for {_dtype(answers)}. "
+        f"Check the inputs, or predict without them; a narrower posterior (a larger prior_precision or "
+        f"scale){others} keeps the weights nearer to the trained ones."
+    )
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    """Elementwise, ``(samples, 1 or more)``."""
+    tensor = tensor.reshape(len(tensor), -1)
+    return ~(tensor.isnan() | tensor.isposinf()) if name in _MASKED else torch.isfinite(tensor)
+
+
+def _dtype(answers: Mapping[str, Tensor]) -> str:
+    return str(next(iter(answers.values())).dtype).removeprefix("torch.")
+
+
+# Draws of a predictor's function, and of what they predict: for Thompson sampling, and for whatever has no
+# formula.
+
+FUNCTION_DRAWS = 100  # by default
+
+
+class DrawnFunctions(ABC):
+    """The part of a predictor that draws functions."""
+
+    if TYPE_CHECKING:
+        head: ClassVar[str]
+
+        @property
+        def posterior(self) -> Posterior: ...
+
+        def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch: ...
+
+        def _snapshot(self) -> Posterior: ...
+
+        def explaining(self, batch: Batch) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+        """See `functional_samples`; `posterior` is a snapshot, whose settings do not change."""
+
+    def functional_samples(
+        self,
+        *args: Any,
+        n_samples: int = FUNCTION_DRAWS,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draws of the outputs ``f(x)``, ``(n_samples, batch, ...)``, in float32 at least, in units of the outputs;
+        logits are not divided by the temperature.
+
+        * ``head="sampling"``: ``f(x; theta_s)`` for draws of the weights.
+        * ``head="linearized"``: ``f(x; theta) + J(x) (theta_s - theta)`` for the same draws, by forward-mode
+          differentiation: all outputs, whatever `outputs` says.
+        * ``head="moments"``: of the Gaussian of each input, by itself.
+
+        Under the first two heads the s-th draw is one function at all inputs of the batch, and at those of another call
+        with a generator of the same seed. All draws are made with the posterior's present settings.
+
+        Args:
+            *args: what the model takes.
+            n_samples: how many.
+            generator: of the draws; without one they differ from call to call. The global random state is left alone.
+            **kwargs: of the model.
+
+        Raises:
+            NonFiniteError: a draw is not finite.
+            PosthocUQError: no draw is asked for, or an operation of the model has no forward derivative.
+        """
+        return self._checked_draws(self._batch(args, kwargs), n_samples, _given(generator))
+
+    def predictive_samples(
+        self,
+        *args: Any,
+        n_samples: int = FUNCTION_DRAWS,
+        generator: torch.Generator | None = None,
+        targets: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """What each of the `functional_samples` predicts, at the posterior's temperature and noise variance.
+
+        Args:
+            *args: what the model takes.
+            n_samples: how many.
+            generator: as in `functional_samples`.
+            targets: draw targets too: one label or value from ``p(y | f_s(x))`` for every draw and input.
+            **kwargs: of the model.
+
+        Returns:
+            By default the mean of the target under each draw: probabilities ``(n_samples, batch, classes)``, or values
+            ``(n_samples, batch, ...)`` without observation noise. With `targets` labels ``(n_samples, batch)``, or
+            values with noise.
+
+        Raises:
+            NonFiniteError: a draw is not finite.
+            PosthocUQError: as for `functional_samples`; or the likelihood does not say what it predicts.
+        """
+        generator, posterior = _given(generator), self.posterior
+        functions = self._checked_draws(self._batch(args, kwargs), n_samples, generator) / divisor_of(
+            posterior
+        )
+        likelihood = posterior.observation
+        if not targets:
+            predictions: list[Any] = [likelihood.from_draws(f[None]) for f in functions]
+            return torch.stack([p.probs if hasattr(p, "probs") else p.mean for p in predictions])
+        shape, limit = functions.shape[:2], 2**63 - 1
+        keys = torch.randint(-limit, limit, shape, generator=generator, device=generator.device)
+        return torch.stack(
+            [likelihood.draw(f, own.to(f.device), 0) for f, own in zip(functions, keys, strict=True)]
+        )
+
+    def _checked_draws(self, batch: Batch, n_samples: int, generator: torch.Generator) -> Tensor:
+        count, posterior = COUNT("n_samples", n_samples), self._snapshot()
+        with self.explaining(batch):
+            functions = at_least_float32(self._functions(posterior, batch, count, generator))
+        check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
+        return functions
+
+
+def _given(generator: torch.Generator | None) -> torch.Generator:
+    """The generator, or a new one that nobody else has."""
+    if generator is None:
+        generator = torch.Generator()
+        generator.seed()
+    return generator
+
+
+def gaussian_draws(outputs: Any, n: int, generator: torch.Generator) -> Tensor:
+    """Draws ``(n, batch, ...)`` of Gaussian outputs, independent between inputs.
+
+    Args:
+        outputs: mean, variance and covariance, as `GaussianOutputs`.
+        n: how many.
+        generator: of the draws.
+    """
+    mean, variance = at_least_float32(outputs.mean), at_least_float32(outputs.variance)
+
+    def normals(*shape: int) -> Tensor:
+        drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64, device=generator.device)
+        return drawn.to(mean.device, mean.dtype)
+
+    covariance = outputs.covariance
+    if covariance is None:
+        deviations = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() * normals(*mean.shape)
+    else:
+        root = symmetric_root(cast(Tensor, covariance)).to(mean)
+        deviations = torch.einsum("bkr,sbr->sbk", root, normals(len(mean), root.shape[2]))
+    return mean + deviations.reshape(n, *mean.shape)
+
+
+# Whether a model still has the weights that a predictor was made for: cheap enough to be asked before every
+# batch.
+
+_SAMPLE = 64  # numbers of a tensor that are compared every time, evenly spaced; a smaller one is compared as a whole
+_ROW = 2**12  # numbers on a device that are hashed together
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Hash = tuple[str, int | str]  # the kind of device that it was computed on, and the hash
+_SETTLING = threading.RLock()  # a lock of the watch's own could not be copied or pickled
+
+
+class _Place(NamedTuple):
+    """Where a module holds a tensor."""
+
+    name: str
+    home: dict[str, Tensor | None]
+    key: str
+
+    def tensor(self) -> Tensor | None:
+        """The tensor that is there now."""
+        return self.home.get(self.key)
+
+
+class _Seen(NamedTuple):
+    """What was seen of the tensors the last time that all of their numbers were compared.
+
+    Attributes:
+        marks: for each its address and how often it was written.
+        views: a few numbers of each as integers, views of its memory: one list for each device.
+        numbers: what they were.
+    """
+
+    marks: list[Any]
+    views: list[list[Any]]
+    numbers: list[Any]
+
+
+class WeightWatch:
+    """Notices that parameters of a model, or buffers that its predictions depend on, are no longer those of the moment
+    when the watch was made.
+
+    Every look reads where the tensors are and how often they were written, which torch counts, and a few of their
+    numbers, because writes through ``.data`` are not counted. Only where these differ are all numbers compared, by
+    their hashes: weights that are given back, or moved to other memory, are in order.
+
+    Args:
+        model: the user's; never written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = unwrap(model)
+        self._find()
+        tensors = [place.tensor() for place in self._places]
+        self._hashes = _hashes(tensors)
+        # predictors share this memory, also once the model has other memory
+        self._held = [None if tensor is None else tensor.detach() for tensor in tensors]
+        self._take()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies have other memory: they look for it, and compare all numbers once
+        return {name: self.__dict__[name] for name in ("_model", "_hashes", "_names")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._find()
+        self._seen = _Seen([], [], [])
+        self._held = [None] * len(self._places)
+
+    def _find(self) -> None:
+        self._places = [place for place in _places(self._model) if _watchable(place.tensor())]
+        self._names = [place.name for place in self._places]
+
+    def check(self) -> None:
+        """Refuse a model whose weights changed. Costs next to nothing, and on a GPU one wait for it; nothing is done
+        while a program is traced.
+
+        Raises:
+            PosteriorMismatchError: they did; names the first of them.
+        """
+        if torch.compiler.is_compiling() or self._as_seen(self._seen):
+            return
+        with _SETTLING:
+            if not self._as_seen(self._seen):
+                self._compare()
+                self._take()
+
+    def _as_seen(self, seen: _Seen) -> bool:
+        return seen.marks == [_mark(place.tensor()) for place in self._places] and seen.numbers == [
+            _read(views) for views in seen.views
+        ]
+
+    def _take(self) -> None:
+        """Note what there is, all of which is as it should be."""
+        tensors = [place.tensor() for place in self._places]
+        marks = [_mark(tensor) for tensor in tensors]
+        by_device: dict[torch.device, list[Any]] = {}
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                sample = _sample(tensor)
+                if sample is not None:
+                    by_device.setdefault(tensor.device, []).append(sample)
+        views = list(by_device.values())
+        self._seen = _Seen(marks, views, [_read(of_device) for of_device in views])
+
+    def _compare(self) -> None:
+        tensors = [place.tensor() for place in self._places]
+        found = _hashes(tensors)
+        shared = _hashes(self._held)
+        for index, name in enumerate(self._names):
+            tensor, held = tensors[index], self._held[index]
+            expected, own = self._hashes[index], found[index]
+            as_before = held is None or shared[index] == expected
+            same = own == expected or _is_moved(tensor, held)
+            if held is None and own is not None and expected is not None and own[0] != expected[0]:
+                same = True  # unpickled on another device, where nothing is left to compare with
+            if not (as_before and same):
+                raise PosteriorMismatchError(
+                    f"'{name}' of the model changed after uq.wrap, and the posterior belongs to the weights of the "
+                    f"fit: load these back into the model (model.load_state_dict), or fit again, and then wrap again."
+                )
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Where the parameters are and the buffers that predictions depend on."""
+    buffers, found = set(map(id, statistics_of(model).values())), list[_Place]()
+    for name, module in model.named_modules():
+        parameters, others = vars(module)["_parameters"], vars(module)["_buffers"]
+        kept = [(parameters, key) for key in parameters]
+        kept += [(others, key) for key, buffer in others.items() if id(buffer) in buffers]
+        found += [_Place(f"{name}.{key}" if name else key, home, key) for home, key in kept]
+    return found
+
+
+def _watchable(tensor: Tensor | None) -> bool:
+    """Whether it is a plain tensor with numbers in memory."""
+    return (
+        tensor is not None
+        and type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+    )
+
+
+def _mark(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> Any:
+    """A few numbers of a tensor as integers, a view of its memory: an array of a tensor on the CPU, which is read
+    faster. None for a tensor with gaps in its memory.
+    """
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    dense = tensor.detach().permute(order)  # as it lies in memory
+    integers = _INTEGERS.get(tensor.element_size())
+    if integers is None or not dense.is_contiguous():
+        return None
+    every = max(1, tensor.numel() // _SAMPLE)
+    sample = dense.view(-1).view(integers)[::every]
+    return np.from_dlpack(sample) if sample.device.type == "cpu" else sample
+
+
+def _read(samples: list[Any]) -> Any:
+    """The numbers of samples on one device, in one read."""
+    if isinstance(samples[0], Tensor):
+        return torch.cat(samples).tolist()
+    return np.concatenate(samples).tobytes()
+
+
+def _hashes(tensors: Sequence[Tensor | None]) -> list[_Hash | None]:
+    """A hash of the numbers of each tensor, computed where they are: of those on a device one read gets all."""
+    with torch.inference_mode(False), torch.no_grad():
+        elsewhere = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
+        found = iter([int(value) for value in on_host(*map(_device_hash, elsewhere))])
+        return [
+            None
+            if tensor is None
+            else ("cpu", fingerprint({"": tensor}))
+            if tensor.device.type == "cpu"
+            else (tensor.device.type, mixed_seed(next(found), *tensor.shape, tensor.element_size()))
+            for tensor in tensors
+        ]
+
+
+def _device_hash(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    whole = flat.numel() // _ROW * _ROW
+    rest = sample_keys([flat[whole:].reshape(1, -1)], 1, 0)
+    if not whole:
+        return rest
+    rows = sample_keys([flat[:whole].reshape(-1, _ROW)], whole // _ROW, 0)
+    return sample_keys([torch.cat([rows, rest]).reshape(1, -1)], 1, 0)
+
+
+def _is_moved(tensor: Tensor | None, held: Tensor | None) -> bool:
+    """Whether a model was given another precision or device, with the same numbers to rounding."""
+    if tensor is None or held is None or tensor.shape != held.shape:
+        return False
+    moved = tensor.dtype != held.dtype or tensor.device != held.device
+    return moved and torch.equal(held.to(tensor), tensor.detach())
+
+
+# What all heads share: a model and a posterior as one module that predicts batches and whole loaders.
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
@@ -104,7 +578,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
     head: ClassVar[str]
     """Its name in `wrap`."""
     needs: ClassVar[frozenset[str]] = frozenset({DRAWS})
-    """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.capabilities`."""
+    """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.block`."""
 
     def __init__(self, model: nn.Module, posterior: Posterior) -> None:
         super().__init__()

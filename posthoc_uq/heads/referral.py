@@ -8,19 +8,18 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.metrics import (
+from posthoc_uq.likelihoods.metrics import (
+    QUANTILES,
     Tail,
     referral_threshold,
     referral_thresholds,
     tail_of,
     tail_probability,
 )
-from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.likelihoods.prediction import Prediction, score_of
 from posthoc_uq.posteriors.referral import thresholds_of
-from posthoc_uq.predictions.base import Prediction
-from posthoc_uq.predictions.scores import score_of
 
 
 @overload
@@ -41,7 +40,7 @@ def set_referral(
     """Choose the thresholds above which an input is referred, and keep them in the posterior's history.
 
     With several scores, an input is judged by the smallest of its tail probabilities, each the share of familiar inputs
-    whose score is at least as large; `posthoc_uq.metrics.referral_thresholds` has the rule. So the scores share the
+    whose score is at least as large; `metrics.referral_thresholds` has the rule. So the scores share the
     rate: together they refer at most that share of the familiar inputs. Quantiles are kept too, for `referral_tail`.
     All of it is saved with the posterior, together with the head and the hyperparameters that it belongs to.
 
@@ -49,7 +48,7 @@ def set_referral(
         predictor: made the prediction, with the posterior's present hyperparameters.
         prediction: of inputs like those in production (held-out data); foreign ones would raise the threshold.
         rate: the share of such inputs to refer, in [0, 1).
-        score: one of `posthoc_uq.predictions.scores.SCORES`, or several. By default entropy, or of values the standard
+        score: one of `prediction.SCORES`, or several. By default entropy, or of values the standard
             deviation, and novelty where the prediction knows it: the first finds inputs that are hard, the second such
             as are foreign.
 

@@ -9,20 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.devices import as_double, host_double
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.fields import Field, Flag, Items, Number
-from posthoc_uq.likelihoods.base import Likelihood
-from posthoc_uq.likelihoods.categorical import AGREEMENT
-from posthoc_uq.likelihoods.outputs import divergence_of_classes, wide
-from posthoc_uq.likelihoods.quadrature import gaussian_log_mean_exp, gaussian_mean
-from posthoc_uq.predictions.draws import output_draws
-from posthoc_uq.predictions.labels import in_whole_numbers
-from posthoc_uq.predictions.links import DRAWS
-from posthoc_uq.predictions.ordinal import OrdinalPrediction
-from posthoc_uq.predictions.samples import at_least_float32
-from posthoc_uq.predictions.spread import Spread
-from posthoc_uq.values import flag
+from posthoc_uq.core.devices import as_double, host_double
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import Field, Flag, Items, NumberField, flag
+from posthoc_uq.likelihoods.class_prediction import OrdinalPrediction
+from posthoc_uq.likelihoods.classes import AGREEMENT
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, output_draws
+from posthoc_uq.likelihoods.labels import in_whole_numbers
+from posthoc_uq.likelihoods.likelihood import (
+    Likelihood,
+    divergence_of_classes,
+    gaussian_log_mean_exp,
+    gaussian_mean,
+    wide,
+)
+from posthoc_uq.likelihoods.prediction import at_least_float32
 
 _APART = 1e-4  # least distance of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved apart
 
@@ -47,7 +48,7 @@ class Ordinal(Likelihood):
 
     name = "ordinal"
     fields: ClassVar[Mapping[str, Field]] = {
-        "thresholds": Items(Number(-1e30, 1e30), 0, 2**20),
+        "thresholds": Items(NumberField(-1e30, 1e30), 0, 2**20),
         "cumulative": Flag(),
     }
 
@@ -195,7 +196,7 @@ class Ordinal(Likelihood):
         return self.score(outputs, torch.full((len(outputs),), label, device=outputs.device))
 
     def expected_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """By Gauss-Hermite quadrature for one output, by quasi-random draws for several."""
         if mean[0].numel() > 1:
@@ -203,7 +204,7 @@ class Ordinal(Likelihood):
         return self._expected(gaussian_mean, mean, variance, targets)
 
     def predictive_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = DRAWS
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """By Gauss-Hermite quadrature for one output, by quasi-random draws for several."""
         if mean[0].numel() > 1:
@@ -274,7 +275,7 @@ class Ordinal(Likelihood):
         *,
         covariance: Tensor | Spread | None = None,
         link: str = "mc",
-        n_draws: int = DRAWS,
+        n_draws: int = LINK_DRAWS,
         noise: Tensor | None = None,
     ) -> OrdinalPrediction:
         """By quasi-random draws of the outputs, with their covariance where the head knows it."""

@@ -7,18 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.likelihoods.base import Likelihood
-from posthoc_uq.likelihoods.bernoulli import Bernoulli
-from posthoc_uq.likelihoods.categorical import Categorical
-from posthoc_uq.likelihoods.gamma import Gamma
-from posthoc_uq.likelihoods.gaussian import Gaussian
-from posthoc_uq.likelihoods.heteroscedastic import Heteroscedastic
-from posthoc_uq.likelihoods.multilabel import Multilabel
-from posthoc_uq.likelihoods.negative_binomial import NegativeBinomial
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import meant
+from posthoc_uq.likelihoods.classes import Bernoulli, Categorical, Multilabel
+from posthoc_uq.likelihoods.counts import Gamma, NegativeBinomial, Poisson
+from posthoc_uq.likelihoods.gaussian import Gaussian, Heteroscedastic
+from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.ordinal import Ordinal
-from posthoc_uq.likelihoods.poisson import Poisson
-from posthoc_uq.values import meant
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     kind.name: kind

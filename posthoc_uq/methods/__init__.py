@@ -10,21 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.methods.base import Method
-from posthoc_uq.methods.curvature import Curvature
-from posthoc_uq.methods.dense import Dense
-from posthoc_uq.methods.diagonal import Diagonal
-from posthoc_uq.methods.efb import EFB
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import meant, shown
 from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
-from posthoc_uq.methods.kfac import KFAC
+from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Dense, Diagonal
 from posthoc_uq.methods.latent_binary import LatentBinary
-from posthoc_uq.methods.message_passing import MessagePassing
+from posthoc_uq.methods.message_passing.fit import MessagePassing
+from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.subnetwork import Subnetwork
 from posthoc_uq.methods.utvi import UTVI
-from posthoc_uq.posteriors.families import FAMILIES
-from posthoc_uq.values import meant, shown
+from posthoc_uq.posteriors.block import FAMILIES
 
 __all__ = [
     "EFB",

@@ -1,25 +1,318 @@
-"""Variational inference over functions, begun at the trained network."""
+"""`FunctionSpace`: variational inference over functions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import exp
+from typing import Any, ClassVar, cast
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.evidence import maximise_evidence
-from posthoc_uq.inference.function_options import FunctionSpaceOptions
-from posthoc_uq.inference.function_space import FUNCTION_SPACE, train_over_functions
-from posthoc_uq.inference.labels import FisherChoice
-from posthoc_uq.inference.stages import Stages
-from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.base import Method
-from posthoc_uq.methods.curvature import Curvature
-from posthoc_uq.methods.diagonal import Diagonal
-from posthoc_uq.methods.efb import EFB
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.distributed import world
+from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError, warn_user
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.options import COUNT, POSITIVE, one_of, put_numbers
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.curvature.labels import FisherChoice
+from posthoc_uq.curvature.sweep import Content
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.methods.contexts import Context, Mixture, default_context, resolve_context
+from posthoc_uq.methods.function_objective import (
+    FunctionPrior,
+    FunctionSpaceObjective,
+    FunctionSpaceOptions,
+    IndependentPrior,
+)
 from posthoc_uq.methods.inf import INF
-from posthoc_uq.methods.kfac import KFAC
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.values import COUNT, POSITIVE, one_of, put_numbers
+from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Diagonal
+from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.methods.method import Method
+from posthoc_uq.methods.resume import Stages
+from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.trained import (
+    batches_of,
+    check_trainable,
+    initialised,
+    show_to_context,
+    train_on,
+    trained_posterior,
+)
+from posthoc_uq.methods.training import best_epoch, cosine
+from posthoc_uq.posteriors.evidence import maximise_evidence
+from posthoc_uq.posteriors.posterior import Posterior
+
+# ``method="function_space"``: variational inference over functions, begun at a trained network (Rudner, Chen,
+# Teh, Gal 2022).
+
+FUNCTION_SPACE = "function_space"  # the method's name
+PRIOR_PRECISION = 1.0  # the default
+N_CONTEXT = 32
+N_INDEPENDENT = 16  # context points of an independent prior
+_APART = 10  # a weight that far from the one that belongs to a prior is warned of
+_FIRM = 1e-2  # the function noise from which on a prior by features goes with a large weight
+_SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
+
+
+def train_over_functions(
+    task: Task,
+    options: FunctionSpaceOptions,
+    prior_precision: float | None,
+    start: Callable[[], Posterior | None],
+) -> Posterior:
+    """Train the variances, and the means unless they are frozen. A regression has its noise variance already.
+
+    Args:
+        task: the fit.
+        options: of the training.
+        prior_precision: of the last layer's weights in the prior over functions; None for 1.
+        start: makes the posterior whose variances the training begins with, or None for constant ones.
+
+    Raises:
+        PosthocUQError: options, data or model do not fit; the message says how to go on.
+        NonFiniteError: a loss is not finite.
+    """
+    likelihood, settings, model = task.settings.likelihood, task.settings, task.model
+    _check_possible(likelihood, options)
+    began = time.perf_counter()
+    with isolated_random_state(settings.seed):
+        network = FeatureNetwork(replicate(model), task.layers, task.batch)
+    if options.context is None:
+        context = default_context(task.batch, corrupted=options.prior == "independent")
+    else:
+        context = resolve_context(options.context)
+    options = _with_points(network, options, context)
+    field = _field(network, options, task, start)
+    samples, content = _look_at_data(task, context)
+    options = _with_weight(options, samples, count_samples(task.batch))
+    tau = PRIOR_PRECISION if prior_precision is None else prior_precision
+    prior, frozen = _prior(network, options, task, field, tau)
+    objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
+    history = train_on(task, objective, options, samples, content)
+    task.seconds["training"] = time.perf_counter() - began
+    _check_trained(field)
+    _warn_of_few_steps(options, len(history) * batches_of(task, samples))
+    notes = _fit_notes(options, context, history, task, samples, network.last.name)
+    posterior = trained_posterior(FUNCTION_SPACE, task, field, objective.likelihood(), notes, samples, tau)
+    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    if options.learn_noise:
+        posterior.history.tuning["noise variance"] = "learned with the posterior"
+    return posterior
+
+
+def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> None:
+    if world() > 1:
+        raise PosthocUQError(
+            "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
+        )
+    if options.learn_noise and likelihood.noise_variance is None:
+        raise PosthocUQError(
+            f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
+        )
+
+
+def _look_at_data(task: Task, context: Context) -> tuple[int, Content | None]:
+    """Show the data to the context; the number of samples and, with a checkpoint, the hash of the data."""
+    samples, content = task.summary.seen, None if task.checkpoint is None else Content()
+    if context.needs_data or not samples or content is not None:
+        settings = task.settings
+        samples = show_to_context(
+            task.loader, settings.reader, context, settings.seed, settings.progress, content
+        )
+    if content is not None:
+        task.check_content(content.total)
+    return samples, content
+
+
+def _check_trained(field: MeanField) -> None:
+    for name, mean in field.means.items():
+        logs = field.log_variances.get(name, mean)
+        if not bool((torch.isfinite(mean.detach()) & torch.isfinite(logs.detach().exp())).all()):
+            raise NonFiniteError(
+                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
+                f"rates, or bring the inputs to about unit size."
+            )
+
+
+def _with_points(
+    network: FeatureNetwork, options: FunctionSpaceOptions, context: Context
+) -> FunctionSpaceOptions:
+    """The options with a number of context points. By default that of the context itself; or 32, but no more than the
+    functions of a prior by features have dimensions, and more than these are warned of; or 16 for an independent prior.
+    """
+    rank = network.last.inputs  # the features, and the bias if there is one
+    if options.n_context is None:
+        usual = N_INDEPENDENT if options.prior == "independent" else min(N_CONTEXT, rank)
+        options = replace(options, n_context=context.points or usual)
+    points = cast(int, options.n_context)
+    if points > rank and options.prior == "features":
+        warn_user(
+            f"n_context={points} is more than the {rank} dimensions of functions of the last layer "
+            f"'{network.last.name}': what the mean has outside of them costs by function_noise="
+            f"{options.noise_share:g} alone. Take at most {rank} context points, or a larger function_noise."
+        )
+    return options
+
+
+def _with_weight(options: FunctionSpaceOptions, samples: int, batch: int) -> FunctionSpaceOptions:
+    """The options with a number as the divergence's weight; weights that the prior does not go with are warned of."""
+    independent, minibatch = options.prior == "independent", max(1.0, samples / max(1, batch))
+    given = options.divergence_weight
+    if given is None:
+        given = "minibatch" if independent else 1.0
+    weight = minibatch if isinstance(given, str) else given
+    if independent and weight * _APART < minibatch:
+        warn_user(
+            f"An independent prior at divergence_weight={weight:g} says next to nothing beside {samples} samples; "
+            f"leave divergence_weight out, which is 'minibatch' (here {minibatch:g}) with this prior."
+        )
+    if not independent and weight > _APART and options.noise_share < _FIRM:
+        warn_user(
+            f"A prior by features at divergence_weight={weight:g} and function_noise={options.noise_share:g} costs "
+            f"accuracy and calibration; take divergence_weight=1, a function_noise of {_FIRM:g} or more, or "
+            f"prior='independent'."
+        )
+    return replace(options, divergence_weight=weight)
+
+
+def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
+    """Warn of too few steps: Adam moves a number by its rate a step, so few steps hardly move the variances."""
+    schedule = options.schedule or cosine
+    share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
+    reach = share * steps * options.log_variance_lr
+    if options.optimizer is None and reach < 0.25:
+        warn_user(
+            f"{steps} steps at log_variance_lr={options.log_variance_lr:g} move a log variance by {reach:.2g} at most, "
+            f"so the variances are nearly those of the start; raise log_variance_lr and lr={options.lr:g}, or epochs."
+        )
+
+
+def _field(
+    network: FeatureNetwork,
+    options: FunctionSpaceOptions,
+    task: Task,
+    start: Callable[[], Posterior | None],
+) -> MeanField:
+    """The means and variances that the training begins with."""
+    parameters = dict(network.twin.named_parameters())
+    names = [name for layer in task.layers.values() for name in layer.parameter_names]
+    check_trainable(FUNCTION_SPACE, parameters, names)
+    means = {name: parameters[name].detach() for name in names}
+    if options.train_mean:
+        means = {name: mean.clone() for name, mean in means.items()}
+    last = network.last.parameter_names
+    uncertain = list(last) if options.body == "certain" else names
+    resumed = task.checkpoint is not None and task.checkpoint.training is not None
+    initial = None if resumed else start()  # else the checkpoint's tensors are put in place later
+    if initial is None:
+        first = {
+            n: options.initial_log_variance if n in last else options.initial_body_log_variance for n in names
+        }
+        logs = {name: torch.full_like(means[name], first[name]) for name in uncertain}
+        return MeanField(means, logs, options.train_mean)
+    _check_initial(initial, means)
+    if initial.centre:
+        if not options.train_mean:
+            raise PosthocUQError(
+                "A posterior with a mean of its own cannot begin a training with train_mean=False."
+            )
+        means = {name: initial.mean[name].to(mean).clone() for name, mean in means.items()}
+    variances = initial.variance()
+    floor = exp(-80.0)
+    logs = {name: variances[name].to(means[name]).clamp(min=floor).log() for name in uncertain}
+    return MeanField(means, logs, options.train_mean)
+
+
+def _check_initial(initial: Posterior, means: Mapping[str, Tensor]) -> None:
+    for name, mean in means.items():
+        trained = initial.original.get(name)
+        if trained is None:
+            raise PosteriorMismatchError(
+                f"initial= is a posterior without parameter '{name}', which is to have a variance; fit it with the "
+                f"same layers."
+            )
+        if trained.shape != mean.shape or not torch.equal(trained.to(mean), mean):
+            raise PosteriorMismatchError(
+                f"initial= was fitted on another model: '{name}' is not the same there."
+            )
+
+
+def _prior(
+    network: FeatureNetwork,
+    options: FunctionSpaceOptions,
+    task: Task,
+    field: MeanField,
+    precision: float,
+) -> tuple[FunctionPrior, bool]:
+    """The prior, and whether its outputs and features are those at the field's own means."""
+    pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
+    if options.prior_mean == "random_init":
+        seed = task.settings.seed
+        parameters = initialised(task.model, pretrained, seed, "prior_mean='random_init'")
+    else:
+        parameters = pretrained
+    if options.prior == "independent":
+        return IndependentPrior(network, parameters, options.prior_mean, options.value_variance), False
+    frozen = (
+        not field.train_mean
+        and options.prior_mean != "random_init"
+        and not options.prior_body_variance
+        and options.body == "linearized"
+    )
+    return FunctionPrior(
+        network, parameters, options.prior_mean, precision, options.prior_body_variance, options.noise_share
+    ), frozen
+
+
+def _fit_notes(
+    options: FunctionSpaceOptions,
+    context: Context,
+    history: list[dict[str, float]],
+    task: Task,
+    samples: int,
+    last: str,
+) -> dict[str, Any]:
+    context_name = options.context if isinstance(options.context, str) else type(context).__name__
+    if options.context is None:
+        foreign = "corrupted" if options.prior == "independent" else "monochrome"
+        context_name = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
+    return {
+        "samples": samples,
+        "seed": task.settings.seed,
+        "epochs": len(history),
+        "epoch taken": best_epoch(history),
+        "mean": "trained" if options.train_mean else "frozen",
+        "context": context_name,
+        "n_context": options.n_context,
+        "n_sets": options.n_sets,
+        "n_draws": options.n_draws,
+        **_prior_notes(options),
+        "last layer": last,
+        "initial": "a posterior" if isinstance(options.initial, Posterior) else options.initial or "constant",
+        **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
+        **{f"seconds, {what}": value for what, value in task.seconds.items()},
+    }
+
+
+def _prior_notes(options: FunctionSpaceOptions) -> dict[str, Any]:
+    """Of the prior over functions, and the weight of the divergence from it."""
+    shared = {
+        "prior": options.prior,
+        "prior mean": options.prior_mean,
+        "divergence weight": options.divergence_weight,
+    }
+    if options.prior == "independent":
+        return shared | {"prior variance": options.value_variance}
+    return shared | {
+        "prior body variance": float(options.prior_body_variance),
+        "function noise": options.noise_share,
+    }
+
+
+# Variational inference over functions, begun at the trained network.
 
 _CONSTANT = "constant"
 _STARTS: dict[str, type[Curvature]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}

@@ -9,17 +9,24 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from posthoc_uq.inference.bases import BasisChoice, basis_share, earlier_bases, kept_bases, sides
-from posthoc_uq.inference.checkpoint import Tensors
-from posthoc_uq.inference.sparsify import checked_rank, kept_entries, sparsify
-from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
-from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import Curvature, squares_of
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.core.errors import warn_user
+from posthoc_uq.core.options import SHARE_OR_AUTO, UNIT, put_numbers
+from posthoc_uq.methods.bases import (
+    BasisChoice,
+    basis_share,
+    checked_rank,
+    earlier_bases,
+    kept_bases,
+    kept_entries,
+    sides,
+    sparsify,
+)
+from posthoc_uq.methods.laplace import Curvature, squares_of
+from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
+from posthoc_uq.methods.task import Task
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import Correction, InformationBlock
-from posthoc_uq.values import SHARE_OR_AUTO, UNIT, put_numbers
-from posthoc_uq.warned import warn_user
+from posthoc_uq.posteriors.posterior import Posterior
 
 _GRID_LIMIT = 2 * 2**30  # bytes that the small linear system of one layer may take
 

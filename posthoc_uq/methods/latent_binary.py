@@ -1,16 +1,899 @@
-"""Latent binary networks: which weights a network needs, and how large they are."""
+"""`LatentBinary`: spike-and-slab weights with normalising flows."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from math import log
+from typing import Any, ClassVar, Literal, cast, get_args
 
-from posthoc_uq.inference.latent_binary import LATENT_BINARY, train_latent_binary
-from posthoc_uq.inference.latent_options import LatentBinaryOptions
-from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.base import Method
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.values import POSITIVE, put_numbers
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import Checks, as_double, host_double, widest
+from posthoc_uq.core.distributed import world
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.options import COUNT, NOT_NEGATIVE, POSITIVE, UNIT, Number, flag, one_of, put_numbers
+from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.layers.calls import (
+    LEAST_VARIANCE,
+    AffineCall,
+    AffineCalls,
+    WeightMoments,
+    drawn_outputs,
+    normal,
+)
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.weights import weighed_targets
+from posthoc_uq.methods.mean_field import LOG_VARIANCE
+from posthoc_uq.methods.method import Method
+from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.trained import batches_of, check_trainable, count_data, train_on
+from posthoc_uq.methods.training import Group, Objective, Step, TrainingOptions, best_epoch, cosine
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.prior import ALL_WEIGHTS
+from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.variational import (
+    MOST_STEPS,
+    MOST_UNITS,
+    Flow,
+    Form,
+    LatentBinaryBlock,
+    RandomScale,
+    log_normal,
+)
+
+# Moments and divergence of spike-and-slab weights, with gradients written by hand.
+#
+# A weight is ``w = g s`` with ``g ~ Bernoulli(a)`` and a slab ``s ~ N(c, v)``, ``c = mu z``. Autograd would
+# keep some twenty tensors of the layer's size for what follows, and make as many passes over memory.
+
+
+@dataclass(frozen=True)
+class SlabPrior:
+    """``p(g = 1) = inclusion``, ``s ~ N(mean, deviation^2)``."""
+
+    inclusion: float
+    mean: float = 0.0
+    deviation: float = 1.0
+
+
+class SpikeMoments(torch.autograd.Function):
+    """Mean and variance of every weight, and the sum of their divergences from the prior, for a given ``z``:
+
+    ``E w = a c``, ``Var w = a (v + (1 - a) c^2)``, and
+    ``KL = a (log(s0 / sd) - 1/2 + (v + (c - m0)^2) / (2 s0^2) + log(a / p)) + (1 - a) log((1 - a) / (1 - p))``.
+
+    Both passes go over the weights piece by piece, so that what they compute on the way stays in the processor's cache,
+    and nothing is kept for the gradients but the arguments.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, log_variance: Tensor, logit: Tensor, z: Tensor | None, prior: SlabPrior
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        Args:
+            mean: ``mu``.
+            log_variance: ``log v``, in its shape.
+            logit: of the inclusion probability ``a``, in its shape.
+            z: a factor on the means that broadcasts to them; None for 1.
+            prior: of all weights.
+
+        Returns:
+            Mean and variance in the shape of `mean`, the divergence and the sum of the inclusion probabilities.
+        """
+        ctx.prior = prior
+        ctx.save_for_backward(mean, log_variance, logit, z)
+        means, spreads = torch.empty_like(mean), torch.empty_like(mean)
+        totals: list[Tensor] = []
+        for piece in _pieces(mean):
+            parts = mean[piece], log_variance[piece], logit[piece], _part(z, piece)
+            totals.append(_moments(*parts, prior, means[piece], spreads[piece]))
+        divergence, included = torch.stack(totals).sum(0, dtype=widest(mean.device))
+        divergence = divergence - logit.numel() * log(1 - prior.inclusion) - included * _logit(prior)
+        included = included.to(mean)
+        ctx.mark_non_differentiable(included)
+        return means, spreads, divergence.to(mean), included
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        mean, log_variance, logit, z = ctx.saved_tensors
+        by_mean, by_log, by_logit = (torch.empty_like(mean) for _ in range(3))
+        by_z: Tensor | None = None if z is None else torch.zeros_like(z)
+        for piece in _pieces(mean):
+            parts = mean[piece], log_variance[piece], logit[piece], _part(z, piece)
+            incoming = gradients[0][piece], gradients[1][piece], gradients[2]
+            by_slab = by_mean[piece]
+            _gradients(*parts, incoming, ctx.prior, (by_slab, by_log[piece], by_logit[piece]))
+            scale = _part(z, piece)
+            if by_z is not None and scale is not None:
+                of_piece = _part(by_z, piece)
+                assert of_piece is not None
+                of_piece.add_((by_slab * mean[piece]).sum_to_size(scale.shape))
+                by_slab.mul_(scale)
+        return by_mean, by_log, by_logit, by_z, None
+
+
+_PIECE = 2**16  # numbers, of which a core's cache holds some
+
+
+def _pieces(tensor: Tensor) -> list[slice]:
+    """Slices along the first side; all of it on devices that compute in parallel."""
+    rows = tensor.shape[0]
+    step = max(1, _PIECE // max(1, tensor[0].numel())) if tensor.device.type == "cpu" else rows
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _part(z: Tensor | None, piece: slice) -> Tensor | None:
+    """What of ``z`` belongs to a piece of the weights."""
+    return z if z is None or z.shape[0] == 1 else z[piece]
+
+
+def _moments(
+    mean: Tensor,
+    log_variance: Tensor,
+    logit: Tensor,
+    z: Tensor | None,
+    prior: SlabPrior,
+    means: Tensor,
+    spreads: Tensor,
+) -> Tensor:
+    """Writes mean and variance of some weights; gives two sums: of the divergences, but for the part by which they
+    depend on the prior inclusion, and of the inclusion probabilities.
+    """
+    slab = mean if z is None else mean * z
+    inclusion, variance = torch.sigmoid(logit), log_variance.exp()
+    excluded = torch.sigmoid(-logit)  # 1 - inclusion has no digits left where the inclusion is near 1
+    torch.mul(inclusion, slab, out=means)
+    torch.mul(slab, slab, out=spreads).mul_(excluded).add_(variance).mul_(inclusion)
+    squares = _squares(slab, variance, prior).mul_(0.5 / prior.deviation**2)
+    gaussian = squares.add_(log_variance, alpha=-0.5).add_(log(prior.deviation) - 0.5).mul_(inclusion)
+    # log a and log(1 - a) = log a - logit, which keep their digits at both ends
+    gaussian.add_(F.logsigmoid(logit)).addcmul_(excluded, logit, value=-1)
+    return torch.stack([gaussian.sum(), inclusion.sum()])
+
+
+def _gradients(
+    mean: Tensor,
+    log_variance: Tensor,
+    logit: Tensor,
+    z: Tensor | None,
+    incoming: tuple[Tensor, Tensor, Tensor],
+    prior: SlabPrior,
+    outgoing: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Writes the gradients by the slab's mean, the logarithm of its variance and the logit of the inclusion, of some
+    weights, from those by the mean, the variance and the divergence.
+    """
+    by_mean, by_spread, by_total = incoming
+    by_slab, by_log, by_logit = outgoing
+    slab = mean if z is None else mean * z
+    inclusion, variance = torch.sigmoid(logit), log_variance.exp()
+    excluded, precision = torch.sigmoid(-logit), 1 / prior.deviation**2
+    # by the inclusion probability, and through it by its logit
+    torch.add(logit, log_variance, alpha=-0.5, out=by_logit)
+    by_logit.add_(_squares(slab, variance, prior), alpha=0.5 * precision)
+    by_logit.add_(log(prior.deviation) - 0.5 - _logit(prior)).mul_(by_total).addcmul_(by_mean, slab)
+    spread = torch.addcmul(variance, slab * slab, excluded - inclusion)
+    by_logit.addcmul_(by_spread, spread).mul_(inclusion).mul_(excluded)
+    # by the logarithm of the slab's variance
+    torch.add(by_spread, 0.5 * precision * by_total, out=by_log)
+    by_log.mul_(variance).sub_(0.5 * by_total).mul_(inclusion)
+    # by the slab's mean
+    torch.mul(slab, precision * by_total, out=by_slab).add_(by_mean)
+    if prior.mean:
+        by_slab.sub_(prior.mean * precision * by_total)
+    by_slab.addcmul_(by_spread, excluded.mul_(slab), value=2).mul_(inclusion)
+
+
+def _logit(prior: SlabPrior) -> float:
+    return log(prior.inclusion / (1 - prior.inclusion))
+
+
+def _squares(slab: Tensor, variance: Tensor, prior: SlabPrior) -> Tensor:
+    """``v + (c - m0)^2``."""
+    centred = slab - prior.mean if prior.mean else slab
+    return torch.addcmul(variance, centred, centred)
+
+
+def gaussian_divergence(mean: Tensor, log_variance: Tensor, deviation: float) -> Tensor:
+    """``KL(N(mean, exp(log_variance)) || N(0, deviation^2))``, summed."""
+    ratio = (log_variance.exp() + mean.square()) / (2 * deviation**2)
+    return (log(deviation) - 0.5 * log_variance - 0.5 + ratio).sum()
+
+
+# One latent binary layer: what is trained of it, its forward pass by local reparametrisation, its divergence.
+#
+# After "Sparsifying Bayesian neural networks with latent binary variables and normalizing flows". A weight is
+# on or off, ``g ~ Bernoulli(a)``, and Gaussian where it is on, ``s ~ N(mu z, v)``. Without a flow ``z = 1``.
+# With one ``z`` is random, with an entry for every input of a linear layer and for every output channel of a
+# convolution.
+
+
+@dataclass(frozen=True)
+class LayerDraw:
+    """What one step knows of a layer.
+
+    Attributes:
+        mean: of the weights, in their shape.
+        variance: likewise.
+        divergence: of weights and biases, for this step's ``z``; with a flow an upper bound, by one draw.
+        included: the sum of the weights' inclusion probabilities.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    divergence: Tensor
+    included: Tensor
+
+
+class LatentLayer:
+    """The tensors of one layer, leaves to be trained, and what a step computes of them.
+
+    Args:
+        layer: its names and shapes.
+        tensors: by role: ``"mean"``, ``"log variance"``, ``"logit"`` in the weight's shape; ``"bias mean"``, ``"bias
+            log variance"`` where it has a bias; with a flow ``"start_mean"``, ``"start_log_variance"`` (of ``z_0``),
+            those of the flow with ``"flow_"`` before their names, those of the auxiliary flow with ``"reverse_"``, and
+            ``"along"``, ``"reverse mean"``, ``"reverse log variance"`` (e, d1 and d2), ``(I,)`` each.
+        prior: of the weights.
+        bias_deviation: of the prior of the biases.
+        flow: of ``z``; None for ``z = 1``.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        tensors: dict[str, Tensor],
+        prior: SlabPrior,
+        bias_deviation: float,
+        flow: Flow | None = None,
+    ) -> None:
+        self.layer, self.prior, self.bias_deviation, self.flow = layer, prior, bias_deviation, flow
+        self.tensors = {role: tensor.requires_grad_() for role, tensor in tensors.items()}
+
+    def named(self) -> dict[str, Tensor]:
+        """Its tensors by names that no other layer has."""
+        names: dict[str, Tensor] = {}
+        for role, tensor in self.tensors.items():
+            owner = self.layer.bias if role.startswith("bias ") else self.layer.weight
+            role = LOG_VARIANCE.strip() if role == "bias log variance" else role.removeprefix("bias ")
+            names[f"{role} {owner}"] = tensor
+        return names
+
+    def draw_z(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor | None]:
+        """``z``, ``(I,)``, and ``log q(z)``; None for both without a flow."""
+        if self.flow is None:
+            return None, None
+        mean, log_variance = self.tensors["start_mean"], self.tensors["start_log_variance"]
+        start = mean + (0.5 * log_variance).exp() * normal(mean, generator)
+        z, determinant = self.flow.forward(start, self._of_flow("flow_"))
+        return z, log_normal(start, mean, log_variance) - determinant
+
+    def draw(self, generator: torch.Generator) -> LayerDraw:
+        """One step's ``z``, and the moments and the divergence of the weights for it."""
+        tensors, (z, log_q) = self.tensors, self.draw_z(generator)
+        mean, variance, divergence, included = SpikeMoments.apply(
+            tensors["mean"],
+            tensors["log variance"],
+            tensors["logit"],
+            None if z is None else self.along_weights(z),
+            self.prior,
+        )  # type: ignore[misc]
+        if self.layer.bias is not None:
+            biases = tensors["bias mean"], tensors["bias log variance"]
+            divergence = divergence + gaussian_divergence(*biases, self.bias_deviation)
+        if z is not None and log_q is not None:
+            divergence = divergence + log_q - self.log_reverse(z, mean, variance, generator)
+        return LayerDraw(mean, variance, divergence, included)
+
+    def along_weights(self, z: Tensor) -> Tensor:
+        """``z`` in a shape that broadcasts to the weight's."""
+        sides = [1] * len(self.layer.weight_shape)
+        sides[self._axis] = -1
+        return z.reshape(sides)
+
+    @property
+    def _axis(self) -> int:
+        """The side of the weight that ``z`` goes along."""
+        return 1 if self.layer.kind == "linear" else 0
+
+    def log_reverse(self, z: Tensor, mean: Tensor, variance: Tensor, generator: torch.Generator) -> Tensor:
+        """``log r(z | W, G)`` of the auxiliary distribution, a scalar, for weights drawn by local reparametrisation.
+
+        With ``u = W e`` for every row of weights that share a ``z`` and ``s`` the mean of ``hardtanh(u)`` over the rows
+        (of a convolution: of ``u``), a flow of its own takes ``z`` to ``z_B ~ N(d1 s, exp(d2 s))``.
+
+        Args:
+            z: that the weights were drawn for, ``(I,)``.
+            mean: of the weights, in their shape.
+            variance: likewise.
+            generator: of the weights.
+        """
+        assert self.flow is not None
+        along, axis = self.tensors["along"], self._axis
+        drawn = (mean.movedim(axis, -1) @ along).flatten()
+        spread = (variance.movedim(axis, -1) @ along.square()).flatten()
+        drawn = drawn + spread.clamp(min=LEAST_VARIANCE).sqrt() * normal(drawn, generator)
+        return self.log_reverse_of(z, drawn)
+
+    def log_reverse_of(self, z: Tensor, drawn: Tensor) -> Tensor:
+        """`log_reverse` for given ``u``, ``(rows,)``."""
+        assert self.flow is not None
+        shared = (drawn if self.layer.convolutional else F.hardtanh(drawn)).mean()
+        back, determinant = self.flow.forward(z, self._of_flow("reverse_"))
+        means = self.tensors["reverse mean"] * shared
+        return log_normal(back, means, self.tensors["reverse log variance"] * shared) + determinant
+
+    def outputs(self, call: AffineCall, draw: LayerDraw, generator: torch.Generator) -> Tensor:
+        """The layer's outputs, drawn by local reparametrisation."""
+        biases: tuple[Tensor, ...] = ()
+        if self.layer.bias is not None:
+            biases = self.tensors["bias mean"], self.tensors["bias log variance"].exp()
+        return drawn_outputs(call, WeightMoments(draw.mean, draw.variance, *biases), generator)
+
+    @torch.no_grad()
+    def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """One draw of weights and biases by name: ``g (mu z + sd e)``, exact."""
+        tensors, (z, _) = self.tensors, self.draw_z(generator)
+        slab = tensors["mean"] if z is None else tensors["mean"] * self.along_weights(z)
+        slab = slab + (0.5 * tensors["log variance"]).exp() * normal(slab, generator)
+        chance = torch.rand(slab.shape, generator=generator, dtype=slab.dtype, device=slab.device)
+        drawn = {self.layer.weight: slab * (chance < torch.sigmoid(tensors["logit"]))}
+        if self.layer.bias is not None:
+            mean = tensors["bias mean"]
+            drawn[self.layer.bias] = mean + (0.5 * tensors["bias log variance"]).exp() * normal(
+                mean, generator
+            )
+        return drawn
+
+    def flow_tensors(self) -> dict[str, Tensor]:
+        """What the flow of ``z`` is, by name, without the auxiliary flow; nothing without a flow."""
+        if self.flow is None:
+            return {}
+        starts = {role: self.tensors[role] for role in ("start_mean", "start_log_variance")}
+        return starts | {f"flow_{name}": tensor for name, tensor in self._of_flow("flow_").items()}
+
+    def _of_flow(self, prefix: str) -> Mapping[str, Tensor]:
+        return {role.removeprefix(prefix): t for role, t in self.tensors.items() if role.startswith(prefix)}
+
+
+# The options of a latent binary training, checked before any work is done.
+
+Start = Literal["trained", "random"]
+
+PRESETS = {
+    "polarised": (-10.0, 10.0),
+    "mild": (-3.0, 3.0),
+    "sparse": (-2.5, -1.5),
+    "dense": (1.5, 2.5),
+    "balanced": (-1.0, 1.0),
+}
+"""Bounds between which the logits of the inclusion probabilities are drawn."""
+
+HIGH, BY_SIZE = "high", "snr"
+
+_INSIDE = Number("above 0 and below 1", above=0, most=1 - 1e-9)
+_UNITS = Number(f"a whole number from 1 to {MOST_UNITS}", least=1, most=MOST_UNITS, whole=True)
+_STEPS = Number(f"a whole number from 1 to {MOST_STEPS}", least=1, most=MOST_STEPS, whole=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentBinaryOptions(TrainingOptions):
+    """What a latent binary training can be told; `posthoc_uq.LatentBinary` is the method.
+
+    Attributes:
+        flow: whether the means have a random factor in common, made by a flow (LBBNN-FLOW); without it all weights are
+            independent (LBBNN-LRT).
+        start: at the ``"trained"`` weights, or at ``"random"`` ones.
+        prior_inclusion: prior probability of a weight to be on; the smaller, the sparser.
+        initial_inclusion: where the inclusion probabilities begin: ``"high"`` (0.993), ``"snr"`` (the larger the
+            weight, the higher; from trained weights alone), or drawn with logits between the bounds of
+            ``"polarised"``, ``"mild"``, ``"sparse"``, ``"dense"`` or ``"balanced"``. By default high from trained
+            weights and balanced from random ones.
+        initial_deviation: of the weights, as a share of the deviation of their layer's trained ones.
+        lr: rate of the means.
+        inclusion_lr: rate of the logits of the inclusion probabilities.
+        flow_lr: rate of what belongs to the flow.
+        kl_weight: factor on the divergence from the prior: the larger, the sparser. 1 is the evidence lower bound, and
+            the default from random weights. From trained ones it is 0.07, which keeps the network's accuracy: of a
+            dense network on FashionMNIST the bound itself left one weight in a hundred and cost five points
+            (`recipes/latent_binary`).
+        warm_up: share of the training over which that factor rises from 0.
+        flow_steps: of the flow, and of the auxiliary flow of the bound.
+        flow_units: in each of the two hidden layers of a step.
+        flow_form: ``"autoregressive"``, or ``"coupling"``.
+        learn_noise: train the noise variance of a regression, from its value at the start.
+    """
+
+    flow: bool = False
+    start: Start = "trained"
+    prior_inclusion: float = 0.1
+    initial_inclusion: str | None = None
+    initial_deviation: float = 0.05
+    lr: float = 1e-3
+    inclusion_lr: float = 2e-2
+    flow_lr: float = 1e-3
+    kl_weight: float | None = None
+    warm_up: float = 0.2
+    flow_steps: int = 2
+    flow_units: int = 100
+    flow_form: Form = "autoregressive"
+    learn_noise: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kinds = {
+            "epochs": COUNT,
+            "prior_inclusion": _INSIDE,
+            "initial_deviation": POSITIVE,
+            "inclusion_lr": NOT_NEGATIVE,
+        }
+        kinds |= {"flow_lr": NOT_NEGATIVE, "kl_weight": NOT_NEGATIVE, "warm_up": UNIT}
+        put_numbers(self, kinds | {"flow_steps": _STEPS, "flow_units": _UNITS})
+        for name in ("flow", "learn_noise"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        one_of("start", self.start, get_args(Start))
+        one_of("flow_form", self.flow_form, get_args(Form))
+        if self.initial_inclusion is not None:
+            one_of("initial_inclusion", self.initial_inclusion, (HIGH, BY_SIZE, *PRESETS))
+        if self.start == "random" and self.initial_inclusion in (HIGH, BY_SIZE):
+            raise PosthocUQError(
+                f"initial_inclusion={self.initial_inclusion!r} goes by trained weights, and start='random' has none; "
+                f"take one of {tuple(PRESETS)}."
+            )
+
+    @property
+    def divergence_weight(self) -> float:
+        """The factor on the divergence once the training is warm."""
+        by_start = 0.07 if self.start == "trained" else 1.0
+        return by_start if self.kl_weight is None else self.kl_weight
+
+
+# The loss of a latent binary training, and its gradients.
+
+_NOISE, _VALIDATION = 1, 2  # streams of a step's seed
+
+
+class LatentObjective(Objective):
+    """``-mean w log p(y | h) + weight KL / N``, with the outputs of every layer drawn by local reparametrisation, for
+    samples of the weights w, or 1.
+
+    Args:
+        twin: a replica of the model, in eval mode.
+        layers: what is trained, by name.
+        likelihood: of the targets.
+        samples: N.
+        options: of the method.
+    """
+
+    def __init__(
+        self,
+        twin: nn.Module,
+        layers: Mapping[str, LatentLayer],
+        likelihood: Likelihood,
+        samples: int,
+        options: LatentBinaryOptions,
+    ) -> None:
+        self._twin, self._layers, self._likelihood = twin, layers, likelihood
+        self._samples, self._options = samples, options
+        held = dict(twin.named_parameters())
+        self._by_weight = {id(held[one.layer.weight]): one for one in layers.values()}
+        self._device = next(iter(held.values())).device
+        self._log_noise: Tensor | None = None
+        if options.learn_noise:
+            like = next(iter(next(iter(layers.values())).tensors.values()))
+            noise = cast(Tensor, likelihood.noise_variance)
+            self._log_noise = noise.log().to(like.detach()).requires_grad_()
+
+    @property
+    def network(self) -> nn.Module:
+        return self._twin
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {name: t for layer in self._layers.values() for name, t in layer.named().items()}
+        return named if self._log_noise is None else named | {"log noise": self._log_noise}
+
+    def groups(self) -> list[Group]:
+        rates = {
+            "mean": self._options.lr,
+            "bias mean": self._options.lr,
+            "log variance": self._options.log_variance_lr,
+            "bias log variance": self._options.log_variance_lr,
+            "logit": self._options.inclusion_lr,
+        }
+        groups: dict[str, list[Tensor]] = {}
+        for layer in self._layers.values():
+            for role, tensor in layer.tensors.items():
+                group = role.removeprefix("bias ") if role in rates else "flow"
+                groups.setdefault(group, []).append(tensor)
+        if self._log_noise is not None:
+            groups["log variance"].append(self._log_noise)
+        return [
+            {"params": params, "lr": rates.get(name, self._options.flow_lr), "name": name}
+            for name, params in groups.items()
+        ]
+
+    def likelihood(self) -> Likelihood:
+        """With the noise as it is now."""
+        if self._log_noise is None:
+            return self._likelihood
+        return self._likelihood.with_noise(host_double(self._log_noise.detach().exp()))
+
+    def _noisy(self) -> Likelihood:
+        return (
+            self._likelihood
+            if self._log_noise is None
+            else self._likelihood.with_noise(self._log_noise.exp())
+        )
+
+    def _generator(self, *words: int) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(mixed_seed(*words))
+
+    def weight_of(self, step: Step) -> float:
+        """The factor on the divergence at a step: it rises from 0 while the training warms up."""
+        warm_up = self._options.warm_up
+        return self._options.divergence_weight * (min(1.0, step.progress / warm_up) if warm_up else 1.0)
+
+    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+        targets, generator = cast(Tensor, batch.targets), self._generator(step.seed, _NOISE)
+        draws = {key: layer.draw(generator) for key, layer in self._by_weight.items()}
+        copied = batch.copied()
+        outputs_of = {
+            key: partial(layer.outputs, draw=draws[key], generator=generator)
+            for key, layer in self._by_weight.items()
+        }
+        with AffineCalls(outputs_of):
+            outputs = output_tensor(self._twin(*copied.args, **copied.kwargs))
+        targets, weights = weighed_targets(self._likelihood, outputs.detach(), targets, batch.weights)
+        fault = self._likelihood.fault(outputs.detach(), targets)
+        if fault is not None:
+            detached = outputs.detach()
+            checks.later(
+                fault, lambda broken: self._likelihood.check(detached, targets) if bool(broken) else None
+            )
+        likelihood = self._noisy()
+        scores = (
+            likelihood.log_prob(outputs, targets)
+            if weights is None
+            else weights.log_prob(likelihood, outputs, targets)
+        )
+        fit = scores.mean()
+        divergence = torch.stack([draw.divergence for draw in draws.values()]).sum() / self._samples
+        loss = self.weight_of(step) * divergence.to(fit) - fit
+        loss.backward()
+        weights = sum(layer.tensors["logit"].numel() for layer in self._layers.values())
+        included = torch.stack([draw.included for draw in draws.values()]).sum() / weights
+        divergence, fit = divergence.detach(), fit.detach()
+        return {
+            "loss": loss.detach(),
+            "log likelihood": fit,
+            "KL": divergence,
+            "mean inclusion": included,
+        }
+
+    def log_predictive(self, batch: Batch, draws: int) -> Tensor:
+        log_probs: list[Tensor] = []
+        for draw in range(draws):
+            generator = self._generator(0, _VALIDATION, draw)
+            weights = {n: t for layer in self._layers.values() for n, t in layer.sample(generator).items()}
+            copied = batch.copied()
+            outputs = output_tensor(functional_call(self._twin, weights, copied.args, copied.kwargs))
+            targets = cast(Tensor, batch.targets)
+            if draw == 0:
+                self._likelihood.check(outputs, targets)
+            log_probs.append(self._noisy().log_prob(outputs, targets))
+        return torch.logsumexp(torch.stack(log_probs), dim=0) - log(draws)
+
+
+# Where a latent binary training begins: at the trained weights, or at random ones.
+
+HIGH_LOGIT = 5.0
+"""Where logits begin with ``"high"``: a probability of 0.9933."""
+
+_SIZE = 0.5  # of a weight, in root mean squares of its layer, at which its inclusion begins at one half
+_LARGEST = 1e12  # root mean square of a layer's weights, and its inverse: float32 holds their fourth powers
+_MOST = 6.0  # the largest logit that a weight's size gives
+_SMALL_LOG = -9.0  # of the deviations of weights and of the variances of z_0
+_START = 301  # stream of the seed
+
+
+def begin(
+    layer: Layer,
+    index: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: LatentBinaryOptions,
+    deviation: float | None,
+    seed: int,
+) -> LatentLayer:
+    """The layer with the tensors that its training begins with.
+
+    Args:
+        layer: its names and shapes.
+        index: its number, for random numbers of its own.
+        weight: trained, as the model holds it.
+        bias: likewise.
+        options: of the method.
+        deviation: of the prior of weights that are on; None for the root mean square of the trained ones, or 1 where
+            the start is random.
+        seed: of the fit.
+
+    Raises:
+        PosthocUQError: the layer's weights are all zero, and say no scale, or theirs is out of range.
+    """
+    generator = torch.Generator().manual_seed(mixed_seed(seed, _START, index))
+    trained = options.start == "trained"
+    size = float(as_double(weight.detach()).square().mean().sqrt())
+    if trained and not size > 0:
+        raise PosthocUQError(
+            f"Layer '{layer.name}' has only zero weights, so there is no scale to begin with; leave it out with "
+            f"layers=, or take start='random'."
+        )
+    if trained and not 1 / _LARGEST <= size <= _LARGEST:
+        raise PosthocUQError(
+            f"The weights of layer '{layer.name}' have a root mean square of {size:.3g}, by which no training in "
+            f"float32 can compute; leave it out with layers=, or take start='random'."
+        )
+    if trained:
+        tensors = _from_trained(weight, bias, options, size, generator)
+    else:
+        tensors = _from_random(layer, weight, bias, options, generator)
+    flow = _flow(layer, options)
+    if flow is not None:
+        tensors |= _of_flow(flow, weight, trained, generator)
+    slab = SlabPrior(options.prior_inclusion, 0.0, deviation or (size if trained else 1.0))
+    return LatentLayer(layer, tensors, slab, max(slab.deviation, 1.0), flow)
+
+
+def _from_trained(
+    weight: Tensor, bias: Tensor | None, options: LatentBinaryOptions, size: float, generator: torch.Generator
+) -> dict[str, Tensor]:
+    chosen = options.initial_inclusion or HIGH
+    if chosen == HIGH:
+        logit = torch.full_like(weight, HIGH_LOGIT)
+    elif chosen == BY_SIZE:
+        ratio = (weight.detach().abs() / (_SIZE * size)).clamp(min=1e-12)
+        logit = (2 * ratio.log()).clamp(-_MOST, _MOST)
+    else:
+        logit = _between(PRESETS[chosen], weight, generator)
+    # the mean weight a mu is the trained one, or the signal would shrink from layer to layer
+    mean = weight.detach() / logit.sigmoid() if chosen == HIGH else weight.detach().clone()
+    spread = options.initial_deviation * max(float(weight.detach().std(correction=0)), 1e-3 * size)
+    tensors = {"mean": mean, "log variance": torch.full_like(weight, 2 * log(spread)), "logit": logit}
+    if bias is not None:
+        tensors |= {
+            "bias mean": bias.detach().clone(),
+            "bias log variance": torch.full_like(bias, 2 * log(spread)),
+        }
+    return tensors
+
+
+def _from_random(
+    layer: Layer,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: LatentBinaryOptions,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    wide, spread = (0.2, 0.1) if layer.convolutional else (0.01, 1.0)
+    tensors = {
+        "mean": _between((-wide, wide), weight, generator),
+        "log variance": 2 * (_SMALL_LOG + spread * _normal(weight, generator)),
+        "logit": _between(PRESETS[options.initial_inclusion or "balanced"], weight, generator),
+    }
+    if bias is not None:
+        tensors["bias mean"] = _between((-0.2, 0.2), bias, generator)
+        tensors["bias log variance"] = 2 * (_SMALL_LOG + _normal(bias, generator))
+    return tensors
+
+
+def _flow(layer: Layer, options: LatentBinaryOptions) -> Flow | None:
+    """Over the inputs of a linear layer, or the output channels of a convolution."""
+    if not options.flow:
+        return None
+    inputs = layer.inputs - (layer.bias is not None)
+    size = layer.groups * layer.outputs if layer.convolutional else inputs
+    return Flow(size, options.flow_units, options.flow_steps, options.flow_form)
+
+
+def _of_flow(flow: Flow, like: Tensor, trained: bool, generator: torch.Generator) -> dict[str, Tensor]:
+    """From trained weights ``z`` is nearly 1."""
+    one = like.new_zeros(flow.size)
+    shift = 1.0 if trained else None
+    mean = torch.ones_like(one) if trained else _normal(one, generator)
+    spread = 0.0 if trained else 1.0
+    tensors = {"start_mean": mean, "start_log_variance": _SMALL_LOG + spread * _normal(one, generator)}
+    tensors |= {f"flow_{name}": t for name, t in flow.initial(generator, like, shift=shift).items()}
+    tensors |= {f"reverse_{name}": t for name, t in flow.initial(generator, like).items()}
+    tensors["along"] = _normal(one, generator) / flow.size**0.5
+    for name in ("reverse mean", "reverse log variance"):
+        tensors[name] = 0.01 * _normal(one, generator)
+    return tensors
+
+
+def _between(bounds: tuple[float, float], like: Tensor, generator: torch.Generator) -> Tensor:
+    low, high = bounds
+    return (torch.rand(like.shape, generator=generator, device="cpu") * (high - low) + low).to(like)
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, device="cpu").to(like)
+
+
+# ``method="latent_binary"``: a trained network made a latent binary one, and the posterior that comes of it.
+
+LATENT_BINARY = "latent_binary"  # the method's name
+_SHOWN = ("loss", "log likelihood", "KL", "mean inclusion", "validation NLL")
+_MOMENTS = 302  # stream of the seed
+
+
+def train_latent_binary(task: Task, options: LatentBinaryOptions, prior_precision: float | None) -> Posterior:
+    """Train the means, the variances and the inclusion probabilities of all layers.
+
+    Args:
+        task: the fit.
+        options: of the training.
+        prior_precision: of a weight that is on; None for one by layer, from the size of the trained weights.
+
+    Raises:
+        PosthocUQError: options, data or model do not fit; the message says how to go on.
+        NonFiniteError: a loss is not finite.
+    """
+    settings, model = task.settings, task.model
+    _check_possible(task, options)
+    began = time.perf_counter()
+    with isolated_random_state(settings.seed):
+        twin = replicate(model)
+    layers = _layers(task, options, prior_precision)
+    samples, content = count_data(task)
+    objective = LatentObjective(twin, layers, settings.likelihood, samples, options)
+    history = train_on(task, objective, options, samples, content)
+    task.seconds["training"] = time.perf_counter() - began
+    blocks = {
+        name: _block(layer, mixed_seed(settings.seed, _MOMENTS, index))
+        for index, (name, layer) in enumerate(layers.items())
+    }
+    _check_trained(blocks)
+    _warn_of_few_steps(options, len(history) * batches_of(task, samples))
+    posterior = Posterior(
+        LATENT_BINARY,
+        task.layers,
+        blocks,
+        {name: [name] for name in task.layers},
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        objective.likelihood(),
+        Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
+        History(_fit_notes(options, history, task, samples, blocks), dict(task.prepared.deterministic)),
+        settings=Hyperparameters(float(samples), _priors(layers, prior_precision)),
+    )
+    tuning = posterior.history.tuning
+    tuning["prior precision"] = "by the size of each layer's weights" if prior_precision is None else "given"
+    if options.learn_noise:
+        tuning["noise variance"] = "learned with the posterior"
+    posterior.model = model
+    return posterior
+
+
+def _check_possible(task: Task, options: LatentBinaryOptions) -> None:
+    likelihood = task.settings.likelihood
+    if world() > 1:
+        raise PosthocUQError("method='latent_binary' trains in one process.")
+    if options.learn_noise and likelihood.noise_variance is None:
+        raise PosthocUQError(
+            f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
+        )
+    for name, tracked in task.prepared.capture.tracked.items():
+        if tracked.uses > 1:
+            raise PosthocUQError(
+                f"Layer '{name}' is used {tracked.uses} times in one pass, and method='latent_binary' draws the "
+                f"outputs of every use anew, as if its weights were others each time. Give each use a layer of its own "
+                f"with uq.untied(model, '{name}'), or leave the layer out with layers=."
+            )
+
+
+def _layers(
+    task: Task, options: LatentBinaryOptions, prior_precision: float | None
+) -> dict[str, LatentLayer]:
+    parameters = {name: p.detach() for name, p in task.model.named_parameters()}
+    names = [name for layer in task.layers.values() for name in layer.parameter_names]
+    check_trainable(LATENT_BINARY, parameters, names)
+    deviation = None if prior_precision is None else prior_precision**-0.5
+    seed = task.settings.seed
+    return {
+        name: begin(
+            layer,
+            index,
+            parameters[layer.weight],
+            None if layer.bias is None else parameters[layer.bias],
+            options,
+            deviation,
+            seed,
+        )
+        for index, (name, layer) in enumerate(task.layers.items())
+    }
+
+
+def _priors(layers: dict[str, LatentLayer], prior_precision: float | None) -> float | LayerPriors:
+    if prior_precision is not None:
+        return prior_precision
+    return LayerPriors({name: layer.prior.deviation**-2 for name, layer in layers.items()})
+
+
+def _block(trained: LatentLayer, seed: int) -> LatentBinaryBlock:
+    layer, tensors = trained.layer, {role: t.detach() for role, t in trained.tensors.items()}
+    bias = layer.bias is not None
+    means = layer.to_matrix(tensors["mean"], tensors.get("bias mean"))
+    logs = layer.to_matrix(tensors["log variance"], tensors.get("bias log variance"))
+    sure = torch.ones_like(tensors["bias mean"]) if bias else None
+    inclusion = layer.to_matrix(tensors["logit"].sigmoid(), sure)
+    scale = None
+    if trained.flow is not None:
+        along = "outputs" if layer.convolutional else "inputs"
+        kept = {name: tensor.detach() for name, tensor in trained.flow_tensors().items()}
+        scale = RandomScale.of(along, bias, trained.flow, kept, seed)
+    return LatentBinaryBlock(means.contiguous(), logs.exp().contiguous(), inclusion.contiguous(), bias, scale)
+
+
+def _warn_of_few_steps(options: LatentBinaryOptions, steps: int) -> None:
+    """Adam moves a number by its rate a step, so that few steps cannot take a weight from on to off."""
+    schedule = options.schedule or cosine
+    share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
+    reach = share * steps * options.inclusion_lr
+    high = options.start == "trained" and options.initial_inclusion in (None, HIGH)
+    if options.optimizer is None and high and reach < 1.5 * HIGH_LOGIT:
+        end = "hardly a weight is found to be off" if reach < HIGH_LOGIT else "many weights stay undecided"
+        warn_user(
+            f"{steps} steps at inclusion_lr={options.inclusion_lr:g} move the logit of an inclusion probability by "
+            f"{reach:.2g} at most, and all begin at {HIGH_LOGIT:g}, so {end}; raise inclusion_lr or epochs."
+        )
+
+
+def _check_trained(blocks: dict[str, LatentBinaryBlock]) -> None:
+    for name, block in blocks.items():
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
+            raise NonFiniteError(
+                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
+                f"rates, or bring the inputs to about unit size."
+            )
+
+
+def _fit_notes(
+    options: LatentBinaryOptions,
+    history: list[dict[str, float]],
+    task: Task,
+    samples: int,
+    blocks: dict[str, LatentBinaryBlock],
+) -> dict[str, Any]:
+    chances = torch.cat([block.probabilities().flatten() for block in blocks.values()])
+    undecided = ((chances > 0.1) & (chances < 0.9)).float().mean()
+    return {
+        "samples": samples,
+        "seed": task.settings.seed,
+        "epochs": len(history),
+        "epoch taken": best_epoch(history),
+        "start": options.start,
+        "flow": f"{options.flow_form}, {options.flow_steps} steps" if options.flow else "none",
+        "prior": ALL_WEIGHTS,
+        "prior inclusion": options.prior_inclusion,
+        "weight of the divergence": options.divergence_weight,
+        "density of the median model": float((chances > 0.5).float().mean()),
+        "inclusions between 0.1 and 0.9": float(undecided),
+        **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
+        **{f"seconds, {what}": value for what, value in task.seconds.items()},
+    }
+
+
+# Latent binary networks: which weights a network needs, and how large they are.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +907,7 @@ class LatentBinary(LatentBinaryOptions, Method):
 
     A step costs 2.7 to 4.8 plain ones, with a flow 4 to 6.6 (most in dense networks with small batches), and memory for
     three numbers a weight, their gradients and the optimiser's. It is the one to take for a smaller network, or to ask
-    which inputs and weights are needed: the posterior's median probability model (`posthoc_uq.sparse.median`) keeps the
+    which inputs and weights are needed: the posterior's median probability model (`sparse.median`) keeps the
     weights that are more likely on than off. Predictions are by drawn weights. The other heads take the mean and the
     variance of every weight, as if weights were independent. Layers that normalise stay as they are.
 

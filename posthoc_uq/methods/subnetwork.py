@@ -9,19 +9,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import COUNT, meant, put_numbers
 from posthoc_uq.curvature.statistics import ChosenFisher
-from posthoc_uq.devices import as_double
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.inference.checkpoint import Tensors
-from posthoc_uq.inference.stages import Stages, StageSpec, StageTensor
-from posthoc_uq.inference.task import Task
-from posthoc_uq.methods.curvature import Curvature, squares_of
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.dense import LARGEST_BYTES
-from posthoc_uq.posteriors.median_model import packed
-from posthoc_uq.posteriors.subnetwork import SubnetworkBlock
-from posthoc_uq.values import COUNT, meant, put_numbers
+from posthoc_uq.methods.laplace import Curvature, squares_of
+from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
+from posthoc_uq.methods.task import Task
+from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.laplace import LARGEST_BYTES, SubnetworkBlock
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.variational import packed
 
 _JOINT = "joint"  # name of the block of all layers
 

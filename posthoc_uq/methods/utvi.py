@@ -1,17 +1,516 @@
-"""Unscented-transform variational inference, begun at the trained network."""
+"""`UTVI`: variational inference by moments that the unscented transform carries through the network."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import Any, ClassVar, Literal, cast, get_args
 
-from posthoc_uq.inference.moment_options import MomentOptions
-from posthoc_uq.inference.task import Task
-from posthoc_uq.inference.unscented import UTVI as NAME
-from posthoc_uq.inference.unscented import train_by_moments
-from posthoc_uq.methods.base import Method
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.values import POSITIVE, Number, put_numbers
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import Checks, host_double
+from posthoc_uq.core.distributed import world
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.options import NOT_NEGATIVE, POSITIVE, UNIT, Number, flag, one_of, put_numbers
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.likelihoods.weights import weighed_targets
+from posthoc_uq.methods.mean_field import MeanField
+from posthoc_uq.methods.method import Method
+from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.trained import (
+    batches_of,
+    certain_parameters,
+    check_trainable,
+    count_data,
+    initialised,
+    train_on,
+    trained_posterior,
+)
+from posthoc_uq.methods.training import EPOCHS, Group, Objective, Step, TrainingOptions, best_epoch
+from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
+from posthoc_uq.moments.tensor import Rules
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.prior import ALL_WEIGHTS
+
+# The options of a training by propagated moments, checked before any work is done.
+
+Start = Literal["trained", "random"]
+ObjectiveName = Literal["expected", "predictive"]
+Noise = Literal["fixed", "learned", "none"]
+PriorMean = Literal["zero", "trained"]
+Relu = Literal["unscented", "exact"]
+MaxPool = Literal["clark", "argmax"]
+Unknown = Literal["error", "mc", "delta"]
+
+_NUMBERS = {
+    "initial_log_variance": Number("the logarithm of a variance, in [-80, 20]", least=-80, most=20),
+    "weight_decay": NOT_NEGATIVE,
+    "kl_weight": NOT_NEGATIVE,
+    "kl_floor": UNIT,
+    "pool_rho": UNIT,
+}
+_CHOICES = {
+    "start": Start,
+    "objective": ObjectiveName,
+    "noise": Noise,
+    "prior_mean": PriorMean,
+    "relu": Relu,
+    "max_pool": MaxPool,
+    "unknown": Unknown,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentOptions(TrainingOptions):
+    """What a training by propagated moments can be told; `posthoc_uq.UTVI` is the method.
+
+    Attributes:
+        lr: learning rate of the means.
+        log_variance_lr: learning rate of the log variances.
+        optimizer: a callable from parameter groups to a torch optimiser; AdamW by default.
+        val_draws: draws of the outputs for the validation NLL, where the likelihood has no closed form.
+        start: ``"trained"``, or ``"random"`` for a new initialisation of the covered layers by their
+            ``reset_parameters``.
+        initial: a fitted posterior whose variances, and mean if it has one of its own, are those of the start, in place
+            of a constant variance.
+        initial_log_variance: the constant that the log variances start at.
+        train_mean: False trains the variances and nothing else, and predictions at the mean stay what they were.
+        train_rest: whether to train with the means, as numbers without uncertainty, what else the network uses after
+            the first of the layers: scales and shifts of normalisations, scales of activations such as
+            `posthoc_uq.InverseCDF`. They have no prior. Affine layers that were left out stay as they are.
+        objective: ``"expected"`` is ``E_q[log p(y | f)]``, the term of the evidence lower bound; ``"predictive"`` is
+            ``log E_q[p(y | f)]``, which rates the prediction itself, as the paper does.
+        noise: of a regression: ``"fixed"`` at the noise of the fit, ``"learned"`` from there, or ``"none"``: the
+            propagated variance is all of the predictive one, so that the noise may depend on the input; gradients then
+            see no residual above 10 deviations.
+        kl_weight: factor on the divergence from the prior in the first epoch. 1 is the evidence lower bound, and the
+            default from random weights. From trained ones it is 0.1: with 1 the first epoch alone widens the variances
+            to the prior's, and the means then move away from a network that was right (``docs/methods/utvi.md``).
+        kl_floor: the factor is halved from epoch to epoch (without given epochs from tenth to tenth of the training),
+            but to no less than this share of its first value. With 1 it stays what it is.
+        prior_mean: of the weights: ``"zero"``, or ``"trained"`` for the trained ones.
+        weight_decay: of the means, by the default optimiser.
+        relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.
+        max_pool: ``"clark"`` or ``"argmax"``; see `MomentsPredictor`.
+        pool_rho: correlation assumed between the cells of an average, in [0, 1].
+        unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` or ``"delta"``; see
+            `MomentsPredictor`.
+    """
+
+    lr: float = 1e-3
+    log_variance_lr: float = 3e-2
+    start: Start = "trained"
+    initial: Posterior | None = None
+    initial_log_variance: float = -10.0
+    train_mean: bool = True
+    train_rest: bool = True
+    objective: ObjectiveName = "expected"
+    noise: Noise = "fixed"
+    kl_weight: float | None = None
+    kl_floor: float = 0.0
+    prior_mean: PriorMean = "zero"
+    weight_decay: float = 0.01
+    relu: Relu = "unscented"
+    max_pool: MaxPool = "clark"
+    pool_rho: float = 0.0
+    unknown: Unknown = "error"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        put_numbers(self, _NUMBERS)
+        for name in ("train_mean", "train_rest"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        for name, choices in _CHOICES.items():
+            one_of(name, getattr(self, name), get_args(choices))
+        if self.noise == "none" and self.objective != "predictive":
+            raise PosthocUQError(
+                "noise='none' leaves the expected log-likelihood without a bound; it goes with objective='predictive'."
+            )
+        if self.start == "random" and not (self.train_mean and self.initial is None):
+            raise PosthocUQError(
+                "start='random' trains the means from a new initialisation, so that train_mean=False and initial= do "
+                "not go with it."
+            )
+
+    @property
+    def first_kl_weight(self) -> float:
+        """The factor on the divergence in the first epoch."""
+        by_start = 0.1 if self.start == "trained" else 1.0
+        return by_start if self.kl_weight is None else self.kl_weight
+
+    def rules(self) -> Rules:
+        """The choices between forms of the rules by which moments pass through the network."""
+        return Rules(self.relu, self.max_pool, self.pool_rho, "diag", self.unknown)
+
+
+# The objective of unscented-transform variational inference (Schodt 2024, "Few-sample variational inference
+# of Bayesian neural networks with arbitrary nonlinearities").
+#
+#     sum_n log-likelihood(m_n, s_n^2) - phi KL(q || p),    q = N(mu, diag sigma^2),    p = N(mu_p, I / tau)
+#
+# ``m_n, s_n^2`` are the mean and the variance of the outputs, carried through the network in one pass, so
+# that a step draws nothing. The first term is ``E[log p(y | f)]``, ``f ~ N(m, s^2)``, or ``log E[p(y | f)]``,
+# times a sample's weight where it has one. A step takes a sample's share: the mean over the batch, and the
+# divergence over N.
+
+MOST_RESIDUAL = (
+    10.0  # in deviations of the prediction, where noise="none": what gradients see of a larger one
+)
+DRAWS = 64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
+
+
+def kl_weight(halvings: int, floor: float = 0.0) -> float:
+    """``max(2^-halvings, floor)``, the share of the divergence's weight after so many epochs: the paper's
+    ``2^(M - l) / 2^(M - 1)`` for ``l = halvings + 1``, without its large numbers.
+    """
+    return max(2.0**-halvings, floor)
+
+
+def gaussian_divergence(
+    means: Mapping[str, Tensor],
+    log_variances: Mapping[str, Tensor],
+    variances: Mapping[str, Tensor],
+    prior_means: Mapping[str, Tensor],
+    precision: float,
+) -> Tensor:
+    """``KL(N(mu, diag sigma^2) || N(mu_p, I / tau))`` in nats, a scalar.
+
+    ``1/2 sum(tau (sigma^2 + (mu - mu_p)^2) - 1 - log(tau sigma^2))``.
+
+    Args:
+        means: mu, by parameter; those without a variance are certain, and have no prior.
+        log_variances: of the weights.
+        variances: their exponentials.
+        prior_means: those of ``mu_p`` that are not zero.
+        precision: tau.
+    """
+    parts: list[Tensor] = []
+    for name, variance in variances.items():
+        mean = means[name]
+        moved = mean - prior_means[name] if name in prior_means else mean
+        spread = variance.sum() + moved.square().sum()
+        parts.append(precision * spread - log_variances[name].sum() - mean.numel() * (1 + log(precision)))
+    return 0.5 * torch.stack(parts).sum()
+
+
+class MomentObjective(Objective):
+    """The loss of a step, ``-log-likelihood + phi KL / N`` a sample, and its gradients.
+
+    Args:
+        network: a replica in eval mode, for this objective alone.
+        layers: those whose weights are uncertain.
+        field: what is trained.
+        prior_means: of the weights, by parameter; zero where there is none.
+        precision: of the prior.
+        likelihood: of the targets.
+        samples: N.
+        options: of the method.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layers: Mapping[str, Layer],
+        field: MeanField,
+        prior_means: Mapping[str, Tensor],
+        precision: float,
+        likelihood: Likelihood,
+        samples: int,
+        options: MomentOptions,
+        halved: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            halved: how often the divergence's weight is halved in an epoch.
+        """
+        self._halved = halved
+        self._network, self._layers, self._field = network.requires_grad_(False), layers, field
+        self._prior_means, self._precision = prior_means, precision
+        self._likelihood, self._samples, self._options = likelihood, samples, options
+        self._rules = options.rules()
+        self._checked = False
+        self._log_noise: Tensor | None = None
+        if options.noise == "learned":
+            like, noise = next(iter(field.means.values())), cast(Tensor, likelihood.noise_variance)
+            self._log_noise = noise.log().to(like).requires_grad_()
+
+    @property
+    def network(self) -> nn.Module:
+        return self._network
+
+    def groups(self) -> list[Group]:
+        groups = self._field.groups(self._options.lr, self._options.log_variance_lr)
+        for group in groups:
+            group["weight_decay"] = self._options.weight_decay if group["name"] == "means" else 0.0
+        if self._log_noise is not None:
+            rate = self._options.log_variance_lr
+            groups.append({"params": [self._log_noise], "lr": rate, "name": "log noise", "weight_decay": 0.0})
+        return groups
+
+    def tensors(self) -> dict[str, Tensor]:
+        noise = {} if self._log_noise is None else {"log noise": self._log_noise}
+        return self._field.tensors() | noise
+
+    def likelihood(self) -> Likelihood:
+        """With the noise as it is now."""
+        if self._log_noise is None:
+            return self._likelihood
+        return self._likelihood.with_noise(host_double(self._log_noise.detach().exp()))
+
+    def moments(self, batch: Batch, variances: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the outputs, differentiable in the weights' means and variances.
+
+        Args:
+            batch: of inputs.
+            variances: of all weights, by parameter.
+
+        Raises:
+            PosthocUQError: a function has no rule, or no uncertain weight reaches the outputs.
+        """
+        means, copied = self._field.means, batch.copied()
+        outputs = propagate(
+            lambda: functional_call(self._network, means, copied.args, copied.kwargs),
+            independent_weights(self._layers, means, variances),
+            self._rules,
+            lambda: running_module(self._network),
+        )
+        self._check_used(outputs.used)
+        return outputs.mean, outputs.variance
+
+    def _check_used(self, used: set[str]) -> None:
+        if self._checked:
+            return
+        unused = [name for name in self._layers if name not in used]
+        if len(unused) == len(self._layers):
+            raise PosthocUQError(
+                f"Moments of none of the layers {unused[:5]} reach the outputs, so there is nothing to train: their "
+                f"weights are computed anew at every call, or other code than torch's functions uses them."
+            )
+        if unused:
+            warn_user(
+                f"The pass of moments did not use the weights of {unused[:8]}, which the divergence alone will move; "
+                f"leave them out with layers=..."
+            )
+        self._checked = True
+
+    def _score(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+        """The log-likelihood of every sample, ``(samples,)``, in nats."""
+        likelihood = self._likelihood
+        if self._log_noise is not None:
+            likelihood = likelihood.with_noise(self._log_noise.exp())
+        if self._options.objective == "expected":
+            return likelihood.expected_log_prob(mean, variance, targets, DRAWS)
+        return likelihood.predictive_log_prob(mean, variance, targets, DRAWS)
+
+    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+        targets, field = cast(Tensor, batch.targets), self._field
+        variances = {name: value.exp() for name, value in field.log_variances.items()}
+        mean, variance = self.moments(batch, variances)
+        targets, weights = weighed_targets(self._likelihood, mean.detach(), targets, batch.weights)
+        self._check(mean.detach(), targets, checks)
+        if self._options.noise == "none":
+            self._bound_gradients(mean, variance, None if weights is None else weights.samples)
+        scores = self._score(mean, variance, targets)
+        fit = (scores if weights is None else weights.of_samples(scores)).mean()
+        divergence = gaussian_divergence(
+            field.means, field.log_variances, variances, self._prior_means, self._precision
+        )
+        halvings = int(step.epoch * self._halved + 1e-9)
+        weight = self._options.first_kl_weight * kl_weight(halvings, self._options.kl_floor)
+        loss = divergence * (weight / self._samples) - fit
+        loss.backward()
+        return {"loss": loss.detach(), "log likelihood": fit.detach(), "KL": divergence.detach()}
+
+    def _bound_gradients(self, mean: Tensor, variance: Tensor, weights: Tensor | None) -> None:
+        """Have gradients see no residual above `MOST_RESIDUAL` deviations.
+
+        Without a noise nothing else bounds them: by a log density of variance V and residual r they are ``r / V`` and
+        ``(r^2 / V - 1) / (2 V)``, which at a V of nearly zero leave an optimiser with second moments by which the entry
+        moves no more. With ``|r| <= k sqrt(V)`` they are at most ``k / sqrt(V)`` and ``(k^2 + 1) / (2 V)``.
+        """
+        total = variance.detach() + self._likelihood.variance(mean.detach()).to(variance)
+        share = torch.full_like(total, 1 / mean.shape[0])  # of a sample in the mean over the batch
+        if weights is not None:
+            share = share * weights.to(share).reshape(-1, *[1] * (share.ndim - 1))
+        for tensor, most in (
+            (mean, MOST_RESIDUAL * share * total.rsqrt()),
+            (variance, (MOST_RESIDUAL**2 + 1) / 2 * share / total),
+        ):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient, most=most: gradient.clamp(-most, most))
+
+    def _check(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
+        fault = self._likelihood.fault(outputs, targets)
+        if fault is not None:
+            checks.later(
+                fault, lambda broken: self._likelihood.check(outputs, targets) if bool(broken) else None
+            )
+
+    def log_predictive(self, batch: Batch, draws: int) -> Tensor:
+        variances: dict[str, Any] = {name: value.exp() for name, value in self._field.log_variances.items()}
+        mean, variance = self.moments(batch, variances)
+        self._likelihood.check(mean, batch.targets)
+        return self.likelihood().predictive_log_prob(mean, variance, cast(Tensor, batch.targets), draws)
+
+
+# ``method="utvi"``: mean-field variational inference by propagated moments (Schodt 2024).
+
+_METHOD_NAME = "utvi"  # the method's name
+PRIOR_PRECISION = 1.0  # the default
+_NO_NOISE = 1e-10  # the noise of noise="none", as a share of the noise of the fit
+_SHOWN = ("loss", "log likelihood", "KL", "validation NLL")
+
+
+def train_by_moments(task: Task, options: MomentOptions, prior_precision: float | None) -> Posterior:
+    """Train the variances, and the means unless they are frozen.
+
+    Args:
+        task: the fit.
+        options: of the training.
+        prior_precision: of the weights; None for 1.
+
+    Raises:
+        PosthocUQError: options, data or model do not fit; the message says how to go on.
+        NonFiniteError: a loss is not finite.
+    """
+    settings = task.settings
+    likelihood = _likelihood(settings.likelihood, options)
+    began = time.perf_counter()
+    with isolated_random_state(settings.seed):
+        network = replicate(task.model)
+    rest: list[str] = []
+    if options.train_mean and options.train_rest:
+        chosen = [name for layer in task.layers.values() for name in layer.parameter_names]
+        rest = certain_parameters(network, chosen, task.batch)
+    field = _field(task, options, rest)
+    samples, content = count_data(task)
+    precision = PRIOR_PRECISION if prior_precision is None else prior_precision
+    trained = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
+    objective = MomentObjective(
+        network,
+        task.layers,
+        field,
+        trained if options.prior_mean == "trained" else {},
+        precision,
+        likelihood,
+        samples,
+        options,
+        # many short epochs halve the divergence's weight as often as the usual number of epochs does
+        1.0
+        if options.epochs is not None
+        else EPOCHS / options.epochs_over(samples, batches_of(task, samples)),
+    )
+    options = options if options.optimizer is not None else replace(options, optimizer=adamw)
+    history = train_on(task, objective, options, samples, content)
+    task.seconds["training"] = time.perf_counter() - began
+    notes = _fit_notes(options, history, task, samples) | {"trained without uncertainty": rest}
+    posterior = trained_posterior(
+        _METHOD_NAME, task, field, objective.likelihood(), notes, samples, precision
+    )
+    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
+    if options.noise != "fixed":
+        words = {"learned": "learned with the posterior", "none": "none: the propagated variance is all"}
+        posterior.history.tuning["noise variance"] = words[options.noise]
+    return posterior
+
+
+def adamw(groups: list[Group]) -> Optimizer:
+    """The default optimiser: AdamW with betas (0.9, 0.999), fused where the device has that."""
+    device = groups[0]["params"][0].device.type
+    return torch.optim.AdamW(
+        groups, betas=(0.9, 0.999), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
+    )
+
+
+def _likelihood(likelihood: Likelihood, options: MomentOptions) -> Likelihood:
+    """The likelihood that the training begins with."""
+    if world() > 1:
+        raise PosthocUQError("method='utvi' trains in one process.")
+    noise = likelihood.noise_variance
+    if options.noise == "fixed":
+        return likelihood
+    if noise is None:
+        raise PosthocUQError(
+            f"noise={options.noise!r} is for likelihood='regression'; {likelihood.name!r} has no noise. Leave it at "
+            f"'fixed'."
+        )
+    return likelihood.with_noise(noise * _NO_NOISE) if options.noise == "none" else likelihood
+
+
+def _field(task: Task, options: MomentOptions, rest: list[str]) -> MeanField:
+    """The means and variances that the training begins with; the parameters of `rest` have means alone."""
+    parameters = dict(task.model.named_parameters())
+    names = [name for layer in task.layers.values() for name in layer.parameter_names]
+    check_trainable(_METHOD_NAME, parameters, names)
+    trained = {name: parameters[name].detach() for name in names}
+    begin: Mapping[str, Tensor] = trained
+    if options.start == "random":
+        every = {name: parameter.detach() for name, parameter in parameters.items()}
+        begin = initialised(task.model, every, task.settings.seed, "start='random'")
+    elif options.initial is not None:
+        _check_initial(options.initial, trained, options.train_mean)
+        begin = options.initial.mean
+    trained |= {name: parameters[name].detach() for name in rest}
+    means = {name: begin.get(name, own).to(own) for name, own in trained.items()}
+    if options.train_mean:
+        means = {name: mean.clone() for name, mean in means.items()}
+    if options.initial is None:
+        logs = {name: torch.full_like(means[name], options.initial_log_variance) for name in names}
+    else:
+        variances = options.initial.variance()
+        logs = {name: variances[name].to(means[name]).clamp(min=exp(-80.0)).log() for name in names}
+    return MeanField(means, logs, options.train_mean)
+
+
+def _check_initial(initial: Posterior, trained: Mapping[str, Tensor], train_mean: bool) -> None:
+    if initial.centre and not train_mean:
+        raise PosthocUQError(
+            "A posterior with a mean of its own cannot begin a training with train_mean=False."
+        )
+    for name, own in trained.items():
+        original = initial.original.get(name)
+        if original is None or original.shape != own.shape or not torch.equal(original.to(own), own):
+            raise PosteriorMismatchError(
+                f"initial= is no posterior of this model's '{name}': fit it on the same model, with the same layers."
+            )
+
+
+def _fit_notes(
+    options: MomentOptions, history: list[dict[str, float]], task: Task, samples: int
+) -> dict[str, Any]:
+    return {
+        "samples": samples,
+        "seed": task.settings.seed,
+        "epochs": len(history),
+        "epoch taken": best_epoch(history),
+        "start": "a posterior" if options.initial is not None else options.start,
+        "mean": "trained" if options.train_mean else "frozen",
+        "objective": options.objective,
+        "noise": options.noise,
+        "prior": ALL_WEIGHTS,
+        "prior mean": options.prior_mean,
+        "first KL weight": options.first_kl_weight,
+        "least KL weight": options.first_kl_weight * options.kl_floor,
+        "relu": options.relu,
+        **(
+            {name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]}
+            if history
+            else {}
+        ),
+        **{f"seconds, {what}": value for what, value in task.seconds.items()},
+    }
+
+
+# Unscented-transform variational inference, begun at the trained network.
 
 _EPOCHS = Number("a whole number, at least 1", least=1, most=2**63 - 1, whole=True)
 
@@ -34,7 +533,7 @@ class UTVI(MomentOptions, Method):
         prior_precision: tau, of every weight; 1 by default.
     """
 
-    name: ClassVar[str] = NAME
+    name: ClassVar[str] = _METHOD_NAME
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
     weighs_samples: ClassVar[bool] = True

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.forward import jvp
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import jvp
 from posthoc_uq.moments.tensor import (
     FALLBACKS,
     MomentTensor,

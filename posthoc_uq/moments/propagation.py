@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.layers import Layer
+from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
 from posthoc_uq.moments.tensor import WeightPosterior, variance_dtype
-from posthoc_uq.outputs import output_tensor
 
 
 class OutputMoments(NamedTuple):

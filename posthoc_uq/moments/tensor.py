@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from posthoc_uq.affine import affine_call
-from posthoc_uq.attention import open_attention
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.layers.calls import affine_call, open_attention
 from posthoc_uq.moments.unscented import Moments
 
 Unknown = Literal["error", "mc", "delta"]

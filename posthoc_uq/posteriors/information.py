@@ -22,22 +22,24 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from posthoc_uq.devices import as_double
-from posthoc_uq.errors import CorruptPosteriorError
-from posthoc_uq.fields import Field, Text, Whole
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum, reached
-from posthoc_uq.posteriors.combining import Weights, combined
-from posthoc_uq.posteriors.covariance_form import CovarianceForm, LowRank
-from posthoc_uq.posteriors.numerics import (
-    CHUNK,
-    cholesky,
-    contracted_pairs,
-    pair_index,
-    pairs,
-    solved_plus_one,
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.core.numerics import CHUNK, cholesky, contracted_pairs, pair_index, pairs, solved_plus_one
+from posthoc_uq.core.options import Field, Text, Whole
+from posthoc_uq.posteriors.block import (
+    Block,
+    Factor,
+    Settings,
+    Shape,
+    TensorSpec,
+    Weights,
+    bounded,
+    combined,
+    largest_of,
+    log_sum,
+    reached,
 )
-from posthoc_uq.posteriors.row_covariance import InformationRows, RowCovariance
-from posthoc_uq.posteriors.specs import TensorSpec
+from posthoc_uq.posteriors.covariance import CovarianceForm, InformationRows, LowRank, RowCovariance
 
 Correction = Literal["rescale", "clamp", "none"]
 CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")

@@ -14,14 +14,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from posthoc_uq.devices import as_double
-from posthoc_uq.errors import NonFiniteError
-from posthoc_uq.fields import Field, Flag, Whole
-from posthoc_uq.posteriors.blocks import Block, Factor, Settings, Shape, bounded, largest_of, log_sum
-from posthoc_uq.posteriors.dense import LARGEST_BYTES
-from posthoc_uq.posteriors.numerics import cholesky
-from posthoc_uq.posteriors.row_covariance import IndependentRows, RowCovariance
-from posthoc_uq.posteriors.specs import TensorSpec
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import NonFiniteError
+from posthoc_uq.core.numerics import cholesky
+from posthoc_uq.core.options import Field, Flag, Whole
+from posthoc_uq.posteriors.block import (
+    Block,
+    Factor,
+    Settings,
+    Shape,
+    TensorSpec,
+    bounded,
+    largest_of,
+    log_sum,
+)
+from posthoc_uq.posteriors.covariance import IndependentRows, RowCovariance
+from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 
 
 def moved(inputs: Tensor, shift: Tensor) -> Tensor:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.posteriors.base import Posterior
-from posthoc_uq.posteriors.blocks import Block
-from posthoc_uq.posteriors.history import Evidence
-from posthoc_uq.posteriors.mean_field import MeanFieldBlock
-from posthoc_uq.posteriors.weight_prior import layer_matrix
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, layer_matrix
+from posthoc_uq.posteriors.variational import MeanFieldBlock
 
 ALL_WEIGHTS = "of all weights"
 """What a training's record says of its prior where that is one and the same for every weight."""

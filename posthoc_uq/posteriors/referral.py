@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
-from posthoc_uq.errors import CorruptPosteriorError
-from posthoc_uq.metrics.tails import QUANTILES
+from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.likelihoods.metrics import QUANTILES
 
 
 def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:

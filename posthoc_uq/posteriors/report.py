@@ -9,14 +9,13 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from posthoc_uq.errors import printable
-from posthoc_uq.layers import Layer
-from posthoc_uq.posteriors.blocks import Block
+from posthoc_uq.core.errors import printable
+from posthoc_uq.core.tables import cell_text, text_table
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.referral import rule_of
-from posthoc_uq.posteriors.settings import Hyperparameters
-from posthoc_uq.tables import cell_text, text_table
+from posthoc_uq.posteriors.settings import History, Hyperparameters
 
 _SECONDS = "seconds, "  # begins the names of timings
 _LISTED = 8  # names that a line lists

@@ -1,23 +1,122 @@
-"""A posterior's hyperparameters: one immutable value, replaced as a whole."""
+"""The hyperparameters of a posterior, the prior of single weights, and how a posterior was fitted and tuned."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from math import log
 from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.fields import Number
-from posthoc_uq.layers import Layer
-from posthoc_uq.posteriors.history import History
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import PosthocUQError, warn_user
+from posthoc_uq.core.options import POSITIVE, UNIT, Number, NumberField
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.posteriors.block import LARGEST
 from posthoc_uq.posteriors.referral import rule_of
-from posthoc_uq.posteriors.specs import LARGEST
-from posthoc_uq.values import POSITIVE, UNIT
-from posthoc_uq.warned import warn_user
+
+# What a posterior remembers besides its blocks: what the fit saw of the data, and the posterior's history.
+
+HEADS = ("sampling", "moments", "linearized")  # by name, as `wrap` has them
+NOVELTIES = ("", "posterior")
+HEAD_CRITERIA = ("faithful", "likelihood", "evidence", "given")  # how hyperparameters were found
+
+
+@dataclass
+class Evidence:
+    """What the fit saw of the data, for the log marginal likelihood.
+
+    Attributes:
+        samples: training samples.
+        log_likelihood: weighted sum of ``log p(y | x)`` at the trained weights, at the noise variance of the fit, in
+            nats; None without labels.
+        squared_residuals: weighted sum of squared residuals over their noise variance (regression), else 0.
+        targets: number of target values (regression), else 0.
+        noise_power: the Fisher is proportional to this power of the noise precision: 1, but 2 for the empirical Fisher,
+            whose residuals are data and do not shrink with the noise variance.
+        weight: the sum of the samples' weights; None where each counts once.
+    """
+
+    samples: int
+    log_likelihood: float | None = None
+    squared_residuals: float = 0.0
+    targets: int = 0
+    noise_power: int = 1
+    weight: float | None = None
+
+    @property
+    def total(self) -> float:
+        """How many samples the data are worth: the sum of their weights, or their number."""
+        return float(self.samples) if self.weight is None else self.weight
+
+    def at_noise(self, noise_scale: float | Tensor) -> float | Tensor:
+        """The log likelihood with every noise variance multiplied by `noise_scale`."""
+        if self.log_likelihood is None:
+            raise PosthocUQError(
+                "The log marginal likelihood needs the log likelihood of the training data, and the fit saw no labels; "
+                "fit with a loader that yields (inputs, targets)."
+            )
+        if self.targets == 0:
+            return self.log_likelihood
+        logarithm = noise_scale.log() if isinstance(noise_scale, Tensor) else log(noise_scale)
+        return (
+            self.log_likelihood
+            + 0.5 * self.squared_residuals * (1 - 1 / noise_scale)
+            - 0.5 * self.targets * (self.total / self.samples) * logarithm
+        )
+
+
+@dataclass
+class History:
+    """How a posterior was fitted, tuned, calibrated and given thresholds; `report` prints it.
+
+    Attributes:
+        fit: plain values: method options, seed, timings in seconds.
+        deterministic: parameters without a posterior, each with the reason.
+        tuning: how each hyperparameter was chosen, in words.
+        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` (``"faithful"``,
+            ``"likelihood"``, ``"evidence"``, ``"given"``) by which the hyperparameters were found; or empty.
+        faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
+            ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
+            ``settings``; or empty.
+        calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
+        referral: the thresholds above which inputs are handed to a person, with the settings they were set for
+            (`posthoc_uq.posteriors.referral`); or empty.
+        novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
+            used; or empty.
+        changes: of the data since the fit: how many ``updates`` and ``removals`` there were, and how many samples were
+            ``added`` and ``removed``; a ``digest`` of all of them in their order; the ``balance``, a sum of hashes of
+            the samples that came in less that of those that went out; the hash of the ``last`` ones; and for the last
+            update of a posterior with fixed bases the share of the new data's Fisher ``outside`` of them, and
+            ``outside before``, that of the Fisher of the data before; or empty.
+        output: which part of what the model returns its outputs are: ``name``, ``index`` or (the name of) a
+            ``function``, and whether it was ``guessed``; empty where it returns a tensor.
+    """
+
+    fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    deterministic: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    head: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    faithful: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    novelty: str = ""
+    changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    output: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+
+    @property
+    def revision(self) -> int:
+        """How often the data changed since the fit; what depends on them belongs to one revision."""
+        return sum(self.changes.get(name, 0) for name in ("updates", "removals"))
+
+
+# A posterior's hyperparameters: one immutable value, replaced as a whole.
 
 Value = TypeVar("Value")
 Self = TypeVar("Self", bound="Adjustable")
@@ -61,7 +160,7 @@ class About:
     """
 
     label: str
-    bounds: Number
+    bounds: NumberField
     lacking: str
     by_layer: bool = False
     of_weights: bool = True
@@ -69,7 +168,7 @@ class About:
     reported: Literal["always", "own", "never"] = "own"
 
 
-_POSITIVE = Number(1 / LARGEST, LARGEST)
+_POSITIVE = NumberField(1 / LARGEST, LARGEST)
 
 
 def _about(*args: Any, **kwargs: Any) -> dict[str, About]:
@@ -78,7 +177,7 @@ def _about(*args: Any, **kwargs: Any) -> dict[str, About]:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a posterior and its predictions depend on besides the blocks; see `posthoc_uq.posteriors.base.Posterior`.
+    """What a posterior and its predictions depend on besides the blocks; see `posterior.Posterior`.
 
     `ABOUT` has the facts about each, by its name.
     """
@@ -91,7 +190,7 @@ class Hyperparameters:
     residual_weight: float = field(
         default=1.0,
         metadata=_about(
-            "residual weight", Number(0.0, 1.0), "only the low rank of method='inf' leaves a residual"
+            "residual weight", NumberField(0.0, 1.0), "only the low rank of method='inf' leaves a residual"
         ),
     )
     noise_scale: float = field(
@@ -104,7 +203,7 @@ class Hyperparameters:
         default=1.0,
         metadata=_about(
             "temperature",
-            Number(1e-12, 1e12),
+            NumberField(1e-12, 1e12),
             "it divides logits, and this likelihood's outputs are none",
             of_weights=False,
             of_outputs=True,
@@ -370,3 +469,141 @@ class Adjustable:
                 f"{name} per layer must name every layer once; these do not match: {missing[:5]}."
             )
         return LayerPriors(priors)
+
+
+# The prior of single weights: ``N(mu_i, 1 / (tau r_i))``, with the posterior's prior precision tau.
+#
+# ``r`` is 1 and ``mu`` is 0 unless a fit was given others. The covariance of a Laplace posterior depends on
+# ``tau r`` alone, and its log marginal likelihood on ``mu``, too (MacKay 1992).
+
+_MEAN = Number("a finite number", least=-LARGEST, most=LARGEST)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPrior:
+    """What a posterior's prior says of single weights.
+
+    Attributes:
+        precision: ``r`` of every parameter of the layers by name, positive; empty where all are 1.
+        mean: ``mu``: one number, or a tensor of every parameter of the layers by name.
+    """
+
+    precision: Mapping[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())
+    mean: float | Mapping[str, Tensor] = 0.0
+
+    def occam(
+        self, layer: Layer, weights: Mapping[str, Tensor], chosen: Tensor | None
+    ) -> tuple[int, float, float]:
+        """How many weights a layer has, ``sum log r_i``, and ``sum r_i (theta_i - mu_i)^2``.
+
+        Args:
+            layer: whose weights.
+            weights: parameters by name.
+            chosen: which are uncertain, ``(groups, outputs, inputs)``; None for all.
+        """
+        parts = {name: self._of(name, weights[name]) for name in layer.parameter_names}
+        pairs = list(parts.values())
+        if chosen is not None:
+            moved = layer_matrix(layer, {name: part[0] for name, part in parts.items()})
+            precision = layer_matrix(layer, {name: part[1] for name, part in parts.items()})
+            mask = chosen.to(moved.device)
+            pairs = [(moved[mask], precision[mask])]
+        count, logs, squares = 0, 0.0, 0.0
+        for moved, precision in pairs:
+            count += moved.numel()
+            squares += float((precision * moved.square()).sum())
+            logs += float(precision.log().sum()) if self.precision else 0.0
+        return count, logs, squares
+
+    def _of(self, name: str, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """``theta - mu`` and ``r`` of one parameter, in float64."""
+        own = as_double(weights.detach())
+        mean = self.mean[name].to(own) if isinstance(self.mean, Mapping) else self.mean
+        precision = self.precision[name].to(own) if self.precision else own.new_ones(()).expand_as(own)
+        return own - mean, precision
+
+
+def layer_matrix(layer: Layer, parameters: Mapping[str, Tensor]) -> Tensor:
+    """A layer's parameters by name as its matrix ``(groups, outputs, inputs)``, detached."""
+    bias = None if layer.bias is None else parameters[layer.bias].detach()
+    return layer.to_matrix(parameters[layer.weight].detach(), bias)
+
+
+def checked_prior(
+    layers: Mapping[str, Layer], parameters: Mapping[str, Tensor], precision: Any, mean: Any
+) -> WeightPrior:
+    """The prior that a user asked for.
+
+    Args:
+        layers: of the posterior.
+        parameters: of the model, by name.
+        precision: a tensor or a number by the name of every parameter of the layers; None for 1.
+        mean: a number, or tensors or numbers by name, 0 for parameters without one; None for 0.
+
+    Raises:
+        PosthocUQError: a name, a shape or a number is not valid.
+    """
+    shapes = {name: parameters[name] for layer in layers.values() for name in layer.parameter_names}
+    precisions: dict[str, Tensor] = {}
+    if precision is not None:
+        given = cast(Mapping[str, Any], precision)
+        if given and set(given) <= set(layers) - set(shapes):
+            raise PosthocUQError(
+                "prior_precision of a fit is one number for all layers, or tensors by the names of parameters. For one "
+                "number a layer, fit with prior_precision=1.0 and then set posterior.prior_precision = {layer: number, "
+                "...}, which takes no new fit."
+            )
+        missing = [name for name in shapes if name not in given]
+        if missing:
+            raise PosthocUQError(
+                f"A prior precision of single weights must be given for every parameter of the layers; there is none "
+                f"for {missing[:5]}."
+            )
+        precisions = _tensors("prior_precision", given, shapes)
+        for name, tensor in precisions.items():
+            if not bool((tensor > 1 / LARGEST).all()):
+                raise PosthocUQError(f"prior_precision of '{name}' must be positive everywhere.")
+    means: float | dict[str, Tensor] = 0.0
+    if isinstance(mean, Mapping):
+        named = _tensors("prior_mean", cast(Mapping[str, Any], mean), shapes)
+        means = {
+            name: named[name] if name in named else torch.zeros_like(own, dtype=_wide(own))
+            for name, own in shapes.items()
+        }
+    elif mean is not None:
+        means = float(_MEAN("prior_mean", mean))
+    return WeightPrior(precisions, means)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _tensors(what: str, given: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors or numbers by name as tensors of the parameters' shapes, on their devices."""
+    _check_names(what, given, like)
+    tensors: dict[str, Tensor] = {}
+    for name, value in given.items():
+        own = like[name]
+        try:
+            tensor = torch.as_tensor(value, dtype=_wide(own), device=own.device).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise PosthocUQError(
+                f"{what} of '{name}' must be a tensor or a number, not a {type(value).__name__}."
+            ) from None
+        if tensor.ndim and tensor.shape != own.shape:
+            raise PosthocUQError(
+                f"{what} of '{name}' must have the shape {tuple(own.shape)}, not {tuple(tensor.shape)}."
+            )
+        if not bool((tensor.abs() <= LARGEST).all()):
+            raise PosthocUQError(f"{what} of '{name}' must be finite and at most {LARGEST:g} in size.")
+        tensors[name] = tensor.expand(own.shape).clone()
+    return tensors
+
+
+def _check_names(what: str, given: Collection[str], known: Collection[str]) -> None:
+    odd = [name for name in given if name not in known]
+    if odd:
+        raise PosthocUQError(
+            f"{what} names {odd[:5]}, no parameters of the posterior's layers; those are {list(known)[:6]}."
+        )

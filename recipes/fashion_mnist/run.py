@@ -23,8 +23,8 @@ from network import cnn, small_cnn, trained, trained_on
 from table import write_table
 from variational import TRAINED
 
-from posthoc_uq.evaluation.measures import foreignness
-from posthoc_uq.metrics import joint_tail, ood_auroc, risk_coverage
+from posthoc_uq.evaluation.measurements import foreignness
+from posthoc_uq.likelihoods.metrics import joint_tail, ood_auroc, risk_coverage
 
 OUTPUT = Path(__file__).parents[1] / "output" / "fashion_mnist"
 BOTH = {"entropy", "novelty"}

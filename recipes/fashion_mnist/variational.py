@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.contexts import Mixture
+from posthoc_uq.methods.contexts import Mixture
 
 OPTIONS: dict[str, Any] = {
     "prior_mean": "random_init",

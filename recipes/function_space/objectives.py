@@ -33,8 +33,8 @@ from torch import Tensor
 from variational import CORRUPTED, INDEPENDENT, OPTIONS, PUBLISHED, shuffled
 
 import posthoc_uq as uq
-from posthoc_uq.evaluation.measures import foreignness
-from posthoc_uq.metrics import ood_auroc
+from posthoc_uq.evaluation.measurements import foreignness
+from posthoc_uq.likelihoods.metrics import ood_auroc
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.contexts import UniformBox
+from posthoc_uq.methods.contexts import UniformBox
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

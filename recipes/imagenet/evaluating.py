@@ -24,11 +24,11 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.cli.models import Source
-from posthoc_uq.distributed import agree, rank, together, world
+from posthoc_uq.core.distributed import agree, rank, together, world
+from posthoc_uq.evaluation.evaluate import Evaluation
 from posthoc_uq.evaluation.measurements import FAMILIAR
-from posthoc_uq.evaluation.result import Evaluation
-from posthoc_uq.metrics import calibration_bins
-from posthoc_uq.storage.atomic import checked_target, write
+from posthoc_uq.files.atomic import checked_target, write
+from posthoc_uq.likelihoods.metrics import calibration_bins
 
 NETWORK = "network"
 FIGURE_BINS, FILLED = 20, 20

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance, ImageFilter
 
-from posthoc_uq.demo.imagenet import efficientnet_lite0
-from posthoc_uq.demo.pictures import pictures
+from posthoc_uq.cli.demo.imagenet import efficientnet_lite0
+from posthoc_uq.cli.demo.pictures import pictures
 
 SIDE = 256
 

@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from search import best, described, trials
 
-from posthoc_uq.distributed import rank
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.distributed import rank
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.evaluation.measurements import FAMILIAR
-from posthoc_uq.plots import score_histograms
-from posthoc_uq.plots.style import (
+from posthoc_uq.evaluation.plots import score_histograms
+from posthoc_uq.evaluation.plots.style import (
     COLOURS,
     GREY,
     MARKERS,

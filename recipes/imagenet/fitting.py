@@ -9,8 +9,8 @@ from pathlib import Path
 import posthoc_uq as uq
 from posthoc_uq.cli.images import ImageLoader
 from posthoc_uq.cli.models import Source
-from posthoc_uq.distributed import gather, rank, together
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.distributed import gather, rank, together
+from posthoc_uq.core.errors import PosthocUQError
 
 METHODS = {"diag": "Diag", "kfac": "KFAC", "efb": "EFB", "inf": "INF"}
 """Names of `uq.fit`, and the paper's."""

@@ -14,8 +14,8 @@ from torch.utils.data import DistributedSampler, Subset
 from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, image_files
 from posthoc_uq.cli.labels import folder_labels
 from posthoc_uq.cli.models import Source, count_outputs
-from posthoc_uq.distributed import rank, world
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.distributed import rank, world
+from posthoc_uq.core.errors import PosthocUQError
 
 WNID = re.compile(r"n\d{8}")
 
@@ -95,7 +95,7 @@ def imagenet_map(folder: Path, target: Path) -> Path | None:
 
 def imagenet_names() -> list[str]:
     """The 1,000 classes by index, each by its first English name."""
-    from posthoc_uq.demo.imagenet import class_names
+    from posthoc_uq.cli.demo.imagenet import class_names
 
     return class_names()
 

@@ -28,8 +28,8 @@ import torch
 
 from posthoc_uq.cli.fitting import process_group
 from posthoc_uq.cli.models import Source, source_of
-from posthoc_uq.distributed import agree, rank, together
-from posthoc_uq.errors import PosthocUQError
+from posthoc_uq.core.distributed import agree, rank, together
+from posthoc_uq.core.errors import PosthocUQError
 
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "imagenet"
 STAGES = ("fit", "search", "evaluate", "plot")

@@ -22,12 +22,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import posthoc_uq as uq
-from posthoc_uq import metrics
 from posthoc_uq.cli.images import ImageLoader
 from posthoc_uq.cli.models import Source
-from posthoc_uq.distributed import gather, rank, together, world
-from posthoc_uq.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.storage.atomic import checked_target, write
+from posthoc_uq.core.distributed import gather, rank, together, world
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.files.atomic import checked_target, write
+from posthoc_uq.likelihoods import metrics
 
 EDGE = 0.05
 """A trial in the outer twentieth of a (logarithmic) range counts as being at its edge."""

@@ -22,7 +22,7 @@ from text import ALPHABET, decoded, encoded, read, sequences
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import metrics
+from posthoc_uq.likelihoods import metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 from smoke import marked, stamped

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.evaluation.measures import foreignness
+from posthoc_uq.evaluation.measurements import foreignness
 
 RECIPES = Path(__file__).resolve().parents[1]
 sys.path += [str(RECIPES), str(RECIPES / "fashion_mnist")]  # what all recipes share, and data

@@ -28,7 +28,7 @@ from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.evaluation.measures import foreignness
+from posthoc_uq.evaluation.measurements import foreignness
 
 RECIPES = Path(__file__).resolve().parents[1]
 sys.path += [str(RECIPES), str(RECIPES / "fashion_mnist")]  # what all recipes share, and data with networks
@@ -81,7 +81,7 @@ def cnn(data: Data, options: argparse.Namespace) -> Case:
 
 def efficientnet(data: Data, options: argparse.Namespace) -> Case:
     """EfficientNet-Lite0 with a new last layer."""
-    from posthoc_uq.demo.imagenet import efficientnet_lite0
+    from posthoc_uq.cli.demo.imagenet import efficientnet_lite0
 
     model = efficientnet_lite0()
     train, test = first(data.train, options.images), first(data.test, options.test_images)

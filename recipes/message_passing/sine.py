@@ -25,12 +25,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from posthoc_uq.message_passing.gaussian import from_moments
-from posthoc_uq.message_passing.network import Activation, Belief, Stage, Weighted
-from posthoc_uq.message_passing.prediction import outputs_of
-from posthoc_uq.message_passing.priors import BIAS_VARIANCE, drawn_means, weight_variance
-from posthoc_uq.message_passing.targets import Regression
-from posthoc_uq.message_passing.trainer import Schedule, Trainer
+from posthoc_uq.methods.message_passing.gaussian import from_moments
+from posthoc_uq.methods.message_passing.network import Activation, Belief, Stage, Weighted
+from posthoc_uq.methods.message_passing.passes import outputs_of
+from posthoc_uq.methods.message_passing.priors import BIAS_VARIANCE, drawn_means, weight_variance
+from posthoc_uq.methods.message_passing.targets import Regression
+from posthoc_uq.methods.message_passing.trainer import Schedule, Trainer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

@@ -23,7 +23,7 @@ from scenes import CLASSES, FOREIGN, SIZE, Scenes, scenes
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.metrics import ood_auroc
+from posthoc_uq.likelihoods.metrics import ood_auroc
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

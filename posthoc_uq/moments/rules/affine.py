@@ -12,15 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.errors import PosthocUQError
-from posthoc_uq.moments.tensor import (
-    MomentTensor,
-    Pass,
-    WeightPosterior,
-    full_precision,
-    moments_of,
-    rule,
-)
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.moments.tensor import MomentTensor, Pass, WeightPosterior, full_precision, moments_of, rule
 from posthoc_uq.moments.unscented import is_recorded
 
 _CONVOLUTIONS = {

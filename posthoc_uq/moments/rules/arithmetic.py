@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.moments.rules.elementwise import apply
-from posthoc_uq.moments.tensor import (
-    RULES,
-    MomentTensor,
-    Pass,
-    full_precision,
-    moments_of,
-    named,
-    rule,
-)
+from posthoc_uq.moments.tensor import RULES, MomentTensor, Pass, full_precision, moments_of, named, rule
 
 
 def _sum(first: Any, second: Any, alpha: float, sign: float) -> MomentTensor:

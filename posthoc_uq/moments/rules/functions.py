@@ -1,4 +1,4 @@
-"""Functions that a model hands over as a whole (`posthoc_uq.activations`): of one entry, or of several at a place."""
+"""Functions that a model hands over as a whole (`moments.activations`): of one entry, or of several at a place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from posthoc_uq.activations import at_mean, elementwise, jointly
+from posthoc_uq.moments.activations import at_mean, elementwise, jointly
 from posthoc_uq.moments.rules.elementwise import apply
 from posthoc_uq.moments.tensor import MomentTensor, Pass, mean_of, rule
 from posthoc_uq.moments.unscented import unscented_joint

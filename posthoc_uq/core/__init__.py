@@ -1,0 +1,1 @@
+"""Errors, options, batches, outputs, copies of models, random numbers, devices, processes."""

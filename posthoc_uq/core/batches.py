@@ -1,0 +1,713 @@
+"""Batches of every accepted form as inputs and targets on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from operator import length_hint
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
+
+from posthoc_uq.core import interrupts
+from posthoc_uq.core.devices import sent
+from posthoc_uq.core.distributed import rank, sampler_of
+from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory
+from posthoc_uq.core.model import model_device, model_dtype, unwrap
+from posthoc_uq.core.options import check_function
+from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.progress import Progress
+from posthoc_uq.core.randomness import isolated_random_state
+
+# NumPy arrays, and frames and series of pandas, as tensors.
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array, or a pandas frame or series."""
+    return isinstance(value, np.ndarray) or (hasattr(value, "to_numpy") and hasattr(value, "shape"))
+
+
+def with_tensors(inputs: Any, dtype: torch.dtype) -> Any:
+    """The inputs with arrays turned into tensors, those of floating-point numbers of type `dtype`, also inside of a
+    tuple or a mapping.
+    """
+    if isinstance(inputs, Mapping):
+        return {name: with_tensors(value, dtype) for name, value in cast(Mapping[str, Any], inputs).items()}
+    if isinstance(inputs, tuple):
+        return tuple(with_tensors(value, dtype) for value in cast(tuple[Any, ...], inputs))
+    if not is_array(inputs):
+        return inputs
+    tensor = tensor_of(inputs)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def tensor_of(array: Any) -> Tensor:
+    """The array as a tensor; a copy, since torch can only share memory that it may write to."""
+    numbers = np.asarray(array)
+    try:
+        return torch.tensor(numbers, device="cpu").contiguous()
+    except (TypeError, ValueError) as error:
+        raise PosthocUQError(
+            f"The loader yields a {type(array).__name__} of {numbers.dtype} {numbers.shape}, which torch has no type "
+            f"for; make all of it numbers, such as array.astype('float32')."
+        ) from error
+
+
+# Batches in every accepted form, read as inputs and targets on the model's device.
+#
+# A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader.
+# A batch is a tensor of inputs, ``(inputs, targets)``, a mapping (targets under one of `TARGET_NAMES`, beside
+# one tensor or the model's named arguments), or any form that `batch_to_inputs` and `batch_to_targets` take
+# apart. NumPy arrays and pandas frames become tensors: inputs of floating-point numbers of the model's number
+# type, all others of their own.
+
+BatchFunction = Callable[[Any], Any]
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+
+
+@dataclass
+class Batch:
+    """One batch on the device: arguments of the model, and targets where the loader gave them.
+
+    Attributes:
+        args: of the model, by place.
+        targets: of the samples.
+        kwargs: of the model, by name.
+        weights: of the samples, or of their positions; float64 on the CPU, finite and not negative.
+    """
+
+    args: tuple[Any, ...]
+    targets: Tensor | None = None
+    kwargs: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    weights: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor among the inputs."""
+        values = (*self.args, *(self.kwargs[name] for name in sorted(self.kwargs)))
+        return [value for value in values if isinstance(value, Tensor)]
+
+    @property
+    def empty(self) -> bool:
+        """Whether its inputs are tensors of no samples."""
+        counted = [tensor for tensor in self.tensors() if tensor.ndim > 0]
+        return bool(counted) and all(tensor.shape[0] == 0 for tensor in counted)
+
+    def call(self, model: nn.Module) -> Tensor:
+        """The model's output tensor ``(samples, ...)``.
+
+        Raises:
+            PosthocUQError: the model gives something that holds no tensor of outputs.
+        """
+        return output_tensor(self.call_any(model))
+
+    def call_any(self, model: Callable[..., Any]) -> Any:
+        """The model's return value as it is."""
+        return model(*self.args, **self.kwargs)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its inputs on `device`; targets and weights stay where they are."""
+
+        def move(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        kwargs = {k: move(v) for k, v in self.kwargs.items()}
+        return Batch(tuple(map(move, self.args)), self.targets, kwargs, self.weights)
+
+    def copied(self) -> Batch:
+        """A copy outside of any graph, for one run, since a model may change its inputs in place."""
+
+        def copy(value: Any) -> Any:
+            return value.detach().clone() if isinstance(value, Tensor) else value
+
+        args, kwargs = tree_map(copy, (self.args, self.kwargs))
+        return Batch(args, self.targets, kwargs, self.weights)
+
+    def narrow(self, start: int, length: int, samples: int) -> Batch:
+        """The samples ``start`` to ``start + length`` of a batch of `samples`."""
+
+        def cut(value: Any) -> Any:
+            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
+            return value[start : start + length] if counted else value
+
+        return self._mapped(cut)
+
+    def select(self, picked: Tensor, samples: int) -> Batch:
+        """The samples where `picked` ``(samples,)`` is true."""
+
+        def pick(value: Any) -> Any:
+            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
+            return value[picked.to(value.device)] if counted else value
+
+        return self._mapped(pick)
+
+    def doubled(self) -> Batch:
+        """A batch of one sample as a batch of that sample twice."""
+
+        def twice(value: Any) -> Any:
+            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
+            return torch.cat([value, value]) if counted else value
+
+        return self._mapped(twice)
+
+    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
+        """All that belongs to the samples, changed."""
+        kwargs = {k: change(v) for k, v in self.kwargs.items()}
+        return Batch(tuple(map(change, self.args)), change(self.targets), kwargs, change(self.weights))
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Takes batches apart and moves them to a device.
+
+    Attributes:
+        device: of the model.
+        batch_to_inputs: from a batch to the model's inputs.
+        batch_to_targets: from a batch to its targets.
+        batch_to_weights: from a batch to the weights of its samples.
+        dtype: of the model, which arrays of floating-point numbers among the inputs become; tensors keep theirs.
+        names: of the model's arguments; None where it takes any, or they are not known.
+    """
+
+    device: torch.device
+    batch_to_inputs: BatchFunction | None = None
+    batch_to_targets: BatchFunction | None = None
+    batch_to_weights: BatchFunction | None = None
+    dtype: torch.dtype = torch.float32
+    names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch_to_inputs: BatchFunction | None = None,
+        batch_to_targets: BatchFunction | None = None,
+        batch_to_weights: BatchFunction | None = None,
+    ) -> BatchReader:
+        """A reader for a model: with its device and its number type."""
+        functions = batch_to_inputs, batch_to_targets, batch_to_weights
+        return cls(model_device(model), *functions, model_dtype(model), argument_names(model))
+
+    def __post_init__(self) -> None:
+        check_function("batch_to_inputs", self.batch_to_inputs, "from a batch to the model's inputs")
+        check_function("batch_to_targets", self.batch_to_targets, "from a batch to its targets")
+        check_function(
+            "batch_to_weights", self.batch_to_weights, "from a batch to the weights of its samples"
+        )
+
+    def read(self, batch: Any) -> Batch:
+        """A `Batch` on the device.
+
+        Raises:
+            PosthocUQError: the batch has a form that needs `batch_to_inputs`, or its weights are none.
+        """
+        inputs, targets = self._split(batch)
+        if self.batch_to_inputs is None:
+            inputs = with_tensors(inputs, self.dtype)
+        if self.batch_to_targets is not None:
+            targets = self.batch_to_targets(batch)
+        targets = None if targets is None else _target_tensor(targets)
+        weights = None if self.batch_to_weights is None else checked_weights(self.batch_to_weights(batch))
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            kwargs = {str(k): self._move(v) for k, v in cast(Mapping[str, Any], inputs).items()}
+        elif isinstance(inputs, tuple):
+            args = tuple(self._move(v) for v in cast(tuple[Any, ...], inputs))
+        else:
+            args = (self._move(inputs),)
+        return Batch(args, None if targets is None else self._move(targets), kwargs, weights)
+
+    def _split(self, batch: Any) -> tuple[Any, Any]:
+        if self.batch_to_inputs is not None:
+            inputs = self.batch_to_inputs(batch)
+            pair = isinstance(batch, (tuple, list)) and len(cast(Sequence[Any], batch)) == 2
+            return inputs, (batch[1] if pair and self.batch_to_targets is None else None)
+        if isinstance(batch, Tensor) or is_array(batch):
+            return batch, None
+        if isinstance(batch, Mapping):
+            named = dict(cast(Mapping[str, Any], batch))
+            targets = next((named.pop(name) for name in TARGET_NAMES if name in named), None)
+            return self._inputs_of(named), targets
+        if isinstance(batch, (tuple, list)):
+            parts = cast(Sequence[Any], batch)
+            if len(parts) == 1:
+                return parts[0], None
+            if len(parts) == 2 or (len(parts) == 3 and self.batch_to_weights is not None):
+                return parts[0], parts[1]  # of three the last is what batch_to_weights takes
+            raise PosthocUQError(
+                f"The loader yields batches of {len(parts)} parts; say which are inputs with "
+                f"batch_to_inputs=lambda batch: ... "
+                f"(and batch_to_targets=...)."
+            )
+        raise PosthocUQError(
+            f"The loader yields batches of type {type(batch).__name__}; pass batch_to_inputs=lambda batch: "
+            f"... to take them apart."
+        )
+
+    def _inputs_of(self, named: dict[str, Any]) -> Any:
+        """The inputs in a mapping without its targets: the model's named arguments, or else its only tensor. What is no
+        tensor and has no place in the model, such as the paths of files, is left out.
+        """
+        strays = {} if self.names is None else {k: v for k, v in named.items() if k not in self.names}
+        tensors = [value for value in strays.values() if isinstance(value, Tensor) or is_array(value)]
+        own = {name: value for name, value in named.items() if name not in strays}
+        if len(tensors) == 1 and not own:
+            return tensors[0]
+        return named if tensors or not own else own
+
+    def _move(self, value: Any) -> Any:
+        return sent(value, self.device) if isinstance(value, Tensor) else value
+
+
+def argument_names(model: nn.Module) -> tuple[str, ...] | None:
+    """The names of the arguments of a model's forward pass; None where it takes any, or they are not known."""
+    try:
+        parameters = signature(unwrap(model).forward).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return tuple(parameters)
+
+
+def _target_tensor(targets: Any) -> Tensor:
+    if is_array(targets):
+        if any(isinstance(value, str) for value in np.asarray(targets).flat):
+            raise PosthocUQError(
+                "The targets are text, and class labels must be indices: series.astype('category').cat.codes, or "
+                "np.unique(labels, return_inverse=True)[1] of an array."
+            )
+        return tensor_of(targets)
+    try:
+        return targets if isinstance(targets, Tensor) else torch.as_tensor(targets, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        items = type(next(iter(targets), None)).__name__ if isinstance(targets, Sequence) else ""
+        detection = (
+            " Boxes of a detector have no likelihood here: see 'Detectors' in docs/methods/likelihoods.md."
+            if items == "dict"
+            else ""
+        )
+        raise PosthocUQError(
+            f"The targets are a {type(targets).__name__}{items and f' of {items}'} that is no tensor of numbers "
+            f"({error}); pass batch_to_targets=lambda batch: ... that makes one of them.{detection}"
+        ) from error
+
+
+def checked_weights(weights: Any) -> Tensor:
+    """Weights of the samples of one batch as float64 on the CPU.
+
+    Args:
+        weights: a tensor, an array or a list of numbers or bools.
+
+    Raises:
+        PosthocUQError: they are no numbers, negative, or not finite.
+    """
+    try:
+        own = tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise PosthocUQError(
+            f"batch_to_weights must give a tensor of numbers, one a sample, not a {type(weights).__name__}."
+        ) from None
+    if own.is_complex():
+        raise PosthocUQError(f"Sample weights must be real numbers, not {own.dtype}.")
+    own = own.detach().to("cpu", torch.float64)
+    if own.numel() and not bool((torch.isfinite(own) & (own >= 0)).all()):
+        raise PosthocUQError(
+            f"Sample weights must be finite and not negative; this batch's run from {float(own.min()):g} to "
+            f"{float(own.max()):g}. A weight of 0 leaves a sample out."
+        )
+    return own
+
+
+def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
+    """Read a loader from start to end; skips batches without samples.
+
+    Raises:
+        PosthocUQError: the loader yields no batch with samples.
+    """
+    items = items_of(loader)
+    read = _read_ahead(items, reader) if reader.device.type == "cuda" else map(reader.read, items)
+    count = 0
+    for batch in read:
+        if not batch.empty:
+            count += 1
+            yield batch
+    if count == 0:
+        raise no_sample()
+
+
+def items_of(loader: Iterable[Any]) -> Iterator[Any]:
+    """What a loader yields; an interrupt ends the wait for it."""
+    iterator, end = interrupts.at_once(iter, loader), object()
+    while (item := interrupts.at_once(next, iterator, end)) is not end:
+        yield item
+
+
+def no_sample() -> PosthocUQError:
+    """The error of a loader without data."""
+    return PosthocUQError("The loader yields no batch of samples; it needs at least one.")
+
+
+def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
+    """Batches whose transfer to the device overlaps with the work on the previous batch."""
+    stream = torch.cuda.Stream(reader.device)
+    current: Batch | None = None
+    for raw in items:
+        # The loader's own work on the device must be done before its batch is read.
+        stream.wait_stream(torch.cuda.current_stream(reader.device))
+        with torch.cuda.stream(stream):
+            following = reader.read(raw)
+        if current is not None:
+            yield current
+        main = torch.cuda.current_stream(reader.device)
+        main.wait_stream(stream)
+        for tensor in (*following.tensors(), following.targets):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(main)  # so that its memory is not reused before the work on it is done
+        current = following
+    if current is not None:
+        yield current
+
+
+def known_length(sized: Any) -> int:
+    """How many items there are, or 0 if that is unknown."""
+    try:
+        return length_hint(sized)
+    except Exception:  # no length after all; the author's error may be of any kind
+        return 0
+
+
+class Bar:
+    """A progress bar in samples, with their rate and the time left; hidden if not `visible`, and on all ranks but the
+    first.
+
+    Args:
+        loader: its numbers of samples or batches, if known, give the total.
+        description: of the work, in words.
+        visible: whether to show it.
+    """
+
+    def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
+        visible = visible and rank() == 0
+        sampler = sampler_of(loader) if visible else None
+        total = 0 if sampler is None else known_length(sampler)
+        self._batches = known_length(loader) if visible and not total else 0
+        self._bar = Progress(description, "samples", visible, total or None)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, samples: int) -> None:
+        """Add to the samples done."""
+        if self._batches:  # assume that all batches are as large as the first
+            self._bar.expect(self._batches * samples)
+            self._batches = 0
+        self._bar.advance(samples)
+
+
+def check_loader(loader: Any, name: str = "loader") -> None:
+    """Refuse data that are no loader.
+
+    Args:
+        loader: the value that was passed.
+        name: of the parameter that it was passed as.
+
+    Raises:
+        PosthocUQError: a tensor, an array, a data set, or one pair of inputs and targets.
+    """
+    pair = isinstance(loader, (tuple, list)) and len(cast(Sequence[Any], loader)) == 2
+    pair = pair and all(isinstance(part, Tensor) or is_array(part) for part in loader)
+    pair = pair and len(loader[0].shape) != len(loader[1].shape)
+    bare_data = isinstance(loader, (Tensor, Dataset, Mapping, str)) or hasattr(loader, "__array__")
+    if pair or bare_data:
+        kind = "one pair of inputs and targets" if pair else f"a {type(loader).__name__}"
+        raise PosthocUQError(
+            f"The {name} is {kind}, not an iterable of batches; wrap the data in torch.utils.data.DataLoader, "
+            f"or pass a list of batches such as [(x, y)]."
+        )
+    if not isinstance(loader, Iterable):
+        raise PosthocUQError(f"The {name} must be an iterable of batches, not a {type(loader).__name__}.")
+
+
+def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
+    """Refuse an iterator, which is used up after one sweep, where several are needed.
+
+    Raises:
+        PosthocUQError: the loader can be read only once.
+    """
+    # A DataLoader's iter() would draw from the global generator and start its workers.
+    if sweeps > 1 and isinstance(loader, Iterator) and iter(loader) is loader:
+        raise PosthocUQError(
+            "The loader is an iterator that can be read only once, and this fit reads the data "
+            f"{sweeps} times; pass a DataLoader or a list of batches."
+        )
+
+
+# Errors for models that cannot be run on a batch; they say what the model was called with.
+
+CALL = "Pass what model(...) itself takes, with the samples along the first dimension."
+LOADER = (
+    "A batch is a tensor of inputs, (inputs, targets) or a mapping of the model's named arguments; batch_to_inputs= "
+    "takes any other apart."
+)
+
+DECODER_INPUTS = (
+    "put decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels) into every batch, here and for "
+    "predictions."
+)
+
+NAMED = (
+    "The entries of a mapping are named arguments here: predictor(**mapping), or the mapping itself from the loader or "
+    "from batch_to_inputs. A model that takes a whole mapping needs a module around it, with forward(self, **inputs)."
+)
+
+
+def batch_of_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, device: torch.device
+) -> Batch:
+    """The arguments of one call of a model; where there are arrays among them, all on its device, as in a loader.
+
+    A single argument may be a batch as the loader gave it, with targets, which are ignored: no model that has a
+    posterior takes a whole mapping, list or tuple as its only argument (`count_samples`).
+    """
+    if len(args) == 1 and not kwargs and _of_a_loader(args[0]):
+        read = BatchReader(device, dtype=model_dtype(model), names=argument_names(model)).read(args[0])
+        return Batch(read.args, None, read.kwargs)
+    if not any(is_array(value) for value in (*args, *kwargs.values())):
+        return Batch(args, None, kwargs)
+    dtype = model_dtype(model)
+    return Batch(with_tensors(args, dtype), None, with_tensors(kwargs, dtype)).to(device)
+
+
+def _of_a_loader(value: Any) -> bool:
+    """Whether a value is a batch of a loader: a mapping, ``[inputs]`` or ``(inputs, targets)``; not two samples."""
+    if isinstance(value, Mapping):
+        return True
+    if type(value) not in (tuple, list) or len(value) not in (1, 2):
+        return False
+    inputs, targets = value[0], value[-1]
+    if not (isinstance(inputs, (Tensor, Mapping, tuple)) or is_array(inputs)):
+        return False
+    shape = getattr(inputs, "shape", None)
+    samples = len(value) == 2 and shape is not None and len(shape) in (1, 3)
+    return not (samples and shape == getattr(targets, "shape", None))
+
+
+@contextmanager
+def explained(
+    network: Callable[[], nn.Module], batch: Batch, what: str = "these inputs", way_out: str = CALL
+) -> Generator[None]:
+    """Where the body fails because the model cannot be run on the batch, say what the model was called with.
+
+    To find out, the model is run once by itself after the body has failed. If it runs, the body's error is passed on
+    unchanged.
+
+    Args:
+        network: gives the model, or a copy of it, to run without gradients.
+        batch: the arguments.
+        what: the batch, in words.
+        way_out: advice for arguments of the right types.
+
+    Raises:
+        PosthocUQError: the model cannot be run on the batch, or its outputs do not count the samples; says the shapes,
+            the types and the way out.
+    """
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        if not isinstance(error, PosthocUQError) or isinstance(error, UnsupportedLayerError):
+            _check_run(network(), batch, what, way_out)
+        raise
+
+
+def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> None:
+    ids = _Ids(network)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), isolated_random_state(), ids:
+            outputs = batch.copied().call_any(network)
+    except Exception as error:  # a model may raise anything
+        if out_of_memory(error):
+            return
+        message = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise PosthocUQError(
+            f"The model cannot be run on {what}, {described(batch)}. {ids.fault or _advice(network, batch) or way_out} "
+            f"The model's own error is {type(error).__name__}: {message}."
+        ) from error
+    samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), None)
+    if isinstance(outputs, Tensor) and samples is not None and outputs.shape[:1] != (samples,):
+        raise PosthocUQError(
+            f"The model gives outputs of shape {tuple(outputs.shape)} for {what}, {described(batch)}; the first "
+            f"dimension of both must count the samples. Of one sample, pass x.unsqueeze(0)."
+        )
+
+
+class _Ids(TorchFunctionMode):
+    """Checks that embeddings are given ids that they have.
+
+    Attributes:
+        fault: the first embedding that was not, in words; empty if there is none.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(p): name.removesuffix(".weight") for name, p in network.named_parameters()}
+        self.fault = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.embedding, F.embedding_bag) and not self.fault:
+            self._look(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, input: Any, weight: Any, *_: Any, **__: Any) -> None:
+        if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
+            return
+        name = f"Embedding '{self._names[id(weight)]}'" if id(weight) in self._names else "An embedding"
+        if input.is_floating_point():
+            self.fault = f"{name} takes whole numbers, and was given {_short(input.dtype)}: pass x.long()."
+        elif input.numel() and not 0 <= int(input.min()) <= int(input.max()) < len(weight):
+            self.fault = (
+                f"{name} has rows 0 to {len(weight) - 1}, and was given ids from {int(input.min())} to "
+                f"{int(input.max())}; is the tokenizer another one's?"
+            )
+
+
+def described(batch: Batch) -> str:
+    """Type and shape of every argument of a model, such as ``float32 (8, 3, 32, 32)``."""
+    named = [f"{name}={_kind(value)}" for name, value in batch.kwargs.items()]
+    return ", ".join([*map(_kind, batch.args), *named]) or "no argument"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{_short(value.dtype)} {tuple(value.shape)}"
+    if is_array(value):
+        return f"{type(value).__name__} {tuple(value.shape)}"
+    tensors = isinstance(value, (list, tuple)) and all(isinstance(part, Tensor) for part in value)  # pyright: ignore[reportUnknownVariableType]
+    count = f" of {len(value)} tensors" if tensors else ""  # pyright: ignore[reportUnknownArgumentType]
+    return f"a {type(value).__name__}{count}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _advice(network: nn.Module, batch: Batch) -> str:
+    """Advice for arguments whose kind or number type does not fit the model; empty without any."""
+    if whole_mapping(batch):
+        return NAMED
+    if lacks_decoder_inputs(network, batch):
+        return f"Its decoder needs inputs too, and the labels were taken out of the batch as targets: {DECODER_INPUTS}"
+    if advice := _other_names(network, batch):
+        return advice
+    weights_dtype = model_dtype(network)
+    input_dtypes = [value.dtype for value in batch.tensors()]
+    if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):
+        return f"Pass tensors: torch.as_tensor(x, dtype={weights_dtype})."
+    if any(dtype.is_floating_point and dtype != weights_dtype for dtype in input_dtypes):
+        return f"Its weights are {_short(weights_dtype)}: pass x.to({weights_dtype})."
+    if input_dtypes and not any(dtype.is_floating_point for dtype in input_dtypes):
+        return f"Its weights are {_short(weights_dtype)}: pass x.to({weights_dtype}), unless the model takes integers."
+    return ""
+
+
+def whole_mapping(batch: Batch) -> bool:
+    """Whether an argument is a mapping that holds the tensors."""
+    return not batch.tensors() and any(isinstance(value, Mapping) for value in batch.args)
+
+
+def lacks_decoder_inputs(network: nn.Module, batch: Batch) -> bool:
+    """Whether a model of transformers with an encoder and a decoder is called without inputs of the decoder."""
+    if not getattr(getattr(network, "config", None), "is_encoder_decoder", False):
+        return False
+    return len(batch.args) < 2 and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.kwargs)
+
+
+def _other_names(network: nn.Module, batch: Batch) -> str:
+    """Advice for a batch that names arguments which the model does not have; empty if it has them."""
+    parameters = argument_names(network)
+    stray = [name for name in batch.kwargs if name not in (parameters or batch.kwargs)]
+    if parameters is None or not stray:
+        return ""
+    if len(parameters) == 1:
+        (only,) = parameters
+        return (
+            f"The model takes one argument, '{only}': pass batch_to_inputs=lambda batch: batch[{stray[0]!r}]; if it "
+            f"takes the whole mapping, put it into a module with forward(self, **inputs) that calls it."
+        )
+    return (
+        f"The model takes {list(parameters)}, and the batch names {list(batch.kwargs)}: give it those names with "
+        f"batch_to_inputs=lambda batch: dict(...)."
+    )
+
+
+# The arguments of one call, for several models that run on them in turn.
+
+
+class Inputs:
+    """One call's arguments. Every draw gets them unchanged, even if a model writes into its inputs.
+
+    Args:
+        args: positional arguments.
+        kwargs: named arguments.
+        dtype: what floating-point tensors among them are cast to, or None.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> None:
+        def cast(value: Any) -> Any:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if floating and dtype is not None else value
+
+        self._args, self._kwargs = tree_map(cast, (args, kwargs))
+        self._copy: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._versions: list[int] | None = None
+
+    def anew(self) -> Inputs:
+        """The same arguments with copies of their own, for trials without gradients."""
+        return Inputs(self._args, self._kwargs, None)
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments themselves."""
+        return self._args, self._kwargs
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes, types and devices of the tensors, as a dictionary key."""
+        leaves = enumerate(tree_leaves((self._args, self._kwargs)))
+        return tuple((k, tuple(v.shape), v.dtype, v.device) for k, v in leaves if isinstance(v, Tensor))
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A copy of the arguments that no model has written into."""
+        copy = self._copy
+        if copy is None or self._versions is None or self._versions != _versions(copy):
+            copy = tree_map(_clone, (self._args, self._kwargs))
+            self._copy, self._versions = copy, _versions(copy)
+        return copy
+
+    def run(self, model: nn.Module) -> Tensor:
+        """The output tensor of `model`."""
+        args, kwargs = self.fresh()
+        return output_tensor(model(*args, **kwargs))
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _versions(call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[int] | None:
+    """How often each tensor was written, or None where one does not count (those of inference mode)."""
+    tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
+    return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]

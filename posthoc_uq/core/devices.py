@@ -1,0 +1,183 @@
+"""What a device can hold, how numbers are read from it at once, and how much memory temporaries may take."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.errors import PosthocUQError
+
+# The number types of a device, tensors on the CPU whatever torch's default device is, and reads from a
+# device.
+#
+# Every tensor that the library makes is put on a named device: random numbers and small tables on the CPU,
+# all others on the device of the tensor that they belong to.
+
+_WITHOUT_DOUBLE = ("mps",)
+
+
+def has_double(device: torch.device) -> bool:
+    """Whether the device knows float64."""
+    return device.type not in _WITHOUT_DOUBLE
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The floating-point type of a device with the highest precision."""
+    return torch.float64 if has_double(device) else torch.float32
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64, on the CPU where its device has none."""
+    return (tensor if has_double(tensor.device) else tensor.cpu()).double()
+
+
+def host_double(value: Any) -> Tensor:
+    """A number, a list of numbers or a tensor of any device, in float64 on the CPU."""
+    if isinstance(value, Tensor):
+        return value.cpu().double()
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; on the CPU if it is float64 and the device has no float64."""
+    if tensor.dtype == torch.float64 and not has_double(device):
+        return tensor.cpu()
+    return tensor.to(device)
+
+
+def on_host(*tensors: Tensor) -> list[Tensor]:
+    """The tensors on the CPU. Those of one device come in one copy, so that the host waits for it once."""
+    copies = list(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type != "cpu":
+            by_device.setdefault(tensor.device, []).append(index)
+    for indices in by_device.values():
+        if any(tensors[index].requires_grad for index in indices):  # a copy that keeps the graph
+            copies = [
+                tensor.cpu() if index in indices else copies[index] for index, tensor in enumerate(tensors)
+            ]
+            continue
+        flat = [tensors[index].contiguous().reshape(-1).view(torch.uint8) for index in indices]
+        parts = torch.cat(flat).cpu().split([len(part) for part in flat])
+        for index, part in zip(indices, parts, strict=True):  # cloned, so that memory is aligned for the type
+            original = tensors[index]
+            copies[index] = part.clone().view(original.dtype).reshape(original.shape)
+    return copies
+
+
+def moved(tensors: Iterable[Tensor], device: torch.device | str) -> list[Tensor]:
+    """The tensors on a device; those that come to the CPU come in one copy."""
+    if torch.device(device).type == "cpu":
+        return on_host(*tensors)
+    return [tensor.to(device) for tensor in tensors]
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without waiting for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # a transfer from pageable memory makes the host wait
+    return tensor.to(device, non_blocking=True)
+
+
+def usable_device(name: torch.device | str, shown: str, way_out: str) -> torch.device:
+    """A device on which tensors can be made.
+
+    Args:
+        name: of the device, or the device.
+        shown: what the user wrote, for the error.
+        way_out: what else to do, for the error.
+
+    Raises:
+        PosthocUQError: there is no such device.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise PosthocUQError(
+            f"{shown} is not there: torch knows none of this name; use cpu, cuda or cuda:1."
+        ) from None
+    if device.type == "meta":
+        raise PosthocUQError(f"{shown} is no place for numbers: tensors there have a shape alone; {way_out}.")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+        if not count:  # torch's own text gives advice on drivers, or lists all that it was built for
+            reason = f"torch finds no {device.type} device that it can use"
+        elif (device.index or 0) >= count:
+            reason = f"torch finds {count} GPU{'' if count == 1 else 's'}, numbered from 0"
+        else:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise PosthocUQError(f"{shown} is not there: {reason}; {way_out}.") from None
+    return device
+
+
+class Checks:
+    """Values of a batch that the host must see. They are gathered on the device and read together when the batch is
+    done, since every read makes the host wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+
+    def later(self, value: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Call `use` with the value on the CPU at the next `look`; it may raise an error."""
+        self._wanted.append((value.detach(), use))
+
+    def look(self) -> None:
+        """Read all values, and call their functions in the order of the calls of `later`."""
+        wanted, self._wanted = self._wanted, []
+        for value, (_, use) in zip(on_host(*(value for value, _ in wanted)), wanted, strict=True):
+            use(value)
+
+
+# Memory: how much a fit's temporaries may take, and giving back what it has freed.
+
+SHARE = 1 / 8  # of the free memory that one temporary may take by default
+MOST = 256 * 2**20  # bytes at most: larger temporaries are not faster
+LEAST = 2**20
+
+
+@lru_cache(maxsize=1)
+def _available(second: int) -> int:
+    """Free bytes of the machine, asked for once a second: to ask takes as long as a small network's forward pass."""
+    return int(psutil.virtual_memory().available)
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes for one temporary of the statistics: a share of what is free on the device, at most 256 MiB.
+
+    It decides the order of sums, and so their rounding. As a power of two it rarely differs between two fits on one
+    machine.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = _available(int(time.monotonic()))
+    share = max(LEAST, min(MOST, int(SHARE * free)))
+    return 1 << (share.bit_length() - 1)
+
+
+def kept_budget() -> int:
+    """Bytes of what may be computed again and is kept for the next use: a share of the machine's free memory."""
+    return int(SHARE * _available(int(time.monotonic())))
+
+
+def return_freed_memory() -> None:
+    """Make the C library return its free heap pages to the system.
+
+    glibc keeps them: some hundred MiB after a fit, or after drawing an ensemble of a ResNet. Does nothing where the C
+    library has no such call.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return

@@ -1,0 +1,102 @@
+"""The errors that the package raises, warnings that point at the user's line, and routes that a model cannot take."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# The exceptions of the package; each message names what is wrong and the way out.
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with control characters escaped: a terminal would act on them, and names from files may hold them.
+
+    Args:
+        text: of any characters.
+        keep: control characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+class PosthocUQError(Exception):
+    """Base of every error that the package raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n\t")
+
+
+class UnsupportedLayerError(PosthocUQError):
+    """A layer was asked for that the chosen method cannot treat, or whose weights it cannot follow."""
+
+
+class PosteriorMismatchError(PosthocUQError):
+    """A posterior and a model do not belong together: names, shapes or parameters differ."""
+
+
+class CorruptPosteriorError(PosthocUQError):
+    """A posterior file is damaged, incomplete, foreign, or of a format this version cannot read."""
+
+
+class NonFiniteError(PosthocUQError):
+    """A NaN or an infinity appeared where only finite numbers make sense."""
+
+
+class NotAnsweredError(PosthocUQError, AttributeError):
+    """An attribute that another head or another kind of prediction has."""
+
+
+# Warnings that point at the user's own line, however deep in the package they arise.
+
+# packages whose frames lie between a warning and the user's code
+_BETWEEN = ("posthoc_uq", "contextlib", "torch")
+
+
+def warn_user(message: str) -> None:
+    """A `UserWarning` at the line outside of this package (and of torch's calls of modules) that led here."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+# Shorter ways that not every model can take, told from errors that its user must see.
+
+# Only accelerators have an error type for it; torch's allocators of the CPU and of MPS raise a RuntimeError.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def check_refused(error: Exception, again: Callable[[], Any], plainly: Callable[[], Any]) -> None:
+    """Return if a model cannot take a shorter way: the plain way works on the same inputs, and the shorter one fails
+    once more.
+
+    Args:
+        error: with which the shorter way failed.
+        again: takes the shorter way.
+        plainly: takes the plain one.
+
+    Raises:
+        Exception: `error`, where memory ran out or the second attempt succeeds; or that of the plain way.
+    """
+    if out_of_memory(error):
+        raise error
+    plainly()
+    try:
+        again()
+    except Exception as second:
+        if out_of_memory(second):
+            raise
+        return
+    raise error

@@ -1,0 +1,297 @@
+"""Copies of a model that share its weights, so that the user's own is never touched; forward-mode derivatives of it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.core.devices import has_double
+from posthoc_uq.core.errors import PosthocUQError, out_of_memory
+from posthoc_uq.core.options import meant
+
+# A copy of the user's model that shares its parameters' storage, so that the model itself is never touched.
+#
+# Hooks, training flags, ``requires_grad`` and gradients belong to the copy; the weights are the model's own
+# memory.
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
+_PARALLEL = "module"  # the same of `DataParallel` and `DistributedDataParallel`
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, `nn.DataParallel` and `DistributedDataParallel`, or the model itself.
+
+    With it, names are the same with and without these wrappers, and nothing runs on several devices at once.
+    """
+    if not isinstance(model, nn.Module):
+        raise PosthocUQError(f"The model must be a torch.nn.Module, not a {type(model).__name__}.")
+    parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    inner = getattr(model, _PARALLEL if parallel else _COMPILED, None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without the parts that wrappers of the model, or of its parts, put into it."""
+    return ".".join(part for part in name.split(".") if part not in (_COMPILED, _PARALLEL))
+
+
+def other_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that differs from `name` by wrappers only, or None."""
+    return next((other for other in names if bare_name(other) == bare_name(name)), None)
+
+
+def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """A structural copy of `model` in eval mode, whose parameters share storage with the model's and need no
+    gradient.
+
+    Args:
+        model: any module that `copy.deepcopy` can copy.
+        parameters: tensors by name that replace the model's own, on the device of these; an `nn.Parameter` is used as
+            it is, so that several replicas can hold the same one.
+
+    Raises:
+        PosthocUQError: the model cannot be copied (scripted, lazy, or holding something that has no copy).
+    """
+    model = unwrap(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PosthocUQError("The model is a TorchScript module; pass the original nn.Module instead.")
+    replacements = parameters or {}
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PosthocUQError(
+                f"Parameter '{name}' is not initialised yet; run the model once on a batch first."
+            )
+        replacement = replacements.get(name, parameter)
+        if name not in replacements or not isinstance(replacement, nn.Parameter):
+            replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
+        memo[id(parameter)] = replacement
+    for _, _, value in _attributes(model):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            # Left from the last pass, like a feature map or a weight that a hook computes; it has no deep copy.
+            memo[id(value)] = value.detach().clone()
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a module may hold: locks, open files
+        if out_of_memory(error):
+            raise
+        raise PosthocUQError(
+            f"The model cannot be copied ({type(error).__name__}: {error}); drop what has no copy from its "
+            f"attributes{_culprit(model, memo)}."
+        ) from error
+    return twin.eval()
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Attributes of modules besides parameters, buffers and modules: name of the module, of the attribute, value."""
+    for module_name, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield module_name, name, value
+
+
+def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
+    """The first attribute that cannot be copied, in words; empty where it is hidden more deeply."""
+    for module_name, name, value in _attributes(model):
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:  # as above
+            return f": '{name}' of {f'module {module_name!r}' if module_name else 'the model itself'} is one"
+    return ""
+
+
+def check_not_meta(model: nn.Module) -> None:
+    """Refuse a model with weights on the meta device.
+
+    Raises:
+        PosthocUQError: a parameter or a buffer has a shape and no numbers.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise PosthocUQError(
+                f"'{name}' is on the meta device, where a tensor has a shape and no numbers; build the model on the "
+                f"CPU or a GPU, outside of torch.device('meta'), and load its weights there (in transformers, "
+                f"from_pretrained without device_map)."
+            )
+
+
+def check_differentiable(model: nn.Module) -> None:
+    """Refuse a model that was made under ``torch.inference_mode()``.
+
+    Raises:
+        PosthocUQError: it has parameters or buffers that cannot take part in differentiation.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not nn.parameter.is_lazy(tensor) and tensor.is_inference():
+            raise PosthocUQError(
+                f"'{name}' was made under torch.inference_mode(), and nothing can be differentiated through it; build "
+                f"the model outside of that, and give it these numbers with fresh.load_state_dict(model.state_dict())."
+            )
+
+
+def untied(model: nn.Module, layer: str) -> nn.Module:
+    """A copy of `model`, on the same memory and in eval mode, in which one layer no longer shares its parameters.
+
+    For two layers with one weight that cannot be followed through both: in the copy each has a posterior of its own
+    use. Fit, load and wrap the copy. A layer that shares its weight with an embedding, as the last one of GPT-2 does,
+    needs none of this: `fit` takes its use by itself.
+
+    Args:
+        model: the model.
+        layer: name of the module that shares parameters with others.
+
+    Raises:
+        PosthocUQError: there is no such module, or it shares none.
+    """
+    twin = replicate(model)
+    modules = dict(twin.named_modules())
+    if layer not in modules:
+        raise PosthocUQError(
+            f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{meant(layer, modules)}"
+        )
+    elsewhere = {
+        id(parameter)
+        for module in twin.modules()
+        if module is not modules[layer]
+        for parameter in module.parameters(recurse=False)
+    }
+    shared = [item for item in modules[layer].named_parameters(recurse=False) if id(item[1]) in elsewhere]
+    if not shared:
+        raise PosthocUQError(
+            f"Module '{layer}' shares no parameter with another one; fit the model as it is."
+        )
+    for attribute, parameter in shared:
+        setattr(modules[layer], attribute, nn.Parameter(parameter.detach(), requires_grad=False))
+    return twin
+
+
+def apart(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """`model`, or a replica of it in which parameters of these names are not shared with an embedding.
+
+    Where an embedding and other modules share one of them, the others get a parameter of their own on the same memory,
+    in common: a posterior over it is then one of their use, and the embedding stays certain. What the replica
+    is follows from the model and the names, so that a file needs no record of it.
+
+    Args:
+        model: any module.
+        names: of parameters, by any of the names that tied ones have; unknown ones are passed over.
+    """
+    wanted = set(names)
+
+    def asked(given: nn.Module) -> list[list[tuple[str, str]]]:
+        return [
+            places
+            for places in tied_to_embedding(given).values()
+            if wanted & {f"{module}.{attribute}".lstrip(".") for module, attribute in places}
+        ]
+
+    if not asked(unwrap(model)):
+        return model
+    twin = replicate(model)
+    for places in asked(twin):
+        shared = twin.get_submodule(places[0][0]).get_parameter(places[0][1])
+        own = nn.Parameter(shared.detach(), requires_grad=False)
+        for module, attribute in places:
+            setattr(twin.get_submodule(module), attribute, own)
+    return twin
+
+
+def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
+    """Parameters that an embedding shares with other modules: the embedding's name, and where the others hold it, as
+    their names and attributes.
+    """
+    holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((name, attribute, module))
+    found: dict[str, list[tuple[str, str]]] = {}
+    for places in holders.values():
+        inside = [name for name, _, module in places if isinstance(module, EMBEDDINGS)]
+        others = [
+            (name, attribute) for name, attribute, module in places if not isinstance(module, EMBEDDINGS)
+        ]
+        if inside and others:
+            found[inside[0]] = others
+    return found
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that predictions depend on, by name: those of floating-point numbers that are in the model's state
+    dict, such as the statistics of batch normalisation. Counters are no such numbers.
+    """
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point() and key not in vars(module)["_non_persistent_buffers_set"]
+    }
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Name of every parameter by the identity of its tensor."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Device of the first parameter.
+
+    Raises:
+        PosthocUQError: the model has no parameters.
+    """
+    for parameter in model.parameters():
+        return parameter.device
+    raise PosthocUQError("The model has no parameters, so there is nothing to be uncertain about.")
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """Number type of the first parameter of floating-point numbers; float32 where there is none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
+    """The number type of the statistics: float32, or float64 if the model has it or if it is asked for.
+
+    Raises:
+        PosthocUQError: `dtype` is neither of the two, or the model's device does not have it.
+    """
+    if dtype is None:
+        wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        return torch.float64 if wide else torch.float32
+    if dtype not in (torch.float32, torch.float64):
+        raise PosthocUQError(f"dtype must be torch.float32 or torch.float64, not {dtype}.")
+    if dtype == torch.float64 and not has_double(model_device(model)):
+        raise PosthocUQError(
+            f"dtype=torch.float64 is a type that '{model_device(model)}', the model's device, does not have; leave "
+            f"dtype out, or move the model to the CPU."
+        )
+    return dtype
+
+
+# Forward-mode derivatives.
+
+
+def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """`torch.func.jvp`: what a function gives, and its derivative along the tangents."""
+    _prepare()
+    return cast(Any, torch.func.jvp(function, primals, tangents))  # pyright: ignore[reportPrivateImportUsage]
+
+
+@cache
+def _prepare() -> None:
+    """Load torch's own rules before the first derivative does so: they are scripts, and some versions of torch
+    then warn that scripts are deprecated.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit", category=Warning)
+        try:
+            import torch._decomp.decompositions_for_jvp  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        except ImportError:  # a version of torch that keeps them elsewhere
+            return

@@ -1,0 +1,208 @@
+"""Linear algebra, and in which precision it runs: small systems and eigenproblems are solved in float64."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.core import interrupts
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import NonFiniteError
+
+# Above this size a float32 Gram is decomposed in float32, which halves the time, and in float64 if that fails.
+_WIDE_EIGH_LIMIT = 1024
+
+# A Gram of few rows is decomposed in its range where it has this size and the rows are less than this share of it.
+_RANGE_SIZE, _RANGE_SHARE = 512, 0.3
+_OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by all of its directions
+_SOLVED = 256  # rows of `solved_plus_one` at once
+
+CHUNK = 2**20
+"""Numbers in a temporary of the contractions of INF."""
+
+
+def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of
+    symmetric matrices.
+
+    Args:
+        gram: ``(groups, n, n)``.
+        rows: of the vectors whose products it sums, where that is known: no more of its eigenvalues are positive.
+
+    Raises:
+        NonFiniteError: the matrices are not finite.
+    """
+    interrupts.check()
+    if not bool(torch.isfinite(gram).all()):
+        raise NonFiniteError(
+            "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
+        )
+    symmetric = (gram + gram.transpose(-1, -2)) / 2
+    if rows is not None and gram.shape[-1] >= _RANGE_SIZE and rows <= _RANGE_SHARE * gram.shape[-1]:
+        return _eigh_in_range(symmetric, rows + _OVERSAMPLING)
+    # Inputs that are always zero (padding in every window) have unit eigenvectors, and make eigensolvers fail.
+    live = symmetric.diagonal(dim1=-2, dim2=-1)[0] > 0
+    if symmetric.shape[0] > 1 or bool(live.all()):
+        values, vectors = _eigh(symmetric)
+    else:
+        order = torch.cat([(~live).nonzero().flatten(), live.nonzero().flatten()])
+        dead = symmetric.shape[-1] - int(live.sum())
+        values, vectors = torch.zeros_like(symmetric[..., 0]), torch.zeros_like(symmetric)
+        vectors.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        inner_values, inner_vectors = _eigh(symmetric[:, order[dead:]][:, :, order[dead:]])
+        values[:, dead:] = inner_values.to(values)
+        vectors[:, dead:, dead:] = inner_vectors.to(vectors)
+        vectors = vectors[:, torch.argsort(order)]
+    return values.flip(-1).clamp(min=0).to(gram), vectors.flip(-1).to(gram)
+
+
+def _eigh_in_range(symmetric: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Eigenpairs of positive semidefinite matrices of a rank below `width`: of their restriction to the range, which
+    products with random vectors span (Halko, Martinsson, Tropp 2011), completed by any basis of the rest.
+    """
+    groups, size, _ = symmetric.shape
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(groups, size, width, generator=generator, dtype=symmetric.dtype, device="cpu")
+    spanned = torch.linalg.qr(as_double(symmetric @ directions.to(symmetric.device))).Q
+    restricted = spanned.transpose(-1, -2) @ as_double(symmetric @ spanned.to(symmetric))
+    inner_values, inner_vectors = _eigh((restricted + restricted.transpose(-1, -2)) / 2)
+    values = torch.zeros_like(symmetric[..., 0])
+    values[:, :width] = inner_values.flip(-1).clamp(min=0).to(values)
+    leading = (spanned @ inner_vectors.flip(-1)).to(symmetric)
+    complete = torch.linalg.qr(leading, mode="complete").Q
+    complete[..., :width] = leading
+    return values, complete
+
+
+def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenpairs by the first solver that converges; some fail on finite, rank-deficient Grams, as of a ResNet."""
+    if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
+        with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
+            return torch.linalg.eigh(symmetric)
+    wide = as_double(symmetric)
+    with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
+        return torch.linalg.eigh(wide)
+    # Torch's algorithm (divide and conquer) has failed; scipy's "evr" (relatively robust representations) differs.
+    from scipy.linalg import eigh
+
+    found = [eigh(matrix.cpu().numpy(), driver="evr") for matrix in wide]
+    values = torch.stack([torch.from_numpy(value) for value, _ in found])
+    return values.to(wide), torch.stack([torch.from_numpy(vector) for _, vector in found]).to(wide)
+
+
+def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Leading eigenpairs of a positive semidefinite ``A`` known by ``Y = A Omega`` alone.
+
+    The stabilised single-pass Nystrom approximation of Tropp, Yurtsever, Udell, Cevher 2017 (algorithm 3):
+    ``Y_nu = Y + nu Omega``, ``Omega^T Y_nu = C^T C``, and the left singular vectors of ``B = Y_nu C^{-1}``. These
+    come from the eigenvectors of the small ``B^T B`` and one QR decomposition, in float64, where squaring ``B`` loses
+    less than the sketch's own rounding; it is several times as fast as a singular value decomposition.
+
+    Args:
+        sketch: ``(groups, n, width)``.
+        test_matrix: ``(groups, n, width)``.
+
+    Returns:
+        Eigenvalues ``(groups, width)``, largest first, and orthonormal eigenvectors ``(groups, n, width)``.
+
+    Raises:
+        NonFiniteError: the sketch is not finite.
+    """
+    if not bool(torch.isfinite(sketch).all()):
+        raise NonFiniteError(
+            "The sketch of a Gram matrix is not finite, so it has no eigenbasis; check the data and the weights."
+        )
+    y, omega = as_double(sketch), as_double(test_matrix)
+    epsilon = float(torch.finfo(sketch.dtype).eps)
+    norm = torch.linalg.matrix_norm(y, dim=(-2, -1), keepdim=True)
+    shift = epsilon * norm + torch.finfo(torch.float64).tiny ** 0.5
+    shifted = y + shift * omega
+    core = omega.transpose(-1, -2) @ shifted
+    core = (core + core.transpose(-1, -2)) / 2
+    factor, info = torch.linalg.cholesky_ex(core)
+    if not bool(info.any()):
+        root = torch.linalg.solve_triangular(factor.transpose(-1, -2), shifted, upper=True, left=False)
+    else:  # rounding of the sketch is larger than the shift: leave out directions that are not positive
+        inner, turn = _eigh(core)
+        floor = epsilon * inner[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
+        scales = torch.where(inner > floor, inner.clamp(min=floor).rsqrt(), torch.zeros_like(inner))
+        root = shifted @ (turn * scales.unsqueeze(-2))
+    squares, turn = _eigh(root.transpose(-1, -2) @ root)
+    # The columns of root @ turn are orthogonal up to rounding. QR makes them orthonormal, even columns that are only
+    # rounding.
+    vectors = torch.linalg.qr(root @ turn.flip(-1)).Q
+    values = (squares.flip(-1) - shift.squeeze(-1)).clamp(min=0)
+    return values.to(sketch), vectors.to(sketch)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """The lower Cholesky factor of positive definite matrices.
+
+    Raises:
+        NonFiniteError: they are not positive definite in float64.
+    """
+    interrupts.check()
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if bool(info.any()):
+        raise NonFiniteError(
+            "A precision matrix is not positive definite to rounding; raise the prior precision or fit with "
+            "dtype=torch.float64."
+        )
+    return factor
+
+
+def positive_part(matrix: Tensor) -> Tensor:
+    """The nearest positive semidefinite matrix to a symmetric one, in the Frobenius norm."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
+    return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)
+
+
+def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
+    """``(I + R)^-1 c`` for lower triangular R, ``(G, L, L)``, and columns ``(G, L, q)``, block by block: the sum takes
+    longer than the solve, and as much memory as R.
+    """
+    solved = torch.empty_like(columns)
+    for start in range(0, columns.shape[1], _SOLVED):
+        part = slice(start, start + _SOLVED)
+        block = root[:, part, part].clone()
+        block.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
+        solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
+    return solved
+
+
+def pairs(basis: Tensor) -> Tensor:
+    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``, outside of autograd."""
+    width = basis.shape[-1]
+    products = basis.new_empty(*basis.shape[:-1], width * (width + 1) // 2)
+    start = 0
+    for first in range(width):
+        stop = start + width - first
+        torch.mul(basis[..., first : first + 1], basis[..., first:], out=products[..., start:stop])
+        start = stop
+    return products
+
+
+def pair_index(width: int, device: torch.device) -> Tensor:
+    """Where the pair of two directions stands in the packed order, ``(width, width)``."""
+    first, second = torch.triu_indices(width, width, device=device)
+    index = torch.empty(width, width, dtype=torch.long, device=device)
+    order = torch.arange(first.shape[0], device=device)
+    index[first, second] = order
+    index[second, first] = order
+    return index
+
+
+def contracted_pairs(weights: Tensor, basis: Tensor) -> Tensor:
+    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of
+    inputs.
+    """
+    width = basis.shape[-1] * (basis.shape[-1] + 1) // 2
+    step = max(1, CHUNK // max(1, basis.shape[0] * width))
+    total = weights.new_zeros(*weights.shape[:2], width)
+    for start in range(0, basis.shape[1], step):
+        part = slice(start, start + step)
+        total = total + weights[:, :, part] @ pairs(basis[:, part])
+    return total

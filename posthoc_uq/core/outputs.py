@@ -1,0 +1,275 @@
+"""Which part of what a model returns its outputs are: the tensor of logits or means, one row a sample.
+
+A model may return a tuple, a dictionary, a dataclass or an object with attributes. A `Choice` says which part is meant.
+`with_choice` makes a view of the model, on the same parameters, buffers and modules, whose calls return that part
+alone; copies of a view are views. So everything behind it sees a model that returns a tensor, and the model itself is
+not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from posthoc_uq.core.errors import PosthocUQError
+
+Output = str | int | Callable[[Any], Tensor]
+"""A key or the name of an attribute, an index, or a function of what the model returns."""
+
+NAMES = ("logits", "out", "sample")
+"""Names that a part is recognised by: those of Hugging Face transformers, torchvision's segmentation, diffusers."""
+
+_DETECTOR = (
+    "A posterior needs one tensor with a row a sample, which a detector's lists of boxes are not; fit the class logits "
+    "of its box head for given proposals ('Detectors' in docs/methods/likelihoods.md has the code)."
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which part of what a model returns is its outputs.
+
+    Attributes:
+        part: a key or an attribute's name, an index, or a function.
+        guessed: whether it was found without being asked for.
+    """
+
+    part: Output
+    guessed: bool = False
+
+    def of(self, value: Any) -> Tensor:
+        """The outputs in what a model returned.
+
+        Raises:
+            PosthocUQError: there is no such part, or it is no tensor of numbers that can be differentiated.
+        """
+        part = self.part
+        chosen = part(value) if callable(part) else _part(value, part)
+        if not isinstance(chosen, Tensor) or not chosen.is_floating_point():
+            what = (
+                f"a {type(chosen).__name__}" if not isinstance(chosen, Tensor) else f"a {chosen.dtype} tensor"
+            )
+            raise PosthocUQError(
+                f"output={self} gives {what}; the outputs must be one tensor of floating-point numbers, the logits or "
+                f"means, and the model returns {described_value(value)}."
+            )
+        return chosen
+
+    def __str__(self) -> str:
+        return _name_of(self.part) if callable(self.part) else repr(self.part)
+
+    def plain(self) -> dict[str, Any]:
+        """The choice as a file keeps it: of a function only its name."""
+        kind = "function" if callable(self.part) else "index" if isinstance(self.part, int) else "name"
+        return {
+            kind: _name_of(self.part)[:200] if callable(self.part) else self.part,
+            "guessed": self.guessed,
+        }
+
+
+def checked_output(output: Any) -> Any:
+    """The argument ``output=`` of a user.
+
+    Raises:
+        PosthocUQError: it is no key, index or function.
+    """
+    if (
+        output is None
+        or (isinstance(output, (str, int)) and not isinstance(output, bool))
+        or callable(output)
+    ):
+        return output
+    raise PosthocUQError(
+        f"output must be a key or an attribute's name (output='logits'), an index (output=0) or a function of what the "
+        f"model returns (output=lambda returned: returned['out'].mean((2, 3))), not {output!r:.100}."
+    )
+
+
+def choice_of(plain: Mapping[str, Any], function: Output | None = None) -> Choice | None:
+    """The choice that a file keeps.
+
+    Args:
+        plain: from `Choice.plain`, or empty.
+        function: the user's, where the file keeps only the name of one.
+
+    Raises:
+        PosthocUQError: a function is needed and not given, or given where the file says something else.
+    """
+    guessed = bool(plain.get("guessed", False))
+    if "function" in plain:
+        if not callable(function):
+            raise PosthocUQError(
+                f"The posterior was fitted with a function of what the model returns, output={plain['function']}, and "
+                f"a file keeps no functions: pass the same one, uq.load(path, model, output=function)."
+            )
+        return Choice(function)
+    part = plain.get("name", plain.get("index"))
+    if function is not None and function != part:
+        raise PosthocUQError(
+            f"The posterior was fitted with output={part!r}, and this is another one, {Choice(function)}; leave output "
+            f"out."
+        )
+    return None if part is None else Choice(part, guessed)
+
+
+def guessed_choice(value: Any, samples: int) -> Choice | None:
+    """The one part of what a model returned that can be its outputs; None where it returned a tensor.
+
+    A part is a candidate if it is a tensor of floating-point numbers whose first dimension counts the samples. Of
+    several, the one of a known name is taken (`NAMES`).
+
+    Args:
+        value: what the model returned.
+        samples: how many samples it was given.
+
+    Raises:
+        PosthocUQError: there is no candidate, or there are several.
+    """
+    if isinstance(value, Tensor):
+        return None
+    parts = parts_of(value)
+    candidates = [name for name, part in parts.items() if _is_candidate(part, samples)]
+    known = [name for name in candidates if name in NAMES]
+    best = known or candidates
+    if len(best) == 1:
+        return Choice(best[0], guessed=True)
+    if not best:
+        detector = any(isinstance(part, Mapping) and "boxes" in part for part in parts.values())
+        remedy = (
+            _DETECTOR
+            if detector
+            else (
+                f"one part must be a tensor of floating-point numbers whose first dimension counts the {samples} "
+                f"samples; say how it is made with output=lambda returned: ..."
+            )
+        )
+        raise PosthocUQError(f"The model returned {described_value(value)}; {remedy}")
+    raise PosthocUQError(
+        f"The model returned {described_value(value)}, and several parts can be its outputs: say which with "
+        f"output={best[0]!r} or another of {best}."
+    )
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The tensor of outputs in a model's return value, where no choice was made: the value itself, a part with one of
+    the `NAMES`, or the first entry of a sequence.
+
+    Raises:
+        PosthocUQError: there is none.
+    """
+    tensor = output
+    if not isinstance(output, Tensor):
+        parts = parts_of(output)
+        found = [name for name in NAMES if _is_candidate(parts.get(name), None)]
+        tensor = parts.get(found[0] if found else 0)
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise PosthocUQError(
+            f"The model returned {described_value(output)}; it must return a tensor of logits or means, "
+            f"or something with that tensor as 'logits' or 'out', or else fit it with output=."
+        )
+    return tensor
+
+
+def with_choice(model: nn.Module, choice: Choice | None) -> nn.Module:
+    """A view of `model` whose calls return the chosen part.
+
+    Args:
+        model: any module, or a view.
+        choice: None for the model itself.
+    """
+    if choice is None or chosen_in(model) is not None:
+        return model
+    view = copy.copy(model)  # its dictionaries of parameters, buffers and modules are the model's own
+    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        if name in vars(view):
+            vars(view)[name] = OrderedDict(vars(view)[name])
+    view.register_forward_hook(_Chooser(choice))
+    return view
+
+
+def chosen_in(model: nn.Module) -> Choice | None:
+    """The choice of a view, or of a copy of one; None for other models."""
+    hooks = vars(model).get("_forward_hooks", {}).values()
+    return next((hook.choice for hook in hooks if isinstance(hook, _Chooser)), None)
+
+
+class _Chooser:
+    """The hook of a view. Copies of the view share it, with the user's function in it."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+    def __call__(self, module: nn.Module, args: Any, returned: Any) -> Tensor:
+        return self.choice.of(returned)
+
+    def __deepcopy__(self, memo: Any) -> _Chooser:
+        return self
+
+
+def parts_of(value: Any) -> dict[str | int, Any]:
+    """The parts of what a model returned by key, attribute or index; empty where it has none."""
+    if isinstance(value, Mapping):
+        return {
+            key: part for key, part in cast(Mapping[Any, Any], value).items() if isinstance(key, (str, int))
+        }
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(cast(Any, value)._fields, cast("tuple[Any, ...]", value), strict=True))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return dict(enumerate(cast(Sequence[Any], value)))
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return dict(cast("dict[str | int, Any]", getattr(value, "__dict__", {})))
+
+
+def described_value(value: Any) -> str:
+    """What a model returned, in words: its type and its parts."""
+    if isinstance(value, Tensor):
+        return f"Tensor of {_form(value)}"
+    parts = parts_of(value)
+    if not parts:
+        return type(value).__name__
+    listed = [f"{name!r}: {_form(part)}" for name, part in list(parts.items())[:8]]
+    more = ", ..." if len(parts) > 8 else ""
+    return f"{type(value).__name__} of {', '.join(listed)}{more}"
+
+
+def _part(value: Any, name: str | int) -> Any:
+    """A part by key, attribute or index."""
+    if not isinstance(value, Tensor):
+        parts = parts_of(value)
+        if name in parts:
+            return parts[name]
+        entries: Any = value.to_tuple() if hasattr(value, "to_tuple") else value
+        if (
+            isinstance(name, int)
+            and isinstance(entries, (tuple, list))
+            and -len(entries) <= name < len(entries)
+        ):
+            return entries[name]
+        if isinstance(name, str) and hasattr(value, name):
+            return getattr(value, name)
+    raise PosthocUQError(
+        f"output={name!r} names no part of what the model returned, {described_value(value)}; "
+        + ("leave output out." if isinstance(value, Tensor) else "name one of these.")
+    )
+
+
+def _is_candidate(part: Any, samples: int | None) -> bool:
+    if not isinstance(part, Tensor) or not part.is_floating_point() or part.ndim == 0:
+        return False
+    return samples is None or part.shape[0] == samples
+
+
+def _form(part: Any) -> str:
+    if isinstance(part, Tensor):
+        return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
+    return f"a {type(part).__name__}" if part is not None else "None"
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,0 +1,177 @@
+"""Progress bars that wait for no other process, and that touch nothing where they are not shown."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from posthoc_uq.core import interrupts
+from posthoc_uq.core.distributed import rank
+
+Part = TypeVar("Part")
+
+
+class Progress:
+    """A progress bar on standard error; none at all if not `visible`, and on all ranks but the first.
+
+    Args:
+        description: of the work, in words.
+        unit: what is counted.
+        visible: whether to show it.
+        total: how much there is to do; None if that is unknown.
+
+    Attributes:
+        visible: whether it is shown.
+        done: how much is done.
+    """
+
+    def __init__(self, description: str, unit: str, visible: bool, total: int | None = None) -> None:
+        self.visible, self.done = visible and rank() == 0, 0
+        self._bar: Any = None
+        if self.visible:
+            # Every update looks at the clock, so that no second thread has to redraw a bar that became slow.
+            self._bar = _bars()(total=total, desc=description, unit=f" {unit}", leave=False, miniters=1)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def advance(self, done: int = 1) -> None:
+        """Add to what is done."""
+        self.done += done
+        if self._bar is not None:
+            self._bar.update(done)
+
+    def expect(self, total: int) -> None:
+        """Correct how much there is to do."""
+        if self._bar is not None:
+            self._bar.total = total
+
+    def restart(self, description: str) -> None:
+        """Begin again at nothing, with other work."""
+        self.done = 0
+        if self._bar is not None:
+            self._bar.reset()
+            self._bar.set_description(description)
+
+    def note(self, values: dict[str, str]) -> None:
+        """Show values beside the bar, when it is drawn next."""
+        if self._bar is not None:
+            self._bar.set_postfix(values, refresh=False)
+
+    def close(self) -> None:
+        """Take it off the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def print_above(line: str, file: Any) -> bool:
+    """Print a line above the bars that are shown; False, and nothing printed, where none ever was."""
+    if not _bars.cache_info().currsize:
+        return False
+    _bars().write(line, file=file)
+    return True
+
+
+@cache
+def _bars() -> Any:
+    """tqdm's bars with a lock of this process alone.
+
+    tqdm's own lock is shared with all forked processes. One that is killed while it holds the lock, as a loader's
+    worker may be, never releases it, and every later bar of the parent waits. The caller's own bars keep that lock.
+    """
+    from tqdm import auto
+
+    tqdm: Any = auto.tqdm
+
+    class Bars(tqdm):
+        monitor_interval = 0  # no thread of tqdm's
+
+        @classmethod
+        def _get_free_pos(cls, instance: Any = None) -> int:
+            """A line of the screen that neither these bars nor the caller's have."""
+            # Their references, copied in one step: another thread of the caller's may make a bar meanwhile.
+            others = [reference() for reference in tuple(tqdm._instances.data)]
+            shown = [bar for bar in (*cls._instances, *others) if bar is not instance]
+            taken = {abs(bar.pos) for bar in shown if hasattr(bar, "pos")}
+            return next(line for line in range(len(taken) + 1) if line not in taken)
+
+    def begin() -> None:
+        bars: Any = Bars
+        bars._instances = WeakSet()
+        bars.set_lock(threading.RLock())
+
+    begin()
+    if hasattr(os, "register_at_fork"):  # the lock may be held by a thread that a forked child does not have
+        os.register_at_fork(after_in_child=begin)
+    return Bars
+
+
+_told: ContextVar[Callable[[float], None] | None] = ContextVar("told", default=None)
+"""Who is told which share of the work under way is done, in this thread."""
+
+
+@contextmanager
+def counted(number: int, advance: Callable[[int], Any]) -> Generator[None]:
+    """Work on so many things at once: `advance` is called with parts of their number, as the loops inside tell which
+    share of the work is done (`in_parts`), and in the end with the rest.
+    """
+    done, outer = 0, _told.get()
+
+    def tell(share: float) -> None:
+        nonlocal done
+        more = min(number, int(share * number)) - done
+        if more > 0:
+            done += more
+            advance(more)
+
+    _told.set(tell)
+    try:
+        yield
+    finally:
+        _told.set(outer)
+    tell(1.0)
+
+
+@contextmanager
+def share(start: float, stop: float) -> Generator[None]:
+    """Work that is a share of the work under way, from `start` to `stop`."""
+    outer = _told.get()
+    if outer is None:
+        yield
+        return
+    _told.set(lambda inner: outer(start + inner * (stop - start)))
+    try:
+        yield
+    finally:
+        _told.set(outer)
+    outer(stop)
+
+
+def in_parts(parts: Sequence[Part]) -> Iterator[Part]:
+    """Parts of the work under way, about equally long; not to be left by `break`."""
+    outer = _told.get()
+    for place, part in enumerate(parts):
+        interrupts.check()
+        if outer is not None:
+            _told.set(lambda inner, place=place: outer((place + inner) / len(parts)))
+        yield part
+        if outer is not None:
+            outer((place + 1) / len(parts))
+            _told.set(outer)
+
+
+def tell(done: float) -> None:
+    """Say which share of the work under way is done."""
+    interrupts.check()
+    listener = _told.get()
+    if listener is not None:
+        listener(done)

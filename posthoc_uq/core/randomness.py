@@ -1,0 +1,130 @@
+"""Random numbers that depend on a sample alone, and a guard for the global random state.
+
+A label drawn for a sample is keyed on the bytes of that sample's input, so it is the same whatever the batch
+size, the order of the samples, the device or the number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.devices import as_double
+
+_MASK = (1 << 64) - 1
+_WORDS_AT_ONCE = 2**20  # words of 8 bytes in one temporary of the hashes
+# 64-bit numbers are hashed as two words: the low bits of a float64 such as 1.0 are all zero, and would stay zero in a
+# product modulo 2^64.
+_BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+# Multipliers and shifts of the SplitMix64 finaliser (Steele, Lea, Flood 2014).
+_GAMMA, _MIX1, _MIX2 = (_signed(v) for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # torch's >> keeps the sign of int64; the mask makes it the shift of an unsigned word.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """The SplitMix64 finaliser on int64 words, element by element."""
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    return x ^ _shift_right(x, 31)
+
+
+def mixed_seed(*words: int) -> int:
+    """One non-negative 63-bit seed from several integers, by the same finaliser."""
+    state = 0
+    for word in words:
+        state = (state * (_GAMMA & _MASK) + word + (_GAMMA & _MASK)) & _MASK
+        for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
+            state = ((state ^ (state >> shift)) * (factor & _MASK)) & _MASK
+    return state & (_MASK >> 1)
+
+
+def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
+    """A 64-bit hash ``(samples,)`` of each sample's input, from every tensor whose first dimension counts the
+    samples.
+
+    Integer arithmetic modulo 2^64 is exact in any order, so the key does not depend on device or batch.
+    """
+    keys: Tensor | None = None
+    for tensor in tensors:
+        if tensor.ndim == 0 or tensor.shape[0] != samples:
+            continue
+        rows = tensor.detach().reshape(samples, -1).contiguous()
+        if rows.dtype == torch.bool:
+            rows = rows.to(torch.uint8)
+        if rows.is_complex():
+            rows = torch.view_as_real(rows).reshape(samples, -1)
+        words = rows.view(_BYTES_AS_INTEGER[rows.element_size()])
+        weights = mix(torch.arange(1, words.shape[1] + 1, device=words.device) * _GAMMA) | 1
+        step = max(1, _WORDS_AT_ONCE // max(1, words.shape[1]))
+        sums = [(few.to(torch.int64) * weights).sum(dim=1) for few in words.split(step)]
+        part = mix(torch.cat(sums))
+        keys = part if keys is None else mix(keys * _GAMMA + part)
+    if keys is None:
+        keys = torch.arange(samples, device="cpu")
+    return mix(keys + _signed(mixed_seed(seed)))
+
+
+def uniforms(keys: Tensor, count: int) -> Tensor:
+    """``(samples, count)`` float64 numbers in (0, 1), a function of the keys alone."""
+    streams = torch.arange(1, count + 1, device=keys.device) * _GAMMA
+    bits = _shift_right(mix(keys.unsqueeze(1) + streams), 11)  # 53 random bits
+    return (as_double(bits) + 0.5) / (1 << 53)
+
+
+def share_of(keys: Tensor, share: float) -> Tensor:
+    """Which samples ``(samples,)`` belong to a share of the data: a function of the keys alone, by other bits than
+    those of `uniforms`.
+    """
+    bits = _shift_right(mix(mix(keys ^ _MIX1) + _GAMMA), 11)
+    return bits < int(share * (1 << 53))
+
+
+def device_generators() -> list[tuple[Any, tuple[int, ...]]]:
+    """The global generators of the devices in use: torch's module for the device, and the arguments for one."""
+    generators: list[tuple[Any, tuple[int, ...]]] = []
+    for module in (torch.cuda, torch.xpu):
+        if module.is_available() and module.is_initialized():
+            generators += [(module, (index,)) for index in range(module.device_count())]
+    if torch.backends.mps.is_available():
+        generators.append((torch.mps, ()))
+    return generators
+
+
+@contextmanager
+def isolated_random_state(seed: int | None = None) -> Generator[None]:
+    """Run a block with the global generators (Python, NumPy, torch) seeded, and restore their states afterwards."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices, state = device_generators(), torch.get_rng_state()
+    device_states = [module.get_rng_state(*place) for module, place in devices]
+    try:
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            # Not torch.manual_seed, which also seeds devices that are not in use yet and would not be restored.
+            torch.default_generator.manual_seed(seed)
+            for module in {module for module, _ in devices}:
+                getattr(module, "manual_seed_all", module.manual_seed)(seed)
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(state)
+        for (module, place), saved in zip(devices, device_states, strict=True):
+            module.set_rng_state(saved, *place)

@@ -1,0 +1,126 @@
+"""Which labels the expectation of the Fisher takes with ``fisher="auto"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil
+from typing import Any, Literal, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from posthoc_uq.core.batches import Batch, BatchReader, known_length
+from posthoc_uq.core.distributed import gather, own_samples, sampler_of
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods import Fisher, Likelihood
+
+FisherChoice = Literal["auto", "mc", "exact", "empirical"]
+
+# The measurements behind these numbers are in docs/methods/fisher.md, "What the labels cost, and buy".
+EXACT_OUTPUTS = 10
+"""Up to so many outputs the expectation is exact: as many drawn labels cost the same and are worse."""
+
+LABELS_IN_ALL = 50_000
+"""Drawn labels of a whole data set; more of them gain less than 0.01 nats."""
+
+MOST_LABELS = 3
+"""Drawn labels a sample at most: they make a fit half as long again and gain nearly half of what exact ones gain."""
+
+
+def resolve_fisher(
+    fisher: FisherChoice,
+    n_samples: int,
+    outputs: int,
+    samples: int | None,
+    likelihood: Likelihood | None = None,
+    has_targets: bool = False,
+    positions: int = 1,
+) -> tuple[Fisher, int]:
+    """The kind of labels that the expectation is over, and how many are drawn for each sample.
+
+    ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
+    samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
+    over the data, from 1 to `MOST_LABELS`. With ``n_samples`` above one it draws so many. Where a likelihood defines
+    only one of the two kinds, it takes that one; where it defines neither, the targets (``"empirical"``).
+
+    Args:
+        fisher: the kind of labels, or ``"auto"``.
+        n_samples: labels drawn per sample.
+        outputs: of the model for one sample.
+        samples: in all processes, or None where the loader does not say; they then count as few.
+        likelihood: of the targets; None for one that defines both kinds.
+        has_targets: whether the loader yields targets.
+        positions: of a sample that have a label each and count as samples of their own.
+
+    Raises:
+        PosthocUQError: the likelihood does not define the labels that are asked for.
+    """
+    defined = {
+        kind: likelihood is None or likelihood.defines(method)
+        for kind, method in (("exact", "exact_factors"), ("mc", "draw"))
+    }
+    possible = has_targets or any(defined.values()) if fisher == "auto" else defined.get(fisher, True)
+    if likelihood is not None and not possible:
+        raise _undefined_labels(fisher, likelihood)
+    if fisher != "auto":
+        return fisher, n_samples
+    if not any(defined.values()):
+        return "empirical", 1
+    if not defined["mc"]:
+        return "exact", 1
+    if n_samples > 1:
+        return "mc", n_samples
+    few = samples is None or samples < LABELS_IN_ALL
+    if defined["exact"] and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
+        return "exact", 1
+    known = 1 if samples is None else max(1, samples)
+    return "mc", min(ceil(MOST_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions)))
+
+
+def _undefined_labels(fisher: str, likelihood: Likelihood) -> PosthocUQError:
+    """The error for labels that a likelihood does not define."""
+    other_kind, other_method = {"exact": ("mc", "draw"), "mc": ("exact", "exact_factors")}.get(
+        fisher, ("", "")
+    )
+    instead = f"fisher={other_kind!r} or " if other_kind and likelihood.defines(other_method) else ""
+    missing = {
+        "exact": f"has no exact expectation over labels; take {instead}fisher='empirical', which needs targets, or "
+        f"give it a method exact_factors(outputs)",
+        "mc": f"draws no labels; take {instead}fisher='empirical', which needs targets, or give it a method "
+        f"draw(outputs, keys, draw)",
+    }.get(
+        fisher,
+        "gives no labels for the Fisher, and the loader yields no targets; pass a loader of (inputs, targets), which "
+        "fisher='empirical' takes, or give it a method draw(outputs, keys, draw)",
+    )
+    return PosthocUQError(f"Likelihood {likelihood.name!r} {missing}.")
+
+
+def samples_in_all(samples: int | None) -> int | None:
+    """The sum of a number of samples over the processes; None where one process does not know its number."""
+    counts = cast("list[int | None]", gather(samples, "counting the samples"))
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> int | None:
+    """How many samples the loader of this process holds, before it is read; None where it does not say.
+
+    A sampler says so, the batches of a list are counted, and every batch of other loaders with a length counts as large
+    as the first.
+    """
+    from_sampler = own_samples(loader)
+    if from_sampler is not None:
+        return from_sampler
+    if isinstance(loader, (list, tuple)):
+        shapes = replace(reader, device=torch.device("meta"), batch_to_weights=None)  # nothing is copied
+        read = map(shapes.read, cast("list[Any]", loader))
+        return sum(count_samples(batch) for batch in read if not batch.empty)
+    already_batched = isinstance(loader, DataLoader) and loader.batch_sampler is None
+    items = 0 if already_batched else known_length(sampler_of(loader))
+    if items:
+        return items
+    batches = known_length(loader)
+    return batches * count_samples(first) if batches else None

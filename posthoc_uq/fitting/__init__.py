@@ -1,0 +1,1 @@
+"""What a user calls: fit, tune, update, wrap."""

@@ -1,1 +1,0 @@
-"""How posteriors are found."""

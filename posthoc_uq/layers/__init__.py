@@ -1,0 +1,1 @@
+"""Which weights are used where; activations and gradients caught, and checked against autograd."""

@@ -1,0 +1,608 @@
+"""Activations and output gradients of every layer, by BackPACK and by intercepted calls."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from backpack import backpack, extend
+from backpack.context import CTX
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import UnsupportedLayerError
+from posthoc_uq.core.model import EMBEDDINGS, parameter_names, replicate
+from posthoc_uq.core.outputs import chosen_in
+from posthoc_uq.layers.calls import AffineCall, affine_call, open_attention
+from posthoc_uq.layers.layer import INTERLEAVED, WEIGHTED_MODULES, Call, Geometry, Layer, describe
+from posthoc_uq.layers.operands import Operand, Patches, Rows, Several
+
+# Catching uses of a weight wherever they happen: ``linear``, ``conv`` and products with tracked parameters.
+#
+# This is the other engine beside BackPACK. It follows the parameter, not the module, so it also sees shared
+# modules, tied weights, autocast, weights used through `torch.nn.functional`, and layers whose output is
+# changed in place afterwards.
+
+
+@dataclass
+class Use:
+    """One call of ``linear`` or ``conv`` on a tracked weight, or a product with it.
+
+    Attributes:
+        weight: the parameter itself.
+        product: whether it was a product of matrices.
+    """
+
+    kind: str
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    geometry: Geometry
+    groups: int
+    product: bool = False
+
+
+UseHandler = Callable[[Use, Tensor], None]
+
+
+class CallInterceptor(TorchFunctionMode):
+    """Reports every ``linear``, ``conv`` or product whose weight is tracked to `handler`, with the call's output.
+
+    Args:
+        tracked: identities of the parameters to look for.
+        handler: called with the use and its output while the forward pass runs.
+        anchored: whether a backward pass will follow: then only calls with gradients enabled count, and their outputs
+            are made part of the graph.
+    """
+
+    def __init__(self, tracked: set[int], handler: UseHandler, *, anchored: bool = True) -> None:
+        super().__init__()
+        self._tracked = tracked
+        self._handler = handler
+        self._anchored = anchored
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return open_attention(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if self._anchored and not torch.is_grad_enabled():
+            return output
+        call = affine_call(func, args, kwargs)
+        if call is not None and id(call.parameter) in self._tracked:
+            use = _use(call)
+            if self._anchored and not output.requires_grad:
+                output = _anchor(output)  # the first layer: nothing before it needs a gradient
+            self._handler(use, output)
+        return output
+
+
+class _Anchor(torch.autograd.Function):
+    """Makes a tensor part of the graph, but no leaf, since the model could not change a leaf in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, needs_gradient: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _anchor(tensor: Tensor) -> Tensor:
+    return _Anchor.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # type: ignore[no-any-return]
+
+
+def _use(call: AffineCall) -> Use:
+    options, geometry = call.options, Geometry()
+    if call.kind.startswith("conv"):
+        dims, padding = call.parameter.ndim - 2, options.get("padding", 0)
+        geometry = Geometry(
+            stride=_tuple(options.get("stride", 1), dims),
+            padding=padding if isinstance(padding, str) else _tuple(padding, dims),
+            dilation=_tuple(options.get("dilation", 1), dims),
+        )
+    groups = int(options.get("groups", 1))
+    return Use(call.kind, call.input, call.parameter, call.bias, geometry, groups, call.product)
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    values = tuple(int(v) for v in value)
+    return values * dims if len(values) == 1 else values
+
+
+# The BackPACK first-order extension that hands over activations and output gradients.
+#
+# BackPACK (Dangel, Kunstner, Hennig 2020) runs an extension on every extended module during the backward
+# pass. Only weighted leaf modules are extended, so the code between them may be anything. Where that is not
+# sound (a module called twice, an output changed in place, autocast), `hooks` is used instead.
+
+Handler = Callable[[nn.Module, Tensor, Tensor], None]
+
+# BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes.
+_CONTEXT_LOCK = threading.RLock()
+
+
+class _HandOver(FirstOrderModuleExtension):
+    """Passes a module's input and output gradient on; stores nothing on the parameters."""
+
+    def __call__(
+        self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]
+    ) -> None:
+        extension.handler(module, module.input0, g_out[0])
+
+
+class ActivationsAndGradients(FirstOrderBackpropExtension):
+    """Calls ``handler(module, input, output_gradient)`` for every extended weighted module, in backward
+    order.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__(
+            savefield="posthoc_uq",
+            module_exts={kind: _HandOver() for kind in WEIGHTED_MODULES},
+            fail_mode="ERROR",
+        )
+        self.handler = handler
+
+
+def extend_modules(modules: list[nn.Module]) -> None:
+    """Let BackPACK see these leaf modules. They must be a replica's, since BackPACK leaves hooks and attributes."""
+    with _CONTEXT_LOCK:
+        # BackPACK keeps the handles of its hooks for good, also those of modules that are gone
+        CTX.hook_handles = [handle for handle in CTX.hook_handles if handle.hooks_dict_ref() is not None]
+        for module in modules:
+            extend(module)
+
+
+def backward(outputs: Tensor, gradient: Tensor, handler: Handler, retain_graph: bool) -> None:
+    """Pull `gradient` back from `outputs`; every extended module's input and output gradient go to `handler`."""
+    with _CONTEXT_LOCK, backpack(ActivationsAndGradients(handler), retain_graph=retain_graph):
+        outputs.backward(gradient, retain_graph=retain_graph)
+
+
+# A layer's activations and output gradients in one backward pass, as operands of the statistics.
+
+
+@dataclass
+class LayerGradients:
+    """All uses of one layer in one backward pass."""
+
+    layer: Layer
+    calls: list[Call]
+    samples: int
+    batch_axis: int
+
+    def operands(self, dtype: torch.dtype) -> tuple[Operand, Tensor]:
+        """Activations, and output gradients ``(samples, groups, positions, outputs)``, in `dtype`.
+
+        Further calls of a layer count as further positions: their weight gradients add up within a sample.
+
+        Raises:
+            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
+        """
+        activations = self.activations(dtype)
+        return activations[0] if len(activations) == 1 else Several(activations), self.gradients(dtype)
+
+    def gradients(self, dtype: torch.dtype) -> Tensor:
+        """The output gradients of `operands` alone.
+
+        Raises:
+            UnsupportedLayerError: the calls do not fit together.
+        """
+        gradients = [self._gradients(call, dtype) for call in self.calls]
+        if len(gradients) == 1:
+            return gradients[0]
+        if any(g.shape[1::2] != gradients[0].shape[1::2] for g in gradients):
+            raise UnsupportedLayerError(
+                f"Layer '{self.layer.name}' uses its weight both as it is and transposed."
+            )
+        return torch.cat(gradients, dim=2)
+
+    def activations(self, dtype: torch.dtype) -> list[Operand]:
+        """Activations in `dtype`, one operand a call.
+
+        Raises:
+            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
+        """
+        return [self._activations(call, dtype) for call in self.calls]
+
+    def norm_bound(self) -> float:
+        """An upper bound of the norm of all activations: an input is in at most ``prod(kernel)`` patches."""
+        kernel = prod(self.layer.weight_shape[2:])
+        squares = [
+            kernel * float(torch.linalg.vector_norm(call.input.detach().float())) ** 2 for call in self.calls
+        ]
+        ones = sum(
+            g.numel() // self.layer.outputs for call in self.calls if (g := call.output_gradient) is not None
+        )
+        return (sum(squares) + ones * (self.layer.bias is not None)) ** 0.5
+
+    def _activations(self, call: Call, dtype: torch.dtype) -> Operand:
+        layer, x = call.layer, call.input.detach()
+        if not layer.convolutional:
+            rows = self._rows(x).to(dtype)
+            return Rows((F.pad(rows, (0, 1), value=1.0) if layer.bias is not None else rows).unsqueeze(1))
+        if x.shape[0] != self.samples:
+            raise UnsupportedLayerError(
+                f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {self.samples} "
+                f"samples; leave it out with layers=... or unsupported='skip'."
+            )
+        x, padding = x.to(dtype), call.geometry.padding
+        pointwise = all(size == 1 for size in layer.weight_shape[2:])
+        if not pointwise or not (isinstance(padding, str) or not any(padding)):
+            return Patches(x, layer, call.geometry)
+        for axis, stride in enumerate(call.geometry.stride):
+            if stride > 1:
+                x = x[(slice(None),) * (axis + 2) + (slice(None, None, stride),)]
+        columns = x.reshape(self.samples, layer.groups, x.shape[1] // layer.groups, -1)
+        if layer.bias is not None:
+            ones = columns.new_ones(1, 1, 1, 1).expand(*columns.shape[:2], 1, columns.shape[3])
+            columns = torch.cat((columns, ones), 2)
+        return Rows(columns.transpose(2, 3))
+
+    def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:
+        layer, gradient = call.layer, call.output_gradient
+        assert gradient is not None
+        gradient = gradient.detach().to(dtype)
+        if not layer.convolutional:
+            return self._rows(gradient).unsqueeze(1)
+        return gradient.reshape(self.samples, layer.groups, layer.outputs, -1).transpose(2, 3)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
+        features, axis, samples = tensor.shape[-1], self.batch_axis, self.samples
+        if (
+            tensor.ndim > 1
+            and axis in (0, INTERLEAVED)
+            and tensor.shape[0]
+            and tensor.shape[0] % samples == 0
+        ):
+            if axis == 0:
+                return tensor.reshape(samples, -1, features)
+            return tensor.reshape(-1, samples, *tensor.shape[1:]).movedim(1, 0).reshape(samples, -1, features)
+        if 0 < axis < tensor.ndim - 1 and tensor.shape[axis] == samples:
+            return tensor.movedim(axis, 0).reshape(samples, -1, features)
+        raise UnsupportedLayerError(
+            f"Layer '{self.layer.name}' got an input of shape {tuple(tensor.shape)}, in which the {samples} "
+            f"samples of the batch cannot be told apart; leave it out with layers=... or unsupported='skip'."
+        )
+
+
+# Which weights are used where, and the activations and output gradients of each, batch by batch.
+#
+# `Capture` owns a replica of the model. `Capture.discover` finds the weighted layers on the first batch and
+# chooses the engine for each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.prepare` then
+# proves that nothing was missed.
+
+Engine = Literal["backpack", "hooks"]
+
+
+Sink = Callable[[LayerGradients], None]
+
+
+@dataclass
+class TrackedLayer:
+    """A layer as it was used on the first batch.
+
+    Attributes:
+        holders: names and types of the modules that hold the weight; several where it is tied.
+        embeddings: the names of those of them that are embeddings, where others are not.
+        own_weight: the weight's name in the module that the layer is named after.
+        product: whether the weight was seen as a factor of a product of matrices.
+        both_ways: whether it was used both as it is and transposed.
+    """
+
+    layer: Layer
+    module: nn.Module | None
+    engine: Engine = "hooks"
+    geometry: Geometry = field(default_factory=Geometry)
+    uses: int = 0
+    batch_axis: int = 0
+    keep_input: bool = False  # copy the input, since the model changes it in place after the call
+    holders: tuple[tuple[str, str], ...] = ()
+    embeddings: tuple[str, ...] = ()
+    own_weight: str = ""
+    product: bool = False
+    both_ways: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names by which the layer may be asked for; those of embeddings that share its weight are not among
+        them.
+        """
+        own = [self.layer.name, *(name for name, _ in self.holders)]
+        return [name for name in own if name not in self.embeddings]
+
+
+Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
+
+
+def owners(model: nn.Module) -> dict[int, list[Owner]]:
+    """For every parameter's identity, the modules that hold it."""
+    holders: dict[int, list[Owner]] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((module_name, attribute, module))
+    return holders
+
+
+class Capture:
+    """Runs a model and hands over each tracked layer's activations and output gradients.
+
+    Args:
+        model: the user's model; it is copied, and only the copy is run.
+
+    Attributes:
+        twin: the copy.
+        tracked: the layers by name.
+        watched: a layer, tracked or not, whose inputs every `Recording` also keeps.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.twin = replicate(model)
+        self.tracked: dict[str, TrackedLayer] = {}
+        self.watched: Layer | None = None
+        self._by_module: dict[nn.Module, TrackedLayer] = {}
+
+    def discover(self, batch: Batch, autocast: bool) -> list[TrackedLayer]:
+        """Run one batch and return every weighted layer it uses, in the order of their last calls.
+
+        Where the outputs are a part of what the model returns, layers that do not reach it are left out.
+        """
+        names, holders = parameter_names(self.twin), owners(self.twin)
+        seen: dict[int, tuple[TrackedLayer, list[tuple[Use, int, Tensor, int]]]] = {}
+        part = chosen_in(self.twin) is not None
+
+        def note(use: Use, output: Tensor) -> None:
+            key = id(use.weight)
+            if key not in seen:
+                seen[key] = (_describe(use, names, holders), [])
+            entry = seen.pop(key)
+            entry[1].append((use, use.input._version, output, output._version))
+            seen[key] = entry
+
+        with torch.enable_grad(), CallInterceptor(set(names), note):
+            outputs = batch.call(self.twin)
+        if part:
+            before = _nodes_before(outputs)
+            seen = {
+                key: entry
+                for key, entry in seen.items()
+                if any(output.grad_fn in before for _, _, output, _ in entry[1])
+            }
+        for tracked, uses in seen.values():
+            use = uses[0][0]
+            tracked.both_ways = len({u.kind for u, _, _, _ in uses}) > 1
+            tracked.uses, tracked.geometry = len(uses), use.geometry
+            tracked.keep_input = any(u.input._version != version for u, version, _, _ in uses)
+            untouched = all(out._version == version for _, _, out, version in uses)
+            if (
+                not autocast
+                and len(uses) == 1
+                and untouched
+                and not tracked.keep_input
+                and use.input.requires_grad
+                and _is_plain(tracked, len(holders[id(use.weight)]))
+            ):
+                tracked.engine = "backpack"
+        return [tracked for tracked, _ in seen.values()]
+
+    def track(self, layers: list[TrackedLayer]) -> None:
+        """Track these layers, and let BackPACK see those that it serves."""
+        self.tracked = {tracked.layer.name: tracked for tracked in layers}
+        served = [t for t in layers if t.engine == "backpack" and t.module is not None]
+        self._by_module = {t.module: t for t in served if t.module is not None}
+        extend_modules([t.module for t in served if t.module is not None])
+
+    def run(self, batch: Batch, samples: int) -> Recording:
+        """A forward pass, ready to be pulled back through."""
+        return Recording(self, batch, samples)
+
+    @property
+    def uses_backpack(self) -> bool:
+        """Whether BackPACK serves any layer. If not, runs in several threads do not interfere: the interceptor keeps
+        everything in the `Recording`.
+        """
+        return bool(self._by_module)
+
+    def served_by_backpack(self, module: nn.Module) -> TrackedLayer | None:
+        """The layer that BackPACK serves through this module, if it does."""
+        return self._by_module.get(module)
+
+    def weight_ids(self) -> dict[int, TrackedLayer]:
+        """The tracked layers that the interceptor serves, by the identity of their weights. Looked up each time, since
+        a copy of the capture has other tensors.
+        """
+        served = (t for t in self.tracked.values() if t.engine == "hooks")
+        return {id(self.twin.get_parameter(t.layer.weight)): t for t in served}
+
+    def watched_id(self) -> int | None:
+        """The identity of the watched layer's weight, or None."""
+        return None if self.watched is None else id(self.twin.get_parameter(self.watched.weight))
+
+
+def _nodes_before(outputs: Tensor) -> set[Any]:
+    """All nodes of the autograd graph that the outputs depend on."""
+    nodes, left = set[Any](), [outputs.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            left += [before for before, _ in node.next_functions]
+    return nodes
+
+
+def _describe(use: Use, names: Mapping[int, str], all_holders: Mapping[int, list[Owner]]) -> TrackedLayer:
+    # where an embedding shares its weight with a layer, the layer comes first
+    holders = sorted(all_holders[id(use.weight)], key=lambda owner: isinstance(owner[2], EMBEDDINGS))
+    module_name, attribute, module = holders[0]
+    weight_name = names[id(use.weight)]
+    bias_name = names.get(id(use.bias)) if use.bias is not None else None
+    bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
+    name = module_name if attribute == "weight" and module_name else weight_name
+    layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
+    shown = tuple((name, type(module).__name__) for name, _, module in holders)
+    embeddings = (
+        [] if isinstance(module, EMBEDDINGS) else [n for n, _, m in holders if isinstance(m, EMBEDDINGS)]
+    )
+    return TrackedLayer(
+        layer,
+        module,
+        holders=shown,
+        embeddings=tuple(embeddings),
+        own_weight=f"{module_name}.{attribute}".lstrip("."),
+        product=use.product,
+    )
+
+
+def _is_plain(tracked: TrackedLayer, holders: int) -> bool:
+    """Whether BackPACK knows the module's class and the module runs that class's own forward pass."""
+    module = tracked.module
+    if module is None or type(module) not in WEIGHTED_MODULES or holders != 1:
+        return False
+    if type(module).forward is not getattr(module.forward, "__func__", None):  # replaced on this module
+        return False
+    return getattr(module, "padding_mode", "zeros") == "zeros"
+
+
+class Recording:
+    """One forward pass of the replica, through which gradients can be pulled back any number of times.
+
+    Attributes:
+        outputs: the model's outputs.
+        calls: uses of the layers that the interceptor serves, by name.
+        numbers: how many numbers these layers gave in this pass; a backward pass hands over as many.
+        watched: the calls of `Capture.watched`, each with a copy of the layer's input.
+    """
+
+    def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
+        self._capture = capture
+        self._samples = samples
+        self._hooked = capture.weight_ids()
+        self._watched_id = capture.watched_id()
+        self.calls: dict[str, list[Call]] = {}
+        self.watched: list[Call] = []
+        self.numbers = 0
+        self._sink: Sink | None = None
+        ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
+        with torch.enable_grad(), CallInterceptor(ids, self._note):
+            self.outputs = batch.copied().call(capture.twin)
+
+    def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
+        """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to
+        `sink` once.
+
+        Args:
+            last: no further pass follows, so the graph is freed.
+        """
+        if not self.outputs.requires_grad:
+            return
+        self._sink = sink
+        # The user's autocast is for the forward pass; the statistics have their own precision.
+        with torch.autocast(self.outputs.device.type, enabled=False):
+            gradient = gradient.to(self.outputs.dtype)
+            if self._capture.uses_backpack:
+                backward(self.outputs, gradient, self._from_backpack, retain_graph=not last)
+            else:
+                self.outputs.backward(gradient, retain_graph=not last)
+            for calls in self.calls.values():
+                self._emit([call for call in calls if call.output_gradient is not None])
+        self._sink = None
+
+    def _note(self, use: Use, output: Tensor) -> None:
+        watched = self._capture.watched
+        if watched is not None and id(use.weight) == self._watched_id:
+            self.watched.append(Call(watched, use.input.detach().clone(), use.geometry))
+        tracked = self._hooked.get(id(use.weight))
+        if tracked is None:
+            return
+        x = use.input.detach()
+        call = Call(tracked.layer, x.clone() if tracked.keep_input else x, use.geometry)
+        calls = self.calls.setdefault(tracked.layer.name, [])
+        calls.append(call)
+        self.numbers += output.numel()
+        version = call.input._version
+        # The graph refers to the hook, and this recording to the graph. The garbage collector cannot see such a circle
+        # through autograd's memory, so the hook's reference to the recording must be weak.
+        recording = weakref.ref(self)
+
+        def receive(gradient: Tensor) -> None:
+            if call.input._version != version:
+                raise UnsupportedLayerError(
+                    f"The input of layer '{tracked.layer.name}' was changed in place after the layer used "
+                    f"it, and was not on the "
+                    f"first batch; make that operation out of place, or leave the layer out with layers=...."
+                )
+            call.output_gradient = gradient
+            alive = recording()
+            if alive is not None and len(calls) == 1:
+                alive._emit(calls)
+
+        output.register_hook(receive)
+
+    def _from_backpack(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+        tracked = self._capture.served_by_backpack(module)
+        if tracked is not None:
+            self._emit([Call(tracked.layer, x, tracked.geometry, gradient)])
+
+    def _emit(self, calls: list[Call]) -> None:
+        if not calls or self._sink is None:
+            return
+        tracked = self._capture.tracked[calls[0].layer.name]
+        self._sink(LayerGradients(tracked.layer, list(calls), self._samples, tracked.batch_axis))
+        for call in calls:
+            call.output_gradient = None
+
+
+# Attention by plain operations, for transforms that torch's fused kernels do not support.
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` without dropout, from operations that have forward derivatives."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+class PlainAttention(CallInterceptor):
+    """Replaces fused attention, which does not support `vmap` and forward differentiation, by plain operations; the
+    base class opens multi-head attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(set(), lambda use, output: None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)

@@ -1,0 +1,564 @@
+"""Products with the activations of a layer: explicit rows, and patches that are never unfolded where that is dear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+import torch.nn.grad as convolution_gradients
+from torch import Tensor
+
+from posthoc_uq.layers.layer import Geometry, Layer, pad_input
+
+# Products with a layer's activations, without forming the activations where that is expensive.
+#
+# The activations are rows, the layer's inputs at each position: ``(samples, groups, positions, inputs)``. A
+# linear layer's input has this form already. A convolution's rows are its unfolded patches, ``prod(kernel)``
+# times as large as its input; but products with patches are themselves convolutions, and so is the per-sample
+# weight gradient.
+
+# The C library maps a new block of memory larger than this page by page at every use; on a CPU that costs more than
+# the arithmetic that fills it.
+CPU_TEMPORARY = 16 * 2**20
+
+COPIED = 4 * 2**20  # bytes up to which a copy stays in the cache
+
+
+class Operand(Protocol):
+    """Activations of one layer in one batch."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of the batch."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """Positions of a sample."""
+        ...
+
+    def part(self, samples: slice | Tensor) -> Operand:
+        """Some of the samples, by a slice or by their indices."""
+        ...
+
+    def rows(self) -> Tensor:
+        """The activations themselves, ``(samples, groups, positions, inputs)``."""
+        ...
+
+    def project(self, basis: Tensor) -> Tensor:
+        """``a^T U`` for ``U`` ``(groups, inputs, width)``: ``(samples, groups, positions, width)``."""
+        ...
+
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        """``total += sum w a a^T``, ``(groups, inputs, inputs)``, with temporaries of at most `limit` bytes; with
+        weights of the samples, ``(samples,)`` on the device, or 1.
+        """
+        ...
+
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
+        """``total += sum w a (a^T Omega)``, ``(groups, inputs, width)``."""
+        ...
+
+    def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
+        """Per-sample weight gradients ``sum_t g a^T``, ``(samples, groups, outputs, inputs)``, from output gradients
+        ``(samples, groups, positions, outputs)``; temporaries beside them take at most `limit` bytes.
+        """
+        ...
+
+
+def chunks(samples: int, numbers: int, element_size: int, limit: int) -> Iterator[slice]:
+    """Slices of the samples, each of at most `limit` bytes at `numbers` numbers a sample, or of one sample."""
+    step = max(1, min(samples, limit // max(1, numbers * element_size)))
+    for start in range(0, samples, step):
+        yield slice(start, min(samples, start + step))
+
+
+def weighted(rows: Tensor, weights: Tensor | None, part: slice = slice(None)) -> Tensor:
+    """Rows ``(samples, ...)`` times the weights of these samples, ``(samples,)``; as they are without weights."""
+    if weights is None:
+        return rows
+    return rows * weights[part].to(rows).reshape(-1, *[1] * (rows.ndim - 1))
+
+
+def temporary_limit(budget: int, device: torch.device) -> int:
+    """Bytes that one temporary should take: `budget`, or on a CPU less, which is faster."""
+    return min(budget, CPU_TEMPORARY) if device.type == "cpu" else budget
+
+
+def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += sum_{s,t} l r^T`` for rows ``(samples, groups, positions, size)``; total ``(groups, p, q)``."""
+    groups, p, q = total.shape
+    if groups > 1:
+        total += torch.matmul(left.transpose(2, 3), right).sum(0)
+    elif left.stride(3) == 1 and right.stride(3) == 1:
+        total[0].addmm_(left.reshape(-1, p).T, right.reshape(-1, q))
+    elif _copying_pays(left, p, q):
+        total[0].addmm_(
+            left[:, 0].permute(2, 0, 1).reshape(p, -1), right[:, 0].permute(2, 0, 1).reshape(q, -1).T
+        )
+    else:
+        total[0].addbmm_(left[:, 0].transpose(1, 2), right[:, 0])
+
+
+def _copying_pays(rows: Tensor, p: int, q: int) -> bool:
+    """Whether to copy rows whose positions are the last dimension in memory, for one product over all samples.
+
+    That pays if the copy stays in the cache, or if one product a sample would touch a large total too often.
+    """
+    samples, _, positions, _ = rows.shape
+    copied = positions * (p + q)
+    return samples * copied * rows.element_size() <= COPIED or 8 * copied < p * q
+
+
+def positions_apart(rows: Tensor) -> Tensor:
+    """Rows ``(samples, groups, positions, size)`` with every position as a sample,
+    ``(samples * positions, groups, 1, size)``.
+    """
+    return rows.transpose(1, 2).flatten(0, 1).contiguous().unsqueeze(2)
+
+
+class Rows:
+    """Activations that have the form of rows already (linear layer, pointwise convolution), or output gradients."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._rows = tensor
+
+    @property
+    def samples(self) -> int:
+        return self._rows.shape[0]
+
+    @property
+    def positions(self) -> int:
+        return self._rows.shape[2]
+
+    def part(self, samples: slice | Tensor) -> Rows:
+        return Rows(self._rows[samples])
+
+    def rows(self) -> Tensor:
+        return self._rows
+
+    def project(self, basis: Tensor) -> Tensor:
+        rows = self._rows
+        if basis.shape[0] > 1:
+            return torch.matmul(rows, basis)
+        if rows.stride(3) == 1:
+            samples, _, positions, size = rows.shape
+            return (rows.reshape(-1, size) @ basis[0]).reshape(samples, 1, positions, -1)
+        return torch.matmul(basis[0].T, rows[:, 0].transpose(1, 2)).transpose(1, 2).unsqueeze(1)
+
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        roots = None if weights is None else weights.sqrt()
+        for part in chunks(self.samples, self._numbers(total), self._rows.element_size(), limit):
+            rows = weighted(self._rows[part], roots, part)
+            add_products(total, rows, rows)
+
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
+        width = test_matrix.shape[-1] * self.positions * test_matrix.shape[0]
+        numbers = max(width, self._numbers(total))
+        for part in chunks(self.samples, numbers, self._rows.element_size(), limit):
+            chunk = self.part(part)
+            add_products(total, chunk.rows(), weighted(chunk.project(test_matrix), weights, part))
+
+    def _numbers(self, total: Tensor) -> int:
+        """The most numbers a sample that `add_products` allocates."""
+        return total.numel() if total.shape[0] > 1 else self._rows[0].numel()
+
+    def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
+        return torch.matmul(output_gradients.transpose(2, 3), self._rows)
+
+
+class Several:
+    """Activations of a layer used several times; each use adds positions, whose gradients add up within a sample."""
+
+    def __init__(self, operands: list[Operand]) -> None:
+        self._operands = operands
+
+    @property
+    def samples(self) -> int:
+        return self._operands[0].samples
+
+    @property
+    def positions(self) -> int:
+        return sum(operand.positions for operand in self._operands)
+
+    def part(self, samples: slice | Tensor) -> Several:
+        return Several([operand.part(samples) for operand in self._operands])
+
+    def rows(self) -> Tensor:
+        return torch.cat([operand.rows() for operand in self._operands], dim=2)
+
+    def project(self, basis: Tensor) -> Tensor:
+        return torch.cat([operand.project(basis) for operand in self._operands], dim=2)
+
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        for operand in self._operands:
+            operand.add_gram(total, limit, weights)
+
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
+        for operand in self._operands:
+            operand.add_sketch(total, test_matrix, limit, weights)
+
+    def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
+        parts = output_gradients.split([operand.positions for operand in self._operands], dim=2)
+        total = self._operands[0].gradients(parts[0], limit)
+        for operand, part in zip(self._operands[1:], parts[1:], strict=True):
+            total += operand.gradients(part, limit)
+        return total
+
+
+# The input Gram of a convolution of stride 1 from shifted copies of its input, without unfolding.
+#
+# The Gram is ``A = sum_{s,t} a_st a_st^T`` over the patches ``a_st``. With output positions ``t`` in a grid O
+# and the dilation ``d``, its block (channels x channels) of the kernel's positions ``k`` and ``k'`` is
+#
+#     A_kk' = sum_s sum_{t in O} x_s(t + k d) x_s(t + k' d)^T = sum_s sum_{p in O + k d} x_s(p) x_s(p + (k' - k) d)^T,
+#
+# a correlation of the input with itself at the shift ``k' - k``. Blocks of one shift differ only in their
+# windows ``O + k d``, so only at the border. Along an axis of ``w`` outputs and a kernel of size ``K``, the
+# positions ``(K - 1) d <= p < w`` (the core) are in every window and are summed once a shift; the other
+# positions of each window (its rim) are summed once a block. Nothing is subtracted, so nothing cancels.
+# Blocks of ``k > k'`` are transposes.
+
+Sizes = tuple[int, ...]  # along the spatial axes
+
+_COPY_COST = 50  # of one number, in multiply-adds; measured on two x86 cores
+
+
+def add_patch_gram(total: Tensor, x: Tensor, kernel: Sizes, dilation: Sizes, limit: int) -> None:
+    """``total += sum_{s,t} a_st a_st^T`` over the patches of a convolution of stride 1.
+
+    Args:
+        total: ``(n, n)`` with ``n = channels * prod(kernel)``, the kernel's positions varying fastest.
+        x: ``(samples, channels, *spatial)``, padded.
+        kernel: size of the kernel along each spatial axis.
+        dilation: its dilation along each spatial axis.
+        limit: bytes of one temporary; one channel's products, or as many rows as a kernel has, may take more.
+    """
+    channels, size, most = x.shape[1], prod(kernel), limit // x.element_size()
+    step = -(-channels // -(-channels // max(1, most // (channels * size**2))))  # parts of about one size
+    buffer = x.new_empty(*kernel, *kernel, step, channels)
+    for start in range(0, channels, step):
+        part = slice(start, min(channels, start + step))
+        gram = buffer[..., : part.stop - start, :].zero_()
+        for image in _parts(x, kernel, dilation, most):
+            _add_upper(gram, image, kernel, dilation, part)
+        _add_blocks(total.view(channels, size, channels, size), gram.view(size, size, -1, channels), part)
+
+
+def correlation_cost(channels: int, kernel: Sizes, dilation: Sizes, spatial_padded: Sizes) -> float:
+    """The cost of `add_patch_gram` for a sample in multiply-adds, copies included.
+
+    A call adds about ``500 n^2 + 2e8`` (1e9 for three axes). Unfolding takes ``n^2 T + 100 n T`` a sample.
+    """
+    (rows, *lengths), (height, *widths), (spacing, *spacings) = spatial_padded, kernel, dilation
+    every = unshifted = 1  # products over all axes but the first: at all shifts, and at shift zero
+    for length, k, d in zip(lengths, widths, spacings, strict=True):
+        outputs, reach = length - d * (k - 1), d * (k - 1)
+        core, rim = max(0, outputs - reach), k * min(outputs, reach)
+        every, unshifted = every * (core * (2 * k - 1) + rim * k), unshifted * (core + rim)
+    outputs = rows - spacing * (height - 1)
+    # Rows of the core and the rims for each shift along the rows, from the greatest shift down to none.
+    used = [max(0, outputs - spacing * i) + (i + 1) * min(outputs, spacing * i) for i in range(height)]
+    products = used.pop() * (every + unshifted) / 2 + sum(used) * every
+    return float(channels) ** 2 * products + _COPY_COST * channels * rows * every
+
+
+def _parts(x: Tensor, kernel: Sizes, dilation: Sizes, most: int) -> Iterator[Tensor]:
+    """Parts ``(rows, samples, *other axes, channels)`` of the input, whose `_stacks` have at most `most` numbers."""
+    samples, channels, rows = x.shape[:3]
+    reaches = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    row = channels  # numbers of one row in the largest stack
+    for length, k, reach in zip(x.shape[3:], kernel[1:], reaches[1:], strict=True):
+        row *= max((2 * k - 1) * (length - 2 * reach), k * min(length - reach, reach))
+    # Bands overlap at their ends, so rows are split only where one sample has too many.
+    band = max(1, min(rows, most // row) - reaches[0])
+    count = max(1, min(samples, most // (row * rows)))
+    for first in range(0, rows - reaches[0], band):
+        for part in x[:, :, first : first + band + reaches[0]].split(count):
+            yield part.permute(2, 0, *range(3, x.ndim), 1).contiguous()
+
+
+def _add_upper(gram: Tensor, image: Tensor, kernel: Sizes, dilation: Sizes, part: slice) -> None:
+    """Add to the blocks ``(*kernel, *kernel, part of the channels, channels)`` with ``k <= k'`` in row-major order."""
+    k, d, channels = kernel[0], dilation[0], image.shape[-1]
+    outputs = image.shape[0] - d * (k - 1)
+    for stack, along in _stacks(image, kernel[1:], dilation[1:]):
+        sizes = [axis.shifts for axis in along]
+        zero = channels * sum(axis.zero * prod(sizes[i + 1 :]) for i, axis in enumerate(along))
+        left = stack[..., zero + part.start : zero + part.stop]
+        for shift in range(k):  # along the rows, where k' - k is not negative
+            first = 0 if shift else zero
+            right = stack[shift * d :, :, first:]
+            low = d * (k - 1 - shift)  # the core of this shift is the rows from here to `outputs`
+            core = stack.new_zeros(left.shape[-1], stack.shape[-1])
+            _add_rows(core[:, first:], left, right, low, outputs)
+            for row in reversed(range(k - shift)):
+                block, start, stop = core.clone() if row else core, row * d, row * d + outputs
+                _add_rows(block[:, first:], left, right, start, min(low, stop))
+                _add_rows(block[:, first:], left, right, max(low, outputs), stop)
+                by_shift = block.view(-1, *sizes, channels).movedim(0, -2)
+                for uses in product(*(axis.uses for axis in along)):
+                    others, shifts = [use[0] for use in uses], tuple(use[1] for use in uses)
+                    gram[(row, *others, row + shift)] += by_shift[shifts]
+
+
+def _add_rows(total: Tensor, left: Tensor, right: Tensor, start: int, stop: int) -> None:
+    """``total += sum l r^T`` over the rows from `start` to `stop`, if any."""
+    if start < stop:
+        l, r = left[start:stop], right[start:stop]
+        total.addmm_(l.reshape(-1, l.shape[-1]).T, r.reshape(-1, r.shape[-1]))
+
+
+class _Along(NamedTuple):
+    """Shifts along one axis of the core, or of the rim of one window."""
+
+    shifts: int  # their number; the shifts are `dilation` apart
+    zero: int  # index of the shift 0
+    gap: tuple[int, int]  # positions left out of the window: the core, if this is a rim
+    uses: list[tuple[int, slice]]  # the kernel's positions k, each with the shifts that lead to a position k'
+
+
+def _along(length: int, k: int, d: int) -> list[_Along]:
+    reach = d * (k - 1)
+    core = _Along(2 * k - 1, k - 1, (0, 0), [(i, slice(k - 1 - i, 2 * k - 1 - i)) for i in range(k)])
+    rims = [_Along(k, i, (reach - i * d, length - reach - i * d), [(i, slice(k))]) for i in range(k) if k > 1]
+    return [core, *rims] if length > 2 * reach else rims
+
+
+def _stacks(image: Tensor, kernel: Sizes, dilation: Sizes) -> Iterator[tuple[Tensor, tuple[_Along, ...]]]:
+    """Shifted copies ``(rows, positions, shifts * channels)`` of ``(rows, samples, *axes, channels)``."""
+    last = 2 + len(kernel)  # the channels' axis
+    order = [0, 1, *range(last + 1, last + 1 + len(kernel)), *range(2, last + 1)]
+    for chosen in product(*map(_along, image.shape[2:last], kernel, dilation)):
+        view = image
+        for axis, (shifts, _, (low, high), _) in enumerate(chosen, 2):
+            d = dilation[axis - 2]
+            view = view.unfold(axis, image.shape[axis] - d * (shifts - 1), d)  # shifts here, positions last
+            if low < high:
+                view = torch.cat([view[..., :low], view[..., high:]], -1)
+        yield view.permute(order).reshape(image.shape[0], -1, prod(view.shape[2 : last + 1])), chosen
+
+
+def _add_blocks(total: Tensor, gram: Tensor, part: slice) -> None:
+    """Add blocks ``(k, k', part of the channels, channels)``, and their mirror, to ``(channels, k, channels, k')``."""
+    for k in range(gram.shape[0]):
+        total[part, k, :, k:] += gram[k, k:].permute(1, 2, 0)
+        if k > 0:  # copied first: reading both transposed and in pieces is slow
+            total[:, k, part, :k] += gram[:k, k].transpose(1, 2).contiguous().permute(1, 2, 0)
+
+
+# A convolution's activations, the patches of its input; products with them are convolutions themselves.
+
+# The cost of a convolution's weight gradient for one sample, fixed and for each number of the weight, in numbers that
+# could be unfolded in the same time; measured on two x86 cores.
+_CALL_COST, _WEIGHT_COST = 800_000, 5
+
+_CONVOLUTIONS: dict[int, tuple[Any, Any]] = {
+    1: (F.conv1d, convolution_gradients.conv1d_weight),
+    2: (F.conv2d, convolution_gradients.conv2d_weight),
+    3: (F.conv3d, convolution_gradients.conv3d_weight),
+}
+
+
+class Patches:
+    """Activations that a convolution would unfold.
+
+    Args:
+        x: the convolution's input, ``(samples, channels, *spatial)``, in the statistics' precision.
+        layer: the convolution.
+        geometry: how it was called.
+    """
+
+    def __init__(self, x: Tensor, layer: Layer, geometry: Geometry) -> None:
+        padding = geometry.padding
+        if isinstance(padding, str):
+            x, padding = pad_input(x, layer, geometry), (0,) * len(geometry.stride)
+        self._x = x
+        self._layer = layer
+        self._padding = padding
+        self._stride, self._dilation = geometry.stride, geometry.dilation
+        self._kernel = layer.weight_shape[2:]
+        self._convolve, self._weight_gradient = _CONVOLUTIONS[len(self._kernel)]
+        reach = [d * (k - 1) + 1 for d, k in zip(self._dilation, self._kernel, strict=True)]
+        padded = [size + 2 * p for size, p in zip(x.shape[2:], padding, strict=True)]
+        self._grid = [(size - r) // s + 1 for size, r, s in zip(padded, reach, self._stride, strict=True)]
+        self._fan_in = layer.weight_shape[1] * prod(self._kernel)
+
+    @property
+    def samples(self) -> int:
+        return self._x.shape[0]
+
+    @property
+    def positions(self) -> int:
+        return prod(self._grid)
+
+    def _with(self, x: Tensor, padding: tuple[int, ...]) -> Patches:
+        return Patches(x, self._layer, Geometry(self._stride, padding, self._dilation))
+
+    def part(self, samples: slice | Tensor) -> Patches:
+        return self._with(self._x[samples], self._padding)
+
+    def rows(self) -> Tensor:
+        columns = self._columns()
+        if self._layer.bias is not None:
+            columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
+        return columns.transpose(2, 3)
+
+    def _columns(self) -> Tensor:
+        """Unfolded patches without the bias, ``(samples, groups, fan-in, positions)``."""
+        padded = pad_input(self._x, self._layer, self._geometry())
+        columns = _unfold(padded, self._kernel, self._stride, self._dilation)
+        return columns.reshape(self.samples, self._layer.groups, self._fan_in, -1)
+
+    def _geometry(self) -> Geometry:
+        return Geometry(self._stride, self._padding, self._dilation)
+
+    def _arguments(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
+        return self._stride, self._padding, self._dilation, self._layer.groups
+
+    def project(self, basis: Tensor) -> Tensor:
+        groups, _, width = basis.shape
+        filters = basis[:, : self._fan_in].transpose(1, 2)
+        filters = filters.reshape(groups * width, self._layer.weight_shape[1], *self._kernel)
+        bias = basis[:, self._fan_in].reshape(-1) if self._layer.bias is not None else None
+        projected = self._convolve(self._x, filters, bias, *self._arguments())
+        return projected.reshape(self.samples, groups, width, -1).transpose(2, 3)
+
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
+        groups, _, width = test_matrix.shape
+        for part in chunks(self.samples, self.positions * groups * width, self._x.element_size(), limit):
+            patches = self.part(part)
+            patches.add_correlation(total, weighted(patches.project(test_matrix), weights, part))
+
+    def add_correlation(self, total: Tensor, rows: Tensor) -> None:
+        """``total += sum_{s,t} a z^T`` for rows ``z`` ``(samples, groups, positions, width)``."""
+        groups, width = rows.shape[1], rows.shape[3]
+        image = rows.transpose(2, 3).reshape(rows.shape[0], groups * width, *self._grid)
+        shape = (groups * width, self._layer.weight_shape[1], *self._kernel)
+        correlation = self._weight_gradient(self._x, shape, image, *self._arguments())
+        total[:, : self._fan_in] += correlation.reshape(groups, width, -1).transpose(1, 2)
+        if self._layer.bias is not None:
+            total[:, self._fan_in] += rows.sum((0, 2))
+
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        if self._layer.bias is not None:
+            self._add_bias_gram(total, weights)
+        roots = None if weights is None else weights.sqrt()
+        self._with(weighted(self._x, roots), self._padding)._add_patch_gram(total, limit)
+
+    def _add_patch_gram(self, total: Tensor, limit: int) -> None:
+        """The part of the Gram without the bias."""
+        size = self._fan_in
+        if self._correlates():
+            x = pad_input(self._x, self._layer, self._geometry())
+            add_patch_gram(total[0, :size, :size], x, self._kernel, self._dilation, limit)
+        else:
+            self._add_unfolded(total[:, :size, :size], limit)
+
+    def _correlates(self) -> bool:
+        """Whether correlating the input with itself costs less than unfolding; see `correlation_cost`."""
+        dims, channels = len(self._kernel), self._x.shape[1]
+        if self._layer.groups > 1 or max(self._stride) > 1 or (dims == 3 and channels < 32):
+            return False
+        padded = tuple(size + 2 * p for size, p in zip(self._x.shape[2:], self._padding, strict=True))
+        square = self._fan_in**2
+        cost = self.samples * correlation_cost(channels, self._kernel, self._dilation, padded)
+        cost += 500 * square + (1e9 if dims == 3 else 2e8)
+        return cost < self.samples * self.positions * (square + 100 * self._fan_in)
+
+    def _add_unfolded(self, total: Tensor, limit: int) -> None:
+        numbers = self._fan_in * self._layer.groups * self.positions
+        item = self._x.element_size()
+        if item * numbers > limit and self._grid[0] > 1:  # one sample alone takes too much memory
+            for band in self._bands(-(-item * numbers // limit)):
+                band._add_unfolded(total, limit)
+            return
+        for part in chunks(self.samples, max(numbers, total.numel() * (total.shape[0] > 1)), item, limit):
+            rows = self.part(part)._columns().transpose(2, 3)
+            add_products(total, rows, rows)
+
+    def _add_bias_gram(self, total: Tensor, weights: Tensor | None) -> None:
+        ones = self._x.new_ones(self.samples, self._layer.groups, self.positions, 1)
+        sums = total.new_zeros(*total.shape[:2], 1)
+        self.add_correlation(sums, weighted(ones, weights))
+        total[:, :, self._fan_in] += sums[:, :, 0]
+        total[:, self._fan_in, : self._fan_in] += sums[:, : self._fan_in, 0]
+
+    def _bands(self, count: int) -> Iterator[Patches]:
+        """The same patches in bands along the first spatial dimension."""
+        x, no_padding = pad_input(self._x, self._layer, self._geometry()), (0,) * len(self._kernel)
+        step = max(1, self._grid[0] // count)
+        reach = self._dilation[0] * (self._kernel[0] - 1) + 1
+        for start in range(0, self._grid[0], step):
+            stop = min(self._grid[0], start + step)
+            first, last = start * self._stride[0], (stop - 1) * self._stride[0] + reach
+            yield self._with(x[:, :, first:last], no_padding)
+
+    def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
+        samples, groups, _, outputs = output_gradients.shape
+        columns = output_gradients.transpose(2, 3)
+        if self._layer.weight_shape[1] == 1 and groups > 1:
+            gradients = self._depthwise(columns)
+        elif self._by_convolution(outputs, limit):
+            gradients = self._one_by_one(columns)
+        else:
+            gradients = columns.new_empty(samples, groups, outputs, self._fan_in)
+            numbers = groups * self._fan_in * self.positions
+            for part in chunks(samples, numbers, gradients.element_size(), limit):
+                torch.matmul(columns[part], self.part(part)._columns().transpose(2, 3), out=gradients[part])
+        gradients = gradients.reshape(samples, groups, outputs, self._fan_in)
+        if self._layer.bias is None:
+            return gradients
+        return torch.cat([gradients, columns.sum(3, keepdim=True)], dim=3)
+
+    def _by_convolution(self, outputs: int, limit: int) -> bool:
+        """Whether a convolution call per sample costs less than unfolding, as it does for large maps."""
+        unfolded = self._layer.groups * self._fan_in * self.positions
+        if unfolded * self._x.element_size() > limit:
+            return True
+        cost = _CALL_COST + _WEIGHT_COST * self._layer.groups * self._fan_in * outputs
+        return self._x.device.type == "cpu" and unfolded > cost
+
+    def _one_by_one(self, columns: Tensor) -> Tensor:
+        image = columns.reshape(self.samples, -1, *self._grid)
+        shape = (image.shape[1], *self._layer.weight_shape[1:])
+        return torch.stack(
+            [
+                self._weight_gradient(self._x[s : s + 1], shape, image[s : s + 1], *self._arguments())
+                for s in range(self.samples)
+            ]
+        )
+
+    def _depthwise(self, columns: Tensor) -> Tensor:
+        """One call for all samples, with every channel of every sample as a group."""
+        samples, groups, outputs, _ = columns.shape
+        x = self._x.reshape(1, -1, *self._x.shape[2:])
+        image = columns.reshape(1, -1, *self._grid)
+        shape = (samples * groups * outputs, 1, *self._kernel)
+        stride, padding, dilation, _ = self._arguments()
+        return self._weight_gradient(x, shape, image, stride, padding, dilation, samples * groups)
+
+
+def _unfold(padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """Patches ``(samples, channels * kernel, positions)`` of any number of spatial dimensions.
+
+    A strided view, copied once; faster than `F.unfold`, five times so for few channels.
+    """
+    windows, dims = padded, len(kernel)
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        windows = windows.unfold(axis + 2, d * (k - 1) + 1, s)[..., ::d]
+    # (samples, channels, *positions, *kernel): the kernel comes before the positions
+    order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
+    return windows.permute(order).reshape(padded.shape[0], padded.shape[1] * prod(kernel), -1)

@@ -1,0 +1,577 @@
+"""The dry run: finds the weighted layers on two samples and checks the caught gradients against autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, check_refused
+from posthoc_uq.core.model import apart, parameter_names, replicate
+from posthoc_uq.core.options import meant, shown
+from posthoc_uq.core.outputs import chosen_in
+from posthoc_uq.layers.capture import Capture, LayerGradients, Owner, TrackedLayer, owners
+from posthoc_uq.layers.layer import BATCH_AXES, WEIGHTED_MODULES, Layer
+from posthoc_uq.layers.operands import CPU_TEMPORARY
+
+# Messages about weights without a posterior: what ties or computes them, and their share of all weights.
+
+_NAMED = 5  # parameters that a message names
+# Suffixes that torch's hooks give the parameters a weight is computed from, and the functions that undo the hooks.
+_HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
+
+
+def home_of(owner: Owner, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module]:
+    """The module that a parameter belongs to; with a parametrization, the module whose weight is computed from it."""
+    name, _, module = owner
+    parent, parametrized, _ = f".{name}".rpartition(".parametrizations.")
+    return (parent[1:], modules[parent[1:]]) if parametrized else (name, module)
+
+
+def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module]) -> str:
+    """Why no use of a layer's weight was seen, and what to do about it."""
+    name, attribute, _ = owner
+    layer = f"model.get_submodule('{home_of(owner, modules)[0]}')"
+    _, parametrized, tensor = f".{name}".rpartition(".parametrizations.")
+    hook = next((_HOOKS[suffix] for suffix in _HOOKS if attribute == f"weight{suffix}"), None)
+    if parametrized:
+        remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
+    elif hook is not None:
+        remedy = f"torch.nn.utils.{hook}({layer})"
+    else:
+        return f"its weight '{parameter}' is used in a way that cannot be caught"
+    return (
+        f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight itself; call "
+        f"model.eval() and {remedy}, which keeps the weight as it is"
+    )
+
+
+def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], both_ways: bool) -> str:
+    """Why the caught parts do not add up to a layer's gradient, and what to do about it.
+
+    Args:
+        parameter: the layer's weight.
+        holders: names and types of the modules that hold the weight, the layer's own first.
+        both_ways: whether the weight is used both as it is and transposed.
+    """
+    if len(holders) < 2 and both_ways:
+        return (
+            f"its weight '{parameter}' is used both as it is and transposed, as in x @ W and h @ W.T, and a posterior "
+            f"follows one of these alone; give one of the uses a parameter of its own, "
+            f"torch.nn.Parameter(W.detach().clone()), or leave the layer out with layers=[...]"
+        )
+    if len(holders) < 2:
+        return "what was caught does not rebuild its gradient"
+    layer, shared = holders[0][0], " and ".join(f"'{name}' ({kind})" for name, kind in holders)
+    return (
+        f"its weight '{parameter}' is tied: {shared} share it, and not all of these uses can be followed; for a "
+        f"posterior of the uses in '{layer}' alone, fit and wrap posthoc_uq.untied(model, '{layer}')"
+    )
+
+
+def without_posterior(
+    parameters: Mapping[str, Tensor], kinds: Mapping[str, str], covered: Collection[str]
+) -> str | None:
+    """A message on the used weight matrices without a posterior, with their share of all weights; None if there are
+    none.
+
+    Args:
+        parameters: all parameters of the model, by name.
+        kinds: parameters that were used in the forward pass and asked for, with the type of their module.
+        covered: parameters with a posterior.
+    """
+    missing = [name for name in kinds if name not in covered and _is_matrix(parameters[name])]
+    if not missing:
+        return None
+    total = sum(p.numel() for p in parameters.values() if p.is_floating_point())
+    missing.sort(key=lambda name: -parameters[name].numel())
+    shown = [
+        f"'{name}' ({kinds[name]}, {_share(parameters[name].numel(), total)})" for name in missing[:_NAMED]
+    ]
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    summed = _share(sum(parameters[name].numel() for name in missing), total)
+    return (
+        f"Weights without a posterior, {summed} of all weights: {', '.join(shown)}{more}. Predictions take them for "
+        f"certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight gets a "
+        f"posterior; choosing layers by layers=[...] leaves out what is not to have one."
+    )
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.2g}%" if part < total else "100%"
+
+
+# Which layers the user asked for: all, the last, by name, prefix or shell pattern, or by a function.
+
+Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+def check_selection(selection: Selection) -> None:
+    """Refuse a value that cannot select layers.
+
+    Raises:
+        PosthocUQError: it is neither a string, nor several strings, nor a function.
+    """
+    value: Any = selection
+    several = isinstance(value, Collection) and not isinstance(value, Tensor)
+    if not callable(value) and not (several and all(isinstance(name, str) for name in value)):
+        raise PosthocUQError(
+            f"layers must be 'all', 'last', a list of names or patterns, or a function (name, module) -> bool; not "
+            f"{shown(selection)}."
+        )
+
+
+def matches(want: str, name: str) -> bool:
+    """Whether a dotted name, or one of its leading parts, equals `want` or fits it as a shell pattern."""
+    parts = accumulate(name.split("."), lambda prefix, part: f"{prefix}.{part}")
+    return any(part == want or fnmatchcase(part, want) for part in parts)
+
+
+def wanted_names(selection: Selection) -> list[str] | None:
+    """The names and patterns of a selection; None for ``"all"``, ``"last"`` and functions."""
+    if callable(selection) or selection in ("all", "last"):
+        return None
+    return [selection] if isinstance(selection, str) else list(selection)
+
+
+def asked_by_name(wanted: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether any of several names of one thing matches any of those wanted."""
+    known = list(names)
+    return any(matches(want, name) for want in wanted for name in known)
+
+
+def no_such_layer(want: str, names: list[str]) -> PosthocUQError:
+    """The error for a name or pattern that fits no layer."""
+    more = ", ..." if len(names) > 5 else ""
+    close = meant(want, [*names, "last", "all"])
+    return PosthocUQError(
+        f"There is no weighted layer '{want}' in the forward pass; there are {names[:5]}{more}.{close}"
+    )
+
+
+# Autograd's own gradients of a few samples, without any capture: the truth for the dry run.
+
+# Types of modules that are weighted layers, those whose uses cannot be followed included.
+HOLD_WEIGHTS = (
+    *WEIGHTED_MODULES,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.Bilinear,
+    nn.MultiheadAttention,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+class Reference:
+    """Outputs and gradients of a probe batch by autograd alone, without any capture."""
+
+    def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
+        self.samples = samples
+        twin = replicate(model).requires_grad_(True)
+        self._unused = (
+            "not used in the forward pass" if chosen_in(twin) is None else "not used for the chosen outputs"
+        )
+        self.names = parameter_names(twin)
+        self.order = {name: index for index, name in enumerate(self.names.values())}
+        self.parameters = dict(twin.named_parameters())
+        self._owners = owners(twin)
+        self._modules = dict(twin.named_modules())
+        try:
+            self._differentiate(twin, probe)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            # The model changes the input of a frozen layer in place: fine for its user, who never asks for that
+            # layer's gradient.
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+                self._differentiate(twin, probe)
+
+    def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
+        samples, parameters = self.samples, list(twin.parameters())
+        with torch.enable_grad():
+            outputs = probe.call(twin)
+            if outputs.ndim == 0 or outputs.shape[0] != samples:
+                raise PosthocUQError(
+                    f"The model gives outputs of shape {tuple(outputs.shape)} for {samples} samples; the "
+                    f"first dimension must "
+                    f"count the samples."
+                )
+            if not bool(torch.isfinite(outputs).all()):
+                raise NonFiniteError("Batch 0: the model's outputs are not finite.")
+            self.pull = self.cotangent(outputs)
+            last = torch.zeros_like(self.pull)
+            last[-1] = self.pull[-1]
+            self.total = self._gradients(outputs, parameters, self.pull, retain=True)
+            self.last = self._gradients(outputs, parameters, last, retain=False)
+
+    @staticmethod
+    def cotangent(outputs: Tensor) -> Tensor:
+        """Fixed irregular numbers in the shape of the outputs; the same for every sample."""
+        size = outputs[0].numel()
+        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(outputs.dtype)
+        return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
+
+    def _gradients(
+        self, outputs: Tensor, parameters: Sequence[Tensor], pull: Tensor, retain: bool
+    ) -> dict[str, Tensor | None]:
+        gradients = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
+        return {self.names[id(p)]: g for p, g in zip(parameters, gradients, strict=True)}
+
+    def _owner(self, parameter: str) -> Owner:
+        return self._owners[id(self.parameters[parameter])][0]
+
+    def _home(self, parameter: str) -> tuple[str, nn.Module]:
+        return home_of(self._owner(parameter), self._modules)
+
+    def _names_of(self, parameter: str) -> list[str]:
+        """The modules that hold a parameter."""
+        return [name for name, _, _ in self._owners[id(self.parameters[parameter])]]
+
+    def why_not_caught(self, parameter: str) -> str:
+        """See `uncovered.why_not_caught`."""
+        return why_not_caught(parameter, self._owner(parameter), self._modules)
+
+    def _used(self, name: str) -> bool:
+        gradient = self.total[name]
+        return gradient is not None and bool((gradient != 0).any())
+
+    def _missed(self, reached: set[str]) -> list[tuple[str, str]]:
+        missed: list[tuple[str, str]] = []
+        for name, gradient in self.total.items():
+            module_name, module = self._home(name)
+            if (
+                gradient is None
+                or gradient.ndim < 2
+                or name in reached
+                or not isinstance(module, HOLD_WEIGHTS)
+            ):
+                continue
+            if self._used(name):
+                missed.append((module_name or name, name))
+        return missed
+
+    def missed_weights(self, reached: set[str], selection: Selection) -> list[tuple[str, str]]:
+        """The weights asked for that have a gradient but were not seen in use, each after its module's name."""
+        missed = self._missed(reached)
+        if selection == "all":
+            return missed
+        if selection == "last":  # a missed layer after all caught ones would be the last
+            last_reached = max((self.order[name] for name in reached), default=-1)
+            return [
+                (module, name)
+                for module, name in missed
+                if self.order[name] > last_reached and isinstance(self._home(name)[1], WEIGHTED_MODULES)
+            ]
+        if callable(selection):
+            return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]
+        names = wanted_names(selection) or []
+        return [(module, name) for module, name in missed if asked_by_name(names, [module])]
+
+    def holds_missed(self, want: str) -> bool:
+        """Whether a module of that name, prefix or pattern holds weights that were not seen in use."""
+        return any(asked_by_name([want], [module]) for module, _ in self._missed(set()))
+
+    def asked_for(self, selection: Selection) -> dict[str, str]:
+        """The used parameters that the selection covers (for ``"all"`` and names), with the types of their modules."""
+        wanted = wanted_names(selection)
+        kinds: dict[str, str] = {}
+        for name, gradient in self.total.items():
+            module_name, module = self._home(name)
+            selected = selection == "all" if wanted is None else asked_by_name(wanted, [module_name, name])
+            if selected and gradient is not None:
+                kinds[name] = type(module).__name__
+        return kinds
+
+    def deterministic(self, covered: set[str], failures: dict[str, str]) -> dict[str, str]:
+        """Every parameter without a posterior, with the reason."""
+        reasons: dict[str, str] = {}
+        for name, gradient in self.total.items():
+            if name in covered:
+                continue
+            module_name, module = self._home(name)
+            if gradient is None:
+                reasons[name] = self._unused
+            elif failing := next(
+                (n for n in (module_name, name, *self._names_of(name)) if n in failures), None
+            ):
+                reasons[name] = f"skipped: {failures[failing]}"
+            elif isinstance(module, WEIGHTED_MODULES):
+                reasons[name] = "not among the chosen layers"
+            else:
+                reasons[name] = f"{type(module).__name__} is kept deterministic"
+        return reasons
+
+
+# The dry run: find the weighted layers on a few samples, and prove that their full gradients are
+# layer_gradients.
+#
+# For every layer the caught pairs must rebuild autograd's gradient, of the batch and of one sample alone, up
+# to rounding: ``sum_t g_st a_st^T``. A layer that fails is named, never silently missed.
+
+PROBE_SAMPLES = 2
+_NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
+_TIED = "Embedding is kept deterministic; '{}' shares its weight and has a posterior of its own use"
+
+
+@dataclass
+class Prepared:
+    """The layers that were asked for, a capture that was proved to catch their gradients, and what is left out.
+
+    Attributes:
+        model: the user's, or a replica in which the layers that share their weight with an embedding have one of
+            their own.
+        capture: ready to run; without a proof it catches nothing.
+        layers: the layers that get a posterior, by name.
+        deterministic: parameters without a posterior, each with the reason.
+        outputs: of the model for one sample.
+        warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
+    """
+
+    model: nn.Module
+    capture: Capture
+    layers: dict[str, Layer]
+    deterministic: dict[str, str]
+    outputs: int
+    warning: str | None = None
+
+
+def prepare(
+    model: nn.Module,
+    batch: Batch,
+    selection: Selection = "all",
+    *,
+    unsupported: str = "raise",
+    autocast: bool = False,
+    prove: bool = True,
+) -> Prepared:
+    """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
+
+    Args:
+        model: the user's model; copies of it are run.
+        batch: its first samples are used.
+        selection: of the layers.
+        unsupported: ``"raise"`` an error for a layer whose gradient cannot be rebuilt, or ``"skip"`` it.
+        autocast: whether the forward pass runs in mixed precision.
+        prove: whether gradients are caught at all. Without it a weight that is only used in matrix products of the
+            user's own code is left out: without a gradient nothing shows that it is a layer.
+
+    Raises:
+        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
+        PosthocUQError: the selection names no weighted layer, or the model none at all.
+    """
+    if unsupported not in ("raise", "skip"):
+        raise PosthocUQError(f"unsupported must be 'raise' or 'skip', not {unsupported!r}.")
+    samples = count_samples(batch)
+    probe, reference = _probe(model, batch, samples)
+    discovered = Capture(model).discover(probe, autocast)
+    if not discovered and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
+        raise PosthocUQError(_NO_LAYER)
+    chosen = select(discovered, selection, reference)
+    if tied := [t for t in chosen if t.embeddings]:
+        own = apart(model, [t.own_weight for t in tied])
+        prepared = prepare(own, batch, selection, unsupported=unsupported, autocast=autocast, prove=prove)
+        prepared.deterministic |= {f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name) for t in tied}
+        return prepared
+    failures: dict[str, str] = {}
+    discovered_weights = {t.layer.weight for t in discovered}
+    for name, parameter_name in reference.missed_weights(discovered_weights, selection):
+        failures[name] = reference.why_not_caught(parameter_name)
+    if prove:
+        capture, broken = _proved_capture(model, probe, chosen, reference, 0.1 if autocast else None)
+        layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
+    else:
+        capture, broken = Capture(model), [t for t in chosen if _may_be_no_layer(t)]
+        layers = {t.layer.name: t.layer for t in chosen if not _may_be_no_layer(t)}
+    failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
+    # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
+    unnamed = selection == "all" or callable(selection)
+    undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
+    errors = {name: reason for name, reason in failures.items() if name not in undecided}
+    if errors and unsupported == "raise":
+        raise _unsupported(errors)
+    if not layers:
+        raise PosthocUQError("No weighted layer is left to fit a posterior over.")
+    covered = {name for layer in layers.values() for name in layer.parameter_names}
+    warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
+    deterministic = reference.deterministic(covered, failures)
+    return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning)
+
+
+def _unsupported(errors: dict[str, str]) -> UnsupportedLayerError:
+    listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
+    return UnsupportedLayerError(
+        f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
+    )
+
+
+def _may_be_no_layer(tracked: TrackedLayer) -> bool:
+    """Whether the weight is only a factor of matrix products, in a module that is no layer by its type or ties."""
+    return tracked.product and len(tracked.holders) < 2 and not isinstance(tracked.module, HOLD_WEIGHTS)
+
+
+def count_samples(batch: Batch) -> int:
+    """Samples in a batch: the first dimension of its first input tensor.
+
+    Raises:
+        PosthocUQError: there is no such tensor, or it is empty.
+    """
+    for tensor in batch.tensors():
+        if tensor.ndim > 0 and tensor.shape[0] > 0:
+            return tensor.shape[0]
+    makes = (
+        "torch.as_tensor(x) makes a tensor of an array or a list, torch.stack(x) one of tensors of one shape"
+    )
+    if whole_mapping(batch):
+        raise PosthocUQError(f"The model was given a mapping as its argument. {NAMED}")
+    advice = "" if batch.tensors() else f"; {makes}"
+    raise PosthocUQError(
+        f"A batch needs an input tensor with at least one sample along its first dimension, and holds "
+        f"{described(batch)}{advice}."
+    )
+
+
+def select(discovered: list[TrackedLayer], selection: Selection, reference: Reference) -> list[TrackedLayer]:
+    """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
+    if callable(selection):
+        chosen = [t for t in discovered if t.module is not None and selection(t.layer.name, t.module)]
+    elif selection == "all":
+        chosen = discovered
+    elif selection == "last":
+        chosen = discovered[-1:]
+    else:
+        names = wanted_names(selection) or []
+        for name in names:
+            known = any(asked_by_name([name], t.names) for t in discovered)
+            sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
+            if not known and sharing is not None:
+                raise UnsupportedLayerError(
+                    f"'{name}' is an embedding, and stays certain; '{sharing.layer.name}', which shares its weight, "
+                    f"can have a posterior: layers=['{sharing.layer.name}']."
+                )
+            if not known and not reference.holds_missed(name):
+                raise no_such_layer(name, [t.layer.name for t in discovered])
+        chosen = [t for t in discovered if asked_by_name(names, t.names)]
+    return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
+
+
+def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Reference]:
+    """The samples to prove the layers on, and autograd's results for them.
+
+    At least two samples: one alone would not show which dimension of a layer's input counts the samples.
+    """
+    if samples == 1:
+        two = batch.doubled()
+        try:
+            return two, Reference(model, two, 2)
+        except PosthocUQError:
+            raise
+        except Exception as error:  # the model takes one sample at a time, or fails with it too
+            check_refused(error, lambda: Reference(model, two, 2), lambda: Reference(model, batch, 1))
+            return batch, Reference(model, batch, 1)
+    probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
+    return probe, Reference(model, probe, min(samples, PROBE_SAMPLES))
+
+
+def _proved_capture(
+    model: nn.Module, probe: Batch, chosen: list[TrackedLayer], reference: Reference, tolerance: float | None
+) -> tuple[Capture, list[TrackedLayer]]:
+    """A proved capture of the chosen layers, and the layers that no engine could serve."""
+
+    def attempt(layers: list[TrackedLayer]) -> tuple[Capture, set[str]]:
+        capture = Capture(model)
+        modules = dict(capture.twin.named_modules())
+        owned = owners(capture.twin)
+        by_weight = {name: owned[key][0] for key, name in parameter_names(capture.twin).items()}
+        of_twin = [replace(t, module=modules[by_weight[t.layer.weight][0]]) for t in layers]
+        capture.track(of_twin)
+        return capture, _failing(capture, probe, reference, tolerance)
+
+    layers = chosen
+    try:
+        capture, failing = attempt(layers)
+    except UnsupportedLayerError:
+        raise
+    except (RuntimeError, AssertionError, NotImplementedError, AttributeError) as error:
+        # BackPACK cannot run some module after all: the interceptor serves every layer.
+        layers = [replace(t, engine="hooks") for t in layers]
+        check_refused(error, lambda: attempt(chosen), lambda: attempt(layers))
+        capture, failing = attempt(layers)
+    if failing:
+        layers = [replace(t, engine="hooks") if t.layer.name in failing else t for t in layers]
+        capture, failing = attempt(layers)
+    for axis in BATCH_AXES[1:]:
+        if not failing:
+            break
+        layers = [
+            replace(t, batch_axis=axis) if t.layer.name in failing and not t.layer.convolutional else t
+            for t in layers
+        ]
+        capture, failing = attempt(layers)
+    broken = sorted((t for t in layers if t.layer.name in failing), key=lambda t: t.layer.name)
+    if broken:
+        capture, _ = attempt([t for t in layers if t.layer.name not in failing])
+    return capture, broken
+
+
+def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: float | None) -> set[str]:
+    """Layers whose caught pairs do not rebuild autograd's gradients."""
+    failing = set(capture.tracked)
+    recording = capture.run(probe, reference.samples)
+
+    def compare(layer_gradients: LayerGradients) -> None:
+        layer = layer_gradients.layer
+        dtype = torch.promote_types(torch.float32, recording.outputs.dtype)
+        try:
+            activations, gradients = layer_gradients.operands(dtype)
+        except UnsupportedLayerError:
+            return
+        per_sample = activations.gradients(gradients, CPU_TEMPORARY)
+        of_batch, of_last = per_sample.sum(0), per_sample[-1]
+        # Terms may cancel in the sum, but rounding is relative to the terms.
+        terms_bound = float(torch.linalg.vector_norm(gradients)) * layer_gradients.norm_bound()
+        if _agrees(layer, of_batch, reference.total, terms_bound, tolerance) and _agrees(
+            layer, of_last, reference.last, terms_bound, tolerance
+        ):
+            failing.discard(layer.name)
+
+    recording.pull_back(reference.pull, compare, last=True)
+    for name in list(failing):  # a layer that the backward pass does not reach has no gradient to miss
+        layer = capture.tracked[name].layer
+        if all(reference.total[p] is None for p in layer.parameter_names):
+            failing.discard(name)
+    return failing
+
+
+def _agrees(
+    layer: Layer,
+    rebuilt: Tensor,
+    truth: dict[str, Tensor | None],
+    terms_bound: float,
+    tolerance: float | None,
+) -> bool:
+    if rebuilt.dtype == torch.float64:
+        relative, absolute = 1e-6, 1e-12
+    elif rebuilt.is_cuda:  # autograd's convolutions may round their factors to 10 bits there (TF32)
+        relative, absolute = 1e-2, 2e-4
+    else:
+        relative, absolute = 2e-3, 1e-6
+    relative, absolute = tolerance or relative, absolute * terms_bound
+    weight = truth[layer.weight]
+    bias = truth[layer.bias] if layer.bias is not None else None
+    if weight is None or (layer.bias is not None and bias is None):
+        return False
+    expected = layer.to_matrix(weight, bias).to(rebuilt)
+    error = torch.linalg.vector_norm(rebuilt - expected)
+    return bool(error <= relative * torch.linalg.vector_norm(expected) + absolute)

@@ -1,0 +1,385 @@
+"""Targets whose mean is the exponential of an output: Poisson, negative binomial, gamma."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import lgamma, log
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posthoc_uq.core.devices import as_double, host_double
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import Field, Number, NumberField
+from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread
+from posthoc_uq.likelihoods.likelihood import SeparateOutputs, wide
+
+# What regressions have in common whose outputs are the logarithms of the targets' means: counts, positive
+# values.
+
+_LARGEST_OUTPUT = 1e15  # mean up to which targets are drawn: above it float64 does not hold all whole numbers
+
+
+class LogMean(SeparateOutputs):
+    """Outputs ``f``, ``(samples,)`` or ``(samples, outputs)``, are logarithms of means ``mu = exp f``; targets have the
+    variance ``V(mu) = a mu + b mu^2`` and are independent given the outputs.
+
+    The densities are exponential families with a fixed dispersion, so that the gradient of ``-log p`` by an output is
+    ``(mu - y) mu / V(mu)``, and the Fisher ``mu^2 / V(mu)`` (McCullagh, Nelder, "Generalized Linear Models", 1989).
+
+    Attributes:
+        counts: targets are whole numbers from 0 on, else numbers above 0.
+    """
+
+    counts: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def variance_terms(self) -> tuple[float, float]:
+        """``a`` and ``b``."""
+
+    @abstractmethod
+    def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
+        """The smallest target whose `cdf` is at least `u`; all float64, of one shape."""
+
+    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float] | None:
+        """The name of the parameter of the variance, its value, and the value that the targets suggest, by their
+        squared residuals; None without such a parameter.
+        """
+        return None
+
+    @abstractmethod
+    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
+        """Twice the log-likelihood ratio of the best mean of each target and `mean`, per dispersion; the mean."""
+
+    # Checks
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
+        fault = LogMean.fault(self, outputs, targets)
+        if fault is not None and targets is not None and bool(fault):
+            values = "whole numbers of at least 0" if self.counts else "finite numbers above 0"
+            raise PosthocUQError(
+                f"Targets for likelihood={self.name!r} must be {values}; these run from {float(targets.min()):g} to "
+                f"{float(targets.max()):g}."
+            )
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        if outputs.ndim not in (1, 2):
+            raise PosthocUQError(
+                f"likelihood={self.name!r} needs outputs of shape (samples,) or (samples, outputs), logarithms of "
+                f"means, and the model gives {tuple(outputs.shape)}."
+            )
+        if targets is None:
+            return None
+        if targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
+            raise PosthocUQError(
+                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
+            )
+        if self.counts:
+            wrong = (
+                (targets < 0) | (targets != targets.round()) if targets.is_floating_point() else targets < 0
+            )
+            return (wrong | ~torch.isfinite(targets)).any()
+        return ((targets <= 0) | ~torch.isfinite(targets)).any()
+
+    # The density and its gradients
+
+    def _by_mean(self, outputs: Tensor) -> Tensor:
+        """``mu / V(mu)``."""
+        a, b = self.variance_terms
+        return (-wide(outputs)).exp() / b if a == 0 else 1 / (a + b * wide(outputs).exp())
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (wide(outputs).exp() - self.like(outputs, targets)) * self._by_mean(outputs)
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        """By the inverse of the distribution function; a mean above 1e15 counts as 1e15."""
+        u = as_double(self.uniforms(outputs, keys, draw, outputs[0].numel()).reshape(outputs.shape))
+        mean = as_double(outputs).to(u.device).exp().clamp(max=_LARGEST_OUTPUT)
+        return self.quantile(mean, u).to(wide(outputs))
+
+    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        root = (wide(outputs).exp() * self._by_mean(outputs)).sqrt().reshape(outputs.shape[0], -1)
+        for index in range(root.shape[1]):
+            factor = torch.zeros_like(root)
+            factor[:, index] = root[:, index]
+            yield factor.reshape(outputs.shape)
+
+    # The target
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return wide(outputs).exp()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        a, b = self.variance_terms
+        mean = wide(outputs).exp()
+        return a * mean + b * mean.square()
+
+    def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
+        """The mean unit deviance, beside the RMSE."""
+        return {"mean deviance": self.unit_deviance(mean, targets)}
+
+    # Predictions
+
+    def divergence(self, outputs: Tensor, prediction: DrawnPrediction) -> Tensor:
+        """By drawn targets; the mean over outputs."""
+        return self.drawn_divergence(outputs, prediction) / outputs[0].numel()
+
+    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
+        """The mean target over draws is not further from the trained one, in mean square, than its variance."""
+        squares = (draws.exp().mean(0) - outputs.exp()).square().mean(0)
+        return not bool((squares > self.variance(outputs).mean(0)).any())
+
+    def from_gaussian(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        *,
+        covariance: Tensor | Spread | None = None,
+        link: str = "mc",
+        n_draws: int = LINK_DRAWS,
+        noise: Tensor | None = None,
+    ) -> DrawnPrediction:
+        """Mean and variance of the target in closed form, ``E mu = exp(m + v / 2)`` and ``E mu^2 = exp(2 m + 2 v)``;
+        all else by quasi-random draws of the outputs.
+        """
+        drawn = super().from_gaussian(mean, variance, covariance=covariance, link=link, n_draws=n_draws)
+        assert isinstance(drawn, DrawnPrediction)
+        a, b = self.variance_terms
+        rate = (mean + variance / 2).exp()
+        return replace(
+            drawn,
+            mean=rate,
+            epistemic_variance=rate.square() * torch.expm1(variance),
+            noise_variance=a * rate + b * rate.square() * variance.exp(),
+        )
+
+
+def count_quantile(cdf: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, u: Tensor) -> Tensor:
+    """The smallest whole number whose distribution function is at least `u`, by bisection.
+
+    Args:
+        cdf: of whole numbers, float64, of the shape of `u`.
+        mean: of the counts.
+        variance: of the counts, from which the search begins.
+        u: in (0, 1), float64.
+    """
+    low = torch.full_like(u, -1.0)
+    high = (mean + 8 * variance.sqrt() + 8).ceil()
+    while bool((short := cdf(high) < u).any()):
+        low = torch.where(short, high, low)
+        high = torch.where(short, 2 * high, high)
+    while bool((high - low > 1).any()):
+        middle = ((low + high) / 2).floor()
+        reached = cdf(middle) >= u
+        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+    return high
+
+
+# Counts: logarithms of rates.
+
+
+class Poisson(LogMean):
+    """Counts: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of rates, targets of the same shape are
+    whole numbers from 0 on.
+    """
+
+    name = "poisson"
+
+    @property
+    def variance_terms(self) -> tuple[float, float]:
+        return 1.0, 0.0
+
+    def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
+
+    def expected_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
+    ) -> Tensor:
+        """In closed form: ``y m - exp(m + v / 2) - log y!``, summed over outputs."""
+        counts, mean = self.like(mean, targets), wide(mean)
+        terms = counts * mean - (mean + wide(variance) / 2).exp() - torch.lgamma(counts + 1)
+        return terms.reshape(mean.shape[0], -1).sum(1)
+
+    def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _cdf(outputs.exp(), targets.floor())
+
+    def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
+        return count_quantile(lambda counts: _cdf(mean, counts), mean, mean, u)
+
+    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
+        from torchmetrics.functional.regression import tweedie_deviance_score
+
+        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=1.0))
+
+
+def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
+    values = torch.special.gammaincc(counts.clamp(min=0) + 1, rates)
+    return torch.where(counts < 0, torch.zeros_like(values), values)
+
+
+# Counts that vary more than those of a Poisson distribution: logarithms of means, one dispersion.
+
+_SMALLEST_DISPERSION, _LARGEST_DISPERSION = 1e-6, 1e6
+_DISPERSION = Number("a number between 1e-6 and 1e6", least=_SMALLEST_DISPERSION, most=_LARGEST_DISPERSION)
+
+
+class NegativeBinomial(LogMean):
+    """Counts: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of means ``mu``, targets of the same
+    shape are whole numbers from 0 on, with the variance ``mu + dispersion mu^2`` (NB2 of Cameron, Trivedi, "Regression
+    Analysis of Count Data", 1998; the dispersion is statsmodels' ``alpha``, its inverse is R's ``theta``).
+
+    Attributes:
+        dispersion: between 1e-6 and 1e6; towards 0 the distribution becomes Poisson's.
+    """
+
+    name = "negative_binomial"
+    fields: ClassVar[Mapping[str, Field]] = {
+        "dispersion": NumberField(_SMALLEST_DISPERSION, _LARGEST_DISPERSION)
+    }
+
+    def __init__(self, dispersion: float = 1.0) -> None:
+        self.dispersion = float(_DISPERSION("dispersion", dispersion))
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any]) -> NegativeBinomial:
+        return cls(attributes["dispersion"])
+
+    @property
+    def variance_terms(self) -> tuple[float, float]:
+        return 1.0, self.dispersion
+
+    @property
+    def has_noise(self) -> bool:
+        return True
+
+    def at_noise_scale(self, factor: float) -> NegativeBinomial:
+        """With `factor` times the dispersion."""
+        if factor == 1.0:
+            return self
+        return NegativeBinomial(min(max(self.dispersion * factor, _SMALLEST_DISPERSION), _LARGEST_DISPERSION))
+
+    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
+        mean = as_double(outputs).exp()
+        excess = (as_double(self.like(outputs, targets)) - mean).square() - mean
+        suggested = float((excess.sum() / mean.square().sum()).clamp(min=1e-6))
+        return "dispersion", self.dispersion, suggested
+
+    def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        size = 1 / self.dispersion
+        counts = as_double(targets)
+        # in float64: the first two cancel where the size is large
+        constant = torch.lgamma(counts + size) - torch.lgamma(host_double(size)) - torch.lgamma(counts + 1)
+        logits = outputs + log(self.dispersion)  # of the probability dispersion mu / (1 + dispersion mu)
+        return constant.to(outputs) + targets * logits - (targets + size) * F.softplus(logits)
+
+    def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._cdf(outputs.exp(), targets.floor())
+
+    def _cdf(self, mean: Tensor, counts: Tensor) -> Tensor:
+        from scipy.special import betainc
+
+        mean, whole = as_double(mean).cpu(), as_double(counts).cpu().clamp(min=0)
+        share = 1 / (1 + self.dispersion * mean)
+        values = host_double(betainc(1 / self.dispersion, (whole + 1).numpy(), share.numpy())).to(counts)
+        return torch.where(counts < 0, torch.zeros_like(values), values)
+
+    def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
+        variance = mean + self.dispersion * mean.square()
+        return count_quantile(lambda counts: self._cdf(mean, counts), mean, variance, u)
+
+    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
+        """``2 (y log(y / mu) - (y + 1 / alpha) log((1 + alpha y) / (1 + alpha mu)))``, mean over targets."""
+        mean, counts = as_double(mean).flatten(), as_double(targets).flatten()
+        alpha = self.dispersion
+        first = torch.special.xlogy(counts, counts / mean)
+        second = (counts + 1 / alpha) * (torch.log1p(alpha * counts) - torch.log1p(alpha * mean))
+        return float(2 * (first - second).mean())
+
+
+# Positive values whose deviation grows with their mean: logarithms of means, one shape.
+
+_SMALLEST_SHAPE, _LARGEST_SHAPE = 1e-6, 1e6
+_SHAPE = Number("a number between 1e-6 and 1e6", least=_SMALLEST_SHAPE, most=_LARGEST_SHAPE)
+
+
+class Gamma(LogMean):
+    """Positive values: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of means ``mu``, targets of the
+    same shape are above 0, with the variance ``mu^2 / shape``.
+
+    Attributes:
+        shape: between 1e-6 and 1e6; 1 is the exponential distribution. Its inverse is the dispersion of a gamma
+            regression.
+    """
+
+    name = "gamma"
+    counts: ClassVar[bool] = False
+    fields: ClassVar[Mapping[str, Field]] = {"shape": NumberField(_SMALLEST_SHAPE, _LARGEST_SHAPE)}
+
+    def __init__(self, shape: float = 1.0) -> None:
+        self.shape = float(_SHAPE("shape", shape))
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any]) -> Gamma:
+        return cls(attributes["shape"])
+
+    @property
+    def variance_terms(self) -> tuple[float, float]:
+        return 0.0, 1 / self.shape
+
+    @property
+    def has_noise(self) -> bool:
+        return True
+
+    def at_noise_scale(self, factor: float) -> Gamma:
+        """With `factor` times the dispersion, which is the inverse of the shape."""
+        return (
+            self if factor == 1.0 else Gamma(min(max(self.shape / factor, _SMALLEST_SHAPE), _LARGEST_SHAPE))
+        )
+
+    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
+        ratios = as_double(self.like(outputs, targets)) / as_double(outputs).exp()
+        suggested = 1 / float((ratios - 1).square().mean().clamp(min=1e-6))
+        return "shape", self.shape, suggested
+
+    def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        k = self.shape
+        constant = k * log(k) - lgamma(k)
+        return constant + (k - 1) * targets.log() - k * outputs - k * targets * (-outputs).exp()
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.shape * (1 - self.like(outputs, targets) * (-wide(outputs)).exp())
+
+    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        # the Fisher is the shape whatever the outputs, which no overflow of the mean may spoil
+        yield from super().exact_factors(torch.zeros_like(outputs))
+
+    def expected_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
+    ) -> Tensor:
+        """In closed form, with ``E[exp(-f)] = exp(-m + v / 2)``."""
+        k, values, mean = self.shape, self.like(mean, targets), wide(mean)
+        # E log p(y | f) is log p(y | m) with a larger last term
+        more = k * values * (-mean).exp() * torch.expm1(wide(variance) / 2)
+        return (self.log_terms(mean, values) - more).reshape(mean.shape[0], -1).sum(1)
+
+    def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        ratio = self.shape * targets.clamp(min=0) * (-outputs).exp()
+        return torch.special.gammainc(torch.full_like(ratio, self.shape), ratio)
+
+    def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
+        from scipy.special import gammaincinv
+
+        units = host_double(gammaincinv(self.shape, as_double(u).cpu().numpy())).to(mean)
+        # a small shape has quantiles that underflow, and zero has no density
+        return (mean / self.shape * units).clamp(min=torch.finfo(torch.float32).tiny)
+
+    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
+        from torchmetrics.functional.regression import tweedie_deviance_score
+
+        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=2.0))

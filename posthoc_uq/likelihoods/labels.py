@@ -1,0 +1,223 @@
+"""Labels of classes in every form that loaders give, and where outputs and labels have their positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posthoc_uq.core.errors import PosthocUQError
+
+# Labels of classes in the forms that loaders give: indices, floats 0 and 1 of one logit, soft labels.
+
+_TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
+
+
+def are_probabilities(rows: Tensor) -> Tensor:
+    """A flag on the device, true where all rows ``(batch, classes)`` are probabilities of sum 1, up to rounding."""
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(rows.dtype).eps)
+    sums = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
+    return ((rows >= 0).all(1) & ((sums - 1).abs() <= tolerance)).all()
+
+
+def are_soft(targets: Tensor, probs: Tensor) -> bool:
+    """Whether targets are probabilities of the classes, shaped like the predicted ones."""
+    return targets.is_floating_point() and targets.shape == probs.shape
+
+
+def hard_labels(targets: Tensor, probs: Tensor) -> Tensor:
+    """Labels ``(batch,)``: of soft ones the most probable class."""
+    return targets.argmax(-1) if are_soft(targets, probs) else targets
+
+
+def soft_log_prob(targets: Tensor, log_probs: Tensor) -> Tensor:
+    """``sum_c t_c log p_c``, ``(batch,)``; a class of share zero adds nothing."""
+    shares = targets.to(log_probs)
+    return torch.where(shares > 0, shares * log_probs, torch.zeros_like(log_probs)).sum(-1)
+
+
+def in_whole_numbers(targets: Tensor) -> str:
+    """Advice on labels that are refused, but are whole numbers of another type or shape; else nothing."""
+    floats, column = targets.is_floating_point(), targets.ndim == 2 and targets.shape[1] == 1
+    if (not floats and not column) or (floats and not bool((targets == targets.round()).all())):
+        return ""
+    change = f"{'.long()' if floats else ''}{'.squeeze(1)' if column else ''}"
+    return f" They are whole numbers: pass y{change}, or batch_to_targets=lambda batch: batch[1]{change}."
+
+
+def checked_soft(targets: Tensor) -> Tensor:
+    """The soft labels.
+
+    Raises:
+        PosthocUQError: they are no probabilities.
+    """
+    if not bool(are_probabilities(targets)):
+        raise PosthocUQError(
+            "Soft labels must be probabilities: not negative, and of sum 1 in every row; some are not."
+        )
+    return targets
+
+
+def binary_labels(targets: Tensor) -> Tensor:
+    """Labels of one logit, without a second dimension of 1, as integers where they are whole numbers."""
+    flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
+    integral = flat.is_floating_point() and bool((flat == flat.round()).all())
+    return flat.long() if integral else flat
+
+
+# Outputs with positions: where their classes are, which labels count, and the same as rows of classes.
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where outputs of more than two dimensions have their classes, and which labels belong to which position.
+
+    Positions (pixels, tokens) are what is left of the shape; as rows they are in the order of memory, the last
+    dimension fastest.
+
+    Attributes:
+        class_dim: 1 for outputs ``(samples, classes, *positions)``, -1 for ``(samples, *positions, classes)``.
+        ignore_index: the label of a position that does not count, a class or not.
+        next_token: the outputs at position t predict the label at t + 1; those at the last position predict nothing
+            that is known.
+    """
+
+    class_dim: int = 1
+    ignore_index: int = -100
+    next_token: bool = False
+
+    def classes(self, outputs: Tensor) -> int:
+        """The number of classes."""
+        return outputs.shape[self.class_dim]
+
+    def positions(self, outputs: Tensor) -> tuple[int, ...]:
+        """The sizes of the dimensions that count positions."""
+        shape = tuple(outputs.shape[1:])
+        return shape[1:] if self.class_dim == 1 else shape[:-1]
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Outputs ``(samples, ...)`` as ``(samples * positions, classes)``."""
+        last = outputs.movedim(1, -1) if self.class_dim == 1 else outputs
+        return last.reshape(-1, self.classes(outputs))
+
+    def whole(self, rows: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """Rows ``(samples * positions, classes)`` in the shape of the outputs; the reverse of `rows`."""
+        spread = rows.reshape(-1, *positions, rows.shape[-1])
+        return spread.movedim(-1, 1) if self.class_dim == 1 else spread
+
+    def maps(self, values: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """One number a row, ``(samples * positions,)``, as ``(samples, *positions)``."""
+        return values.reshape(-1, *positions)
+
+    def check(self, outputs: Tensor) -> None:
+        """Refuse outputs of a shape that has no positions in this layout.
+
+        Raises:
+            PosthocUQError: there are fewer than two classes, no position, or not one dimension of tokens.
+        """
+        shape, where = tuple(outputs.shape), f"class_dim={self.class_dim}"
+        if self.classes(outputs) < 2 or 0 in shape:
+            raise PosthocUQError(
+                f"Outputs of shape {shape} have {self.classes(outputs)} classes with {where}; there must be at least "
+                f"2, and a position. Say where the classes are: likelihood=uq.Categorical(class_dim=1) for (samples, "
+                f"classes, *positions), class_dim=-1 for (samples, *positions, classes)."
+            )
+        if self.next_token and outputs.ndim != 3:
+            raise PosthocUQError(
+                f"next_token=True needs outputs with one dimension of tokens, such as (samples, tokens, classes), and "
+                f"the model gives {shape}."
+            )
+
+    def check_labels(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse labels of a shape or type that do not fit.
+
+        Raises:
+            PosthocUQError: they are not integers, ``(samples, *positions)``.
+        """
+        wanted = (outputs.shape[0], *self.positions(outputs))
+        if tuple(targets.shape) == wanted and not targets.is_floating_point():
+            return
+        other = Layout(-self.class_dim)
+        swapped = (outputs.shape[0], *other.positions(outputs))
+        advice = (
+            f" They would fit class_dim={other.class_dim}: likelihood=uq.Categorical(class_dim={other.class_dim})."
+            if tuple(targets.shape) == swapped
+            else in_whole_numbers(targets)
+            if tuple(targets.shape) == wanted
+            else ""
+        )
+        raise PosthocUQError(
+            f"Outputs of shape {tuple(outputs.shape)} with class_dim={self.class_dim} need integer labels of shape "
+            f"{wanted}, not {targets.dtype} of shape {tuple(targets.shape)}.{advice}"
+        )
+
+    def fault(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """A flag on the device: whether a label is neither a class nor ignored."""
+        return self._outside(targets, self.classes(outputs)).any()
+
+    def _outside(self, targets: Tensor, classes: int) -> Tensor:
+        labels = targets.long()  # a byte is never -100, and compared as bytes 156 would be
+        return ((labels < 0) | (labels >= classes)) & (labels != self.ignore_index)
+
+    def wrong_labels(self, targets: Tensor, classes: int) -> str:
+        """What an error says of labels with a `fault`."""
+        outside = targets[self._outside(targets, classes)].long()
+        wrong = int(outside.max())
+        return (
+            f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; "
+            f"labels must lie in 0..{classes - 1}, or be ignore_index={self.ignore_index}. If {wrong} marks positions "
+            f"that do not count, say so: likelihood=uq.Categorical(..., ignore_index={wrong})."
+        )
+
+    def labels(self, outputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The label of every position and whether it counts, each ``(samples, positions)``, for labels
+        ``(samples, *positions)`` in the order of the loader. Labels that do not count are 0.
+
+        Without targets every position counts that could have a label.
+        """
+        samples, positions = outputs.shape[0], prod(self.positions(outputs))
+        if targets is None:
+            labels = torch.zeros(samples, positions, dtype=torch.int64, device=outputs.device)
+            counted = torch.ones_like(labels, dtype=torch.bool)
+        else:
+            labels = targets.to(outputs.device).long().reshape(samples, positions)
+            counted = labels != self.ignore_index
+        labels, counted = self.shifted(labels), self.shifted(counted)
+        # clamped: `fault` may not have been read yet, and on CUDA an index out of range ends the process
+        return labels.clamp(0, self.classes(outputs) - 1).masked_fill(~counted, 0), counted
+
+    def shifted(self, values: Tensor) -> Tensor:
+        """Values of labels in the order of the loader, ``(samples, positions)``, at the positions that predict these
+        labels; a position without a label has 0.
+        """
+        if not self.next_token:
+            return values
+        values = values.roll(-1, 1)
+        values[:, -1] = 0
+        return values
+
+    def targets(self, labels: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """Labels of positions ``(samples, positions)`` as a loader gives them, ``(samples, *positions)``; the reverse
+        of `labels`.
+        """
+        if self.next_token:
+            labels = labels.roll(1, 1)
+        return labels.reshape(labels.shape[0], *positions)
+
+
+def novelty_at(ratio: Tensor | None, sizes: tuple[int, ...], picked: Tensor | None) -> Tensor | None:
+    """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
+
+    Args:
+        ratio: ``(batch, *grid)``, or ``(batch,)``, which stays as it is; or None.
+        sizes: of the dimensions that count positions.
+        picked: indices into a sample's rows; None for all.
+    """
+    if ratio is None or ratio.ndim == 1 or picked is None:
+        return ratio
+    if tuple(ratio.shape[1:]) != sizes:
+        ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)
+    return ratio.flatten(1)[:, picked.to(ratio.device)]

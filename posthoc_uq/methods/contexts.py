@@ -1,0 +1,548 @@
+"""Context points: inputs at which variational inference over functions is to stay uncertain.
+
+A context is a distribution over inputs. All its randomness comes from the generator that it is given, so a draw depends
+on the seed and the step alone, and nothing is remembered between steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
+from posthoc_uq.core.devices import host_double, sent
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, SEED, UNIT, meant
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+
+__all__ = [
+    "Callback",
+    "Context",
+    "Corrupted",
+    "Mixture",
+    "Monochrome",
+    "Pool",
+    "TrainingBatch",
+    "UniformBox",
+]
+
+
+# What a distribution of context points is.
+
+
+class Context(ABC):
+    """A distribution over inputs.
+
+    Attributes:
+        needs_data: whether `observe` must see the training inputs once before the first draw.
+        points: how many inputs a step it is made for; None for any number.
+    """
+
+    needs_data: bool = False
+    points: int | None = None
+
+    def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
+        """Look at one batch of the training inputs, ``(samples, ...)``; called if the context needs the data."""
+        raise NotImplementedError
+
+    def fresh(self) -> Context:
+        """A context of the same settings that has seen no data. Each fit uses its own, so one may serve many fits."""
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that its draws depend on: its attributes before it has seen data."""
+        return dict(vars(self.fresh()))
+
+    @abstractmethod
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Any:
+        """`n` inputs on the device of the batch: a tensor ``(n, ...)``, or any form of inputs that a loader may yield.
+
+        Args:
+            n: number of inputs.
+            batch: the present minibatch of training data.
+            generator: on the CPU, the source of all randomness.
+        """
+
+
+def single_input(batch: Batch) -> Tensor:
+    """The input of a batch, where it is a single floating-point tensor.
+
+    Raises:
+        PosthocUQError: the model takes several arguments, named ones, or integers.
+    """
+    argument = batch.args[0] if len(batch.args) == 1 and not batch.kwargs else None
+    if not isinstance(argument, Tensor) or not argument.is_floating_point():
+        raise PosthocUQError(
+            "This context is for models of one floating-point input; give context=... a callable (n, generator) that "
+            "returns the model's inputs."
+        )
+    return argument
+
+
+# Context points from data: the present minibatch, colours of the training images, or a pool of other inputs.
+
+PIXELS = 100_000  # values of each channel that `Monochrome` keeps
+POOL = 10_000  # inputs that `Pool` keeps
+POOL_BYTES = 256 * 2**20  # bytes that these may take
+_PIXELS_AT_ONCE = 1024  # values of each channel of an image that are looked at
+
+
+class TrainingBatch(Context):
+    """Inputs of the present minibatch, without repetition as long as there are enough."""
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        inputs = single_input(batch)
+        order = torch.cat(
+            [
+                torch.randperm(len(inputs), generator=generator, device="cpu")
+                for _ in range(-(-n // len(inputs)))
+            ]
+        )
+        return inputs[sent(order[:n], inputs.device)]
+
+
+class Monochrome(Context):
+    """Images of one colour: one value for every channel, drawn from all training pixels of that channel, independently
+    of the other channels (Rudner et al. 2022, appendix D.8).
+
+    Values are those of the loader, after its normalisation. One pass over the data fills a reservoir of them.
+
+    Args:
+        kept: values of each channel in the reservoir.
+    """
+
+    needs_data = True
+
+    def __init__(self, kept: int = PIXELS) -> None:
+        self._kept, self._seen = COUNT("kept", kept), 0
+        self.values = torch.empty(0, 0, device="cpu")
+
+    def fresh(self) -> Context:
+        return Monochrome(self._kept)
+
+    def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
+        if inputs.ndim != 4:
+            raise PosthocUQError(
+                f"context='monochrome' is for images (samples, channels, height, width), not for inputs of shape "
+                f"{tuple(inputs.shape)}; use context='uniform', a loader of inputs, or a callable (n, generator)."
+            )
+        pixels = inputs.detach().flatten(2)
+        size = pixels.shape[2]
+        if size > _PIXELS_AT_ONCE:
+            pixels = pixels[
+                :,
+                :,
+                torch.randint(size, (_PIXELS_AT_ONCE,), generator=generator, device="cpu").to(pixels.device),
+            ]
+        values = pixels.transpose(0, 1).flatten(1).cpu()  # (channels, samples * positions)
+        if self._seen == 0:
+            self.values = values.new_empty(len(values), 0)
+        # Algorithm R (Vitter 1985), for many values at once: the i-th value seen replaces one of those kept, with
+        # probability (number kept) / i.
+        room = min(self._kept - self.values.shape[1], values.shape[1])
+        self.values = torch.cat([self.values, values[:, :room]], dim=1)
+        further = values[:, room:]
+        self._seen += values.shape[1]
+        if not further.numel():
+            return
+        ranks = torch.arange(
+            self._seen - further.shape[1] + 1, self._seen + 1, dtype=torch.float64, device="cpu"
+        )
+        for reservoir, candidates in zip(self.values, further, strict=True):
+            slots = (
+                torch.rand(len(ranks), generator=generator, dtype=torch.float64, device="cpu") * ranks
+            ).long()
+            accepted = (slots < self._kept).nonzero().flatten()
+            # Of several values for one place the last one stays, which plain indexing does not guarantee.
+            final = torch.full((self._kept,), -1, device="cpu")
+            final.scatter_reduce_(0, slots[accepted], accepted, "amax")
+            replaced = final >= 0
+            reservoir[replaced] = candidates[final[replaced]]
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        like = single_input(batch)
+        channels, size = self.values.shape
+        if size == 0:
+            raise PosthocUQError("A monochrome context draws from training pixels, and has seen none yet.")
+        chosen = torch.randint(size, (channels, n), generator=generator, device="cpu")
+        colours = sent(self.values.gather(1, chosen).T.to(like.dtype), like.device)
+        # In the present batch's image size: a convolutional network may be trained on images of several sizes.
+        return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
+
+
+class Pool(Context):
+    """Inputs of a loader of unlabelled data. It is read once, and a uniform random choice is kept on the CPU.
+
+    Args:
+        loader: yields inputs, or pairs whose targets are ignored.
+        kept: number of inputs to keep, within `POOL_BYTES`.
+        batch_to_inputs: as in `fit`.
+        seed: of the random choice.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        kept: int = POOL,
+        batch_to_inputs: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_loader(loader)
+        self._loader, self._kept = loader, COUNT("kept", kept)
+        self._seed: int = SEED("seed", seed)
+        self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
+        self._inputs: Tensor | None = None
+
+    def identity(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_inputs"}
+
+    def _read(self) -> Tensor:
+        if self._inputs is not None:
+            return self._inputs
+        generator = torch.Generator().manual_seed(mixed_seed(self._seed))
+        keys, inputs, most = torch.empty(0, dtype=torch.float64, device="cpu"), list[Tensor](), self._kept
+        with isolated_random_state(self._seed):
+            for batch in batches(self._loader, self._reader):
+                new = single_input(batch)
+                new_keys = torch.rand(len(new), generator=generator, dtype=torch.float64, device="cpu")
+                most = max(1, min(self._kept, POOL_BYTES // max(1, new[0].numel() * new.element_size())))
+                keys, inputs = torch.cat([keys, new_keys]), [*inputs, *new.unbind()]
+                # the inputs with the smallest random keys stay, so that all are equally likely
+                if len(keys) > 2 * most:
+                    keys, inputs = _smallest(keys, inputs, most)
+            keys, inputs = _smallest(keys, inputs, min(len(keys), most))
+        self._inputs = torch.stack(inputs)
+        return self._inputs
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        pool = self._read()
+        like = single_input(batch)
+        drawn = pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")]
+        return sent(drawn.to(like.dtype), like.device)
+
+
+def _smallest(keys: Tensor, inputs: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
+    indices = keys.topk(count, largest=False).indices.sort().values
+    return keys[indices], [inputs[index].clone() for index in indices.tolist()]
+
+
+# Training images that are shifted, mirrored, partly inverted and in other tones.
+
+
+class Corrupted(Context):
+    """Images of the present minibatch that are no longer of the data, as in the published configurations of Rudner et
+    al. (2022) for FashionMNIST. Each is, in turn and by chance of its own:
+
+    * shifted by at most `padding` pixels in either direction; what comes in is as dark as can be;
+    * mirrored left to right, with probability 1/2;
+    * solarised with probability `solarised`: values from half of the range on are inverted, so that black stays;
+    * given another brightness, a factor in ``1 +- brightness`` (then cut off at the ends of the range);
+    * given another contrast: differences from the image's mean by a factor in ``1 +- contrast``, cut off likewise.
+
+    The range of each channel is that of the training images as the loader gives them, so they may be normalised. (The
+    configurations also blur, with a deviation of a tenth of a pixel, which changes nothing.)
+
+    Args:
+        padding: of the crop, in pixels.
+        solarised: share of the images that are.
+        brightness: largest relative change.
+        contrast: likewise.
+    """
+
+    needs_data = True
+
+    def __init__(
+        self,
+        padding: int = 4,
+        solarised: float = 0.5,
+        brightness: float = 0.5,
+        contrast: float = 0.5,
+    ) -> None:
+        self._padding: int = NATURAL("padding", padding)
+        self._solarised: float = UNIT("solarised", solarised)
+        self._brightness: float = UNIT("brightness", brightness)
+        self._contrast: float = UNIT("contrast", contrast)
+        self._range: tuple[Tensor, Tensor] | None = None
+
+    def fresh(self) -> Context:
+        return Corrupted(self._padding, self._solarised, self._brightness, self._contrast)
+
+    def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
+        if inputs.ndim != 4:
+            raise PosthocUQError(
+                f"context='corrupted' is for images (samples, channels, height, width), not for inputs of shape "
+                f"{tuple(inputs.shape)}; use context='uniform', a loader of inputs, or a callable (n, generator)."
+            )
+        low, high = (extreme(inputs.detach(), dim=(0, 2, 3)).cpu() for extreme in (torch.amin, torch.amax))
+        if self._range is not None:
+            low, high = torch.minimum(low, self._range[0]), torch.maximum(high, self._range[1])
+        self._range = low, high
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        if self._range is None:
+            raise PosthocUQError(
+                "A corrupted context takes the range of the training images, and has seen none."
+            )
+        images = TrainingBatch().draw(n, batch, generator)
+        low, high = (sent(bound.to(images.dtype), images.device)[:, None, None] for bound in self._range)
+        width = torch.where(high > low, high - low, torch.ones_like(high))
+        unit = ((images - low) / width).clamp(0, 1)
+        corrupted = self._tones(self._moved(unit, generator), generator)
+        return low + (high - low) * corrupted
+
+    def _moved(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Crops of the padded images, some of them mirrored."""
+        n, channels, height, width = images.shape
+        offsets = torch.randint(2 * self._padding + 1, (2, n, 1), generator=generator, device="cpu")
+        mirrored = torch.rand(n, 1, generator=generator, device="cpu") < 0.5
+        rows, columns = torch.arange(height, device="cpu"), torch.arange(width, device="cpu")
+        columns = torch.where(mirrored, columns.flip(0), columns)
+        down, across = (sent(offset, images.device) for offset in (rows + offsets[0], columns + offsets[1]))
+        padded = torch.nn.functional.pad(images, [self._padding] * 4)
+        sample = torch.arange(n, device=images.device)[:, None, None, None]
+        channel = torch.arange(channels, device=images.device)[:, None, None]
+        return padded[sample, channel, down[:, None, :, None], across[:, None, None, :]]
+
+    def _tones(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Some solarised, all of another brightness and contrast; values from 0 to 1."""
+        chances = torch.rand(3, len(images), 1, 1, 1, generator=generator, dtype=torch.float64, device="cpu")
+        inverted = sent(chances[0] < self._solarised, images.device)
+        brightness, contrast = (
+            sent((1 + change * (2 * chance - 1)).to(images.dtype), images.device)
+            for change, chance in ((self._brightness, chances[1]), (self._contrast, chances[2]))
+        )
+        images = torch.where(inverted & (images >= 0.5), 1 - images, images)
+        images = (images * brightness).clamp(0, 1)
+        middle = images.mean(dim=(1, 2, 3), keepdim=True)
+        return (middle + contrast * (images - middle)).clamp(0, 1)
+
+
+# Context points that are in no data: uniform in a box, or given by a function.
+
+Draw = Callable[[int, torch.Generator], Any]
+
+_EXPAND = 2.0
+
+
+class UniformBox(Context):
+    """Uniform in a box, one interval a dimension of the input.
+
+    Args:
+        low: lower bounds, a number or a tensor that broadcasts to one input; by default those of the training inputs,
+            moved out by `expand`.
+        high: upper bounds, likewise.
+        expand: factor by which the box of the training inputs grows about its middle; bounds that are given stay.
+    """
+
+    def __init__(
+        self,
+        low: float | Tensor | None = None,
+        high: float | Tensor | None = None,
+        expand: float = _EXPAND,
+    ) -> None:
+        if (low is None) != (high is None):
+            raise PosthocUQError("A uniform context needs both bounds, or none: low=... and high=....")
+        self.needs_data = low is None
+        self._expand: float = POSITIVE("expand", expand)
+        self._bounds: tuple[Tensor, Tensor] | None = None
+        if low is not None and high is not None:
+            self._bounds = host_double(low), host_double(high)
+            smallest, largest = self._bounds
+            if not bool((torch.isfinite(largest - smallest) & (smallest < largest)).all()):
+                raise PosthocUQError(
+                    f"A uniform context needs finite bounds low < high, not {low} and {high}."
+                )
+
+    def fresh(self) -> Context:
+        return UniformBox(expand=self._expand) if self.needs_data else self
+
+    def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
+        if not self.needs_data:
+            return
+        inputs = host_double(inputs.detach())
+        low, high = inputs.amin(0), inputs.amax(0)
+        if self._bounds is not None and self._bounds[0].shape != low.shape:
+            raise PosthocUQError(
+                f"context='uniform' takes its box from training inputs of one shape, and after inputs of shape "
+                f"{tuple(self._bounds[0].shape)} the loader gave one of {tuple(low.shape)}; give the bounds, "
+                f"UniformBox(low, high), or another context."
+            )
+        if self._bounds is not None:
+            low, high = torch.minimum(low, self._bounds[0]), torch.maximum(high, self._bounds[1])
+        self._bounds = low, high
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The lower and upper bounds of the box, in float64."""
+        if self._bounds is None:
+            raise PosthocUQError(
+                "A uniform context without bounds takes those of the training inputs, and saw none."
+            )
+        low, high = self._bounds
+        if not self.needs_data:
+            return low, high
+        middle, half = (low + high) / 2, (high - low) / 2 * self._expand
+        return middle - half, middle + half
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        like = single_input(batch)
+        low, high = self.bounds()
+        numbers = torch.rand(n, *like.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
+        return sent((low + (high - low) * numbers).to(like.dtype), like.device)
+
+
+class Callback(Context):
+    """The inputs that a function ``(n, generator)`` gives: a tensor ``(n, ...)``, a tuple of the model's arguments, or
+    a mapping of named ones.
+    """
+
+    def __init__(self, function: Draw) -> None:
+        self._function = function
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Any:
+        return self._function(n, generator)
+
+
+# Mixtures of contexts, and contexts from the forms that a user may give.
+
+
+class Mixture(Context):
+    """Fixed shares of several contexts; Rudner et al. take half training inputs, half monochrome images.
+
+    Args:
+        parts: pairs of a share and any form of context that `resolve_context` takes; shares need not add up to 1.
+            Where all are whole numbers they are counts, whose sum is the number of context points unless another is
+            asked for.
+    """
+
+    def __init__(self, parts: Sequence[tuple[float, Any]]) -> None:
+        if not parts or any(not 0 < float(share) < float("inf") for share, _ in parts):
+            raise PosthocUQError(
+                "A mixture of contexts is a list of pairs (share, context) with positive shares."
+            )
+        if all(isinstance(share, Integral) for share, _ in parts):
+            self.points = sum(int(share) for share, _ in parts)
+        total = sum(float(share) for share, _ in parts)
+        self._shares = [float(share) / total for share, _ in parts]
+        self._contexts = [resolve_context(context) for _, context in parts]
+        self.needs_data = any(context.needs_data for context in self._contexts)
+
+    def fresh(self) -> Context:
+        fresh = Mixture(
+            [(share, part.fresh()) for share, part in zip(self._shares, self._contexts, strict=True)]
+        )
+        fresh.points = self.points
+        return fresh
+
+    def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
+        for context in self._contexts:
+            if context.needs_data:
+                context.observe(inputs, generator)
+
+    def counts(self, n: int) -> list[int]:
+        """How many of `n` inputs each part gives, by the method of largest remainders."""
+        exact = [share * n for share in self._shares]
+        counts = [int(number) for number in exact]
+        order = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+        for index in order[: n - sum(counts)]:
+            counts[index] += 1
+        return counts
+
+    def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
+        parts = [
+            context.draw(count, batch, generator)
+            for context, count in zip(self._contexts, self.counts(n), strict=True)
+            if count
+        ]
+        like = next((part for part in parts if isinstance(part, Tensor)), None)
+        if like is None or not all(
+            isinstance(part, Tensor) and part.shape[1:] == like.shape[1:] for part in parts
+        ):
+            raise PosthocUQError(
+                "The parts of a mixture of contexts must all give one tensor of equal input shapes."
+            )
+        device = single_input(batch).device
+        return torch.cat([part.to(device) for part in parts])
+
+
+def default_context(batch: Batch, corrupted: bool = False) -> Context:
+    """The context of Rudner et al.: half training inputs and half monochrome images, or a uniform box for vectors. With
+    `corrupted` two training images beside fourteen corrupted ones.
+    """
+    if single_input(batch).ndim != 4:
+        return UniformBox()
+    if corrupted:
+        return Mixture([(2, TrainingBatch()), (14, Corrupted())])
+    return Mixture([(0.5, TrainingBatch()), (0.5, Monochrome())])
+
+
+def resolve_context(context: Any) -> Context:
+    """A `Context` from any form that a user may give: a `Context`, ``"monochrome"``, ``"uniform"``, ``"batch"``,
+    ``"corrupted"``, a list of pairs ``(share, context)`` or ``(count, context)``, a callable ``(n, generator)``, a
+    tensor of inputs, or a loader.
+
+    Raises:
+        PosthocUQError: it is none of these.
+    """
+    named: dict[str, type[Context]] = {
+        "monochrome": Monochrome,
+        "uniform": UniformBox,
+        "batch": TrainingBatch,
+        "corrupted": Corrupted,
+    }
+    if isinstance(context, Context):
+        return context.fresh()
+    if isinstance(context, str):
+        if context not in named:
+            raise PosthocUQError(
+                f"context must be one of {sorted(named)}, a loader or tensor of inputs, a callable (n, generator), a "
+                f"list of pairs (share, context), or a Context, not {context!r}."
+                f"{meant(context, named)}"
+            )
+        return named[context]()
+    if isinstance(context, (list, tuple)) and context and all(_is_share(part) for part in cast(Any, context)):
+        return Mixture(cast(Any, context))
+    if callable(context):
+        if not _takes_two(context):
+            raise PosthocUQError(
+                "A callable context takes two arguments, (n, generator): how many inputs to give, and a "
+                "torch.Generator."
+            )
+        return Callback(cast(Draw, context))
+    if isinstance(context, Tensor):
+        if context.ndim == 0 or not len(context):
+            raise PosthocUQError(
+                f"A tensor as context holds inputs (inputs, ...), not {tuple(context.shape)}."
+            )
+        return Pool([context], kept=len(context))
+    if isinstance(context, (list, tuple)) and any(isinstance(part, str) for part in cast(Any, context)):
+        raise PosthocUQError(
+            f"A mixture of contexts is a list of pairs (share, context), for instance [(0.5, 'batch'), (0.5, "
+            f"'monochrome')], not {context!r}."
+        )
+    return Pool(context)
+
+
+def _is_share(part: Any) -> bool:
+    return isinstance(part, (list, tuple)) and len(cast(Any, part)) == 2 and isinstance(part[0], (int, float))
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with two arguments; True where its signature is unknown."""
+    try:
+        inspect.signature(function).bind(1, None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,585 @@
+"""`Curvature`, the base of the Laplace methods, and its diagonal, Kronecker and dense forms."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.devices import as_double, placed
+from posthoc_uq.core.distributed import world
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.numerics import eigh_descending
+from posthoc_uq.core.options import COUNT, put_numbers
+from posthoc_uq.curvature.labels import FisherChoice
+from posthoc_uq.curvature.statistics import GradientGram, InputGram, JointFisher, SquaredGradients
+from posthoc_uq.curvature.sweep import Summary
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.likelihoods import Fisher, Likelihood
+from posthoc_uq.methods.bases import kept_bases
+from posthoc_uq.methods.method import Change, Method
+from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
+from posthoc_uq.methods.task import Task
+from posthoc_uq.posteriors.block import Block, NotContainedError, Weights, check_forgettable, largest_of
+from posthoc_uq.posteriors.laplace import (
+    LARGEST_BYTES,
+    DenseBlock,
+    DiagonalBlock,
+    EigenvalueCorrectedBlock,
+    KroneckerBlock,
+)
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, History
+
+# A Laplace posterior with the statistics of other data added up, or taken out.
+
+_GRAMS = ("input_gram", "output_gram")  # of KFAC, whose product is a Fisher
+_LEAST = 1e-9  # of the weight before: what is less, is rounding
+
+
+def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, sign: int) -> Posterior:
+    """A posterior of the same layers and hyperparameters with other data. Only the scale follows the number of samples;
+    where it was tuned, it keeps its ratio to that number.
+
+    Args:
+        posterior: stays as it is.
+        part: means over the other data, by block and name.
+        summary: of the sweep over these data.
+        sign: 1 where they come in, -1 where they go out.
+
+    Raises:
+        NotContainedError: the data cannot all be among those of the posterior; names the layer.
+        PosthocUQError: no sample would be left, or what is known would be lost beside the new data.
+    """
+    before, change = posterior.evidence.total, sign * summary.weight
+    evidence = combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
+    weights = Weights.of(before, change, _precision(posterior))
+    blocks: dict[str, Block] = {}
+    for name, block in posterior.blocks.items():
+        device = next(iter(block.tensors().values())).device
+        means = {key: placed(tensor, device) for key, tensor in part[name].items()}
+        if sign > 0:
+            _check_forgettable(posterior, name, means, weights)
+        try:
+            blocks[name] = block.combined(means, weights)
+        except NotContainedError as error:
+            raise NotContainedError(f"{error} of the Fisher of '{name}'") from None
+    history = replace(posterior.history, changes=dict(posterior.history.changes))
+    history.changes |= _outside(posterior.blocks, part) if sign > 0 else {}
+    settings, after = posterior.settings, evidence.total
+    scale = after if settings.scale == before else settings.scale * after / before
+    return Posterior(
+        posterior.method,
+        posterior.layers,
+        blocks,
+        posterior.members,
+        posterior.original,
+        posterior.likelihood,
+        evidence,
+        history,
+        centre=posterior.centre,
+        settings=replace(settings, scale=scale),
+    )
+
+
+def _check_forgettable(
+    posterior: Posterior, name: str, means: Mapping[str, torch.Tensor], weights: Weights
+) -> None:
+    """See `check_forgettable`. A Fisher is compared as a part of the precision, which has the prior's, too."""
+    settings, tensors = posterior.settings, posterior.blocks[name].tensors()
+    prior = min(settings.layer_prior(layer) for layer in posterior.members[name]) / settings.scale
+    sizes = {
+        key: (largest_of(tensors[key]), largest_of(part), torch.finfo(tensors[key].dtype).eps)
+        for key, part in means.items()
+        if key in tensors and tensors[key].numel()
+    }
+    grams = [sizes.pop(key) for key in _GRAMS if key in sizes]
+    if grams:  # the Fisher is their product
+        kept, part, precision = zip(*grams, strict=True)
+        sizes["Fisher"] = prod(kept), prod(part), max(precision)
+    for kept, part, precision in sizes.values():
+        check_forgettable(kept + prior, part, weights, precision, f"'{name}'")
+
+
+def _precision(posterior: Posterior) -> float:
+    """The relative precision of the model's gradients, in mixed precision if that is on."""
+    formats = {parameter.dtype for parameter in posterior.original.values()}
+    device = next(iter(posterior.original.values())).device.type
+    formats |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
+    return max(torch.finfo(number_format).eps for number_format in formats)
+
+
+def weight_of(summary: Summary) -> float | None:
+    """The sum of the weights of a sweep's samples; None where each counted once."""
+    return None if summary.weight == summary.samples else summary.weight
+
+
+def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
+    """What the fit and a later sweep saw of the data, together, or what is left of it. Without labels on either side
+    the log likelihood is unknown.
+
+    Raises:
+        NotContainedError: the sum of the squared residuals would be negative.
+        PosthocUQError: no sample would be left.
+    """
+    samples, total = evidence.samples + sign * summary.samples, evidence.total + sign * summary.weight
+    weight = None
+    if evidence.weight is not None or weight_of(summary) is not None:
+        # with weights a sample can go out in part, so that its number may be less than those that are left
+        weight, samples = total, max(1, samples)
+    if samples < 1 or total < _LEAST * evidence.total:
+        raise PosthocUQError(
+            f"The posterior has {evidence.samples} samples and {summary.samples} are to go out, which leaves none; the "
+            f"posterior stays as it is."
+        )
+    if evidence.log_likelihood is None or summary.log_likelihood is None:
+        return replace(
+            evidence, samples=samples, log_likelihood=None, squared_residuals=0.0, targets=0, weight=weight
+        )
+    residuals, targets = likelihood.residual_sums(summary.log_likelihood, summary.weight, summary.outputs)
+    squared = evidence.squared_residuals + sign * residuals
+    if squared < -1e-4 * evidence.squared_residuals:
+        raise NotContainedError("sum of the squared residuals")
+    return replace(
+        evidence,
+        samples=samples,
+        log_likelihood=evidence.log_likelihood + sign * summary.log_likelihood,
+        squared_residuals=max(0.0, squared),
+        targets=samples * summary.outputs if targets else 0,
+        weight=weight,
+    )
+
+
+def _outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:
+    """The shares of two Fishers that are outside of the kept bases, of all layers together: of the new data, and of
+    what was kept before, as far as it is known; nothing for blocks that keep all of it.
+    """
+    shares: dict[str, float] = {}
+    for name, statistics in (
+        ("outside", part),
+        ("outside before", {name: block.tensors() for name, block in blocks.items()}),
+    ):
+        covered = [blocks[block].covered(statistics[block]) for block in blocks]
+        known = [of_block for of_block in covered if of_block is not None]
+        whole = sum(total for _, total in known)
+        if known and whole > 0:
+            shares[name] = min(1.0, max(0.0, 1 - sum(inside for inside, _ in known) / whole))
+    return shares
+
+
+# The base of the methods whose Gaussian has the Fisher information of the data as its precision.
+#
+# This is Laplace's approximation: ``N(theta, (scale I + prior_precision)^-1)`` around the trained weights
+# (MacKay 1992, "A practical Bayesian framework for backpropagation networks"). The methods differ in the form
+# of ``I`` that they keep.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curvature(Method):
+    """A Laplace posterior from sweeps over the data; `blocks` of a subclass gives the form of the Fisher that is kept.
+
+    Attributes:
+        fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, ``"empirical"``
+            targets, or ``"auto"``: exact where outputs and samples are few, else drawn, up to three a sample;
+            targets for a likelihood of your own that has neither. The report says what was used.
+        n_samples: labels drawn per sample with ``fisher="mc"``; more than 1 with ``"auto"`` draws as many.
+    """
+
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision", "noise_scale", "temperature"})
+
+    weighs_samples: ClassVar[bool] = True
+    joint: ClassVar[bool] = False
+    """Whether the Fisher is that of all layers together."""
+
+    fisher: FisherChoice = "auto"
+    n_samples: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        put_numbers(self, {"n_samples": COUNT})
+        if self.n_samples > 1 and self.fisher not in ("auto", "mc"):
+            raise PosthocUQError(
+                f"n_samples is the number of labels drawn with fisher='mc', and with fisher={self.fisher!r} none are; "
+                f"leave it out."
+            )
+
+    @abstractmethod
+    def blocks(self, task: Task) -> dict[str, Block]:
+        """The form of the Fisher's mean over the samples that is kept, by sweeps of the task: one block a layer, by the
+        layer's name, or blocks of several layers, by any name (see `members`).
+        """
+
+    def members(self, task: Task) -> dict[str, list[str]]:
+        """The layers of every block, by the block's name."""
+        return {name: [name] for name in task.layers}
+
+    def described(self) -> dict[str, Any]:
+        """Lines of the report on how the posterior was fitted, as plain values."""
+        return {}
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        """Means over the samples of a task, by block and name of the tensor, in the form and in the bases of the
+        posterior's blocks, as `Block.combined` takes them. A method that defines it can update, and forget.
+
+        Args:
+            posterior: whose blocks they are to be added to.
+            task: of the data that come in or go out, with the labels of the fit.
+        """
+        raise self._fixed("update")
+
+    def check_change(self, posterior: Posterior, change: Change) -> None:
+        if type(self).added is Curvature.added:
+            raise self._fixed(change)
+        if posterior.history.fit.get("fisher") not in get_args(Fisher):
+            raise PosthocUQError(
+                "This posterior does not say which labels its Fisher was taken with (history.fit['fisher']), so that "
+                "data cannot come in or go out; fit again."
+            )
+
+    def update(self, posterior: Posterior, task: Task) -> Posterior:
+        return self._changed(posterior, task, 1)
+
+    def forget(self, posterior: Posterior, task: Task) -> Posterior:
+        return self._changed(posterior, task, -1)
+
+    def _changed(self, posterior: Posterior, task: Task, sign: int) -> Posterior:
+        facts = posterior.history.fit
+        labels = int(facts.get("labels drawn per sample", 1))
+        task.settings = replace(task.settings, fisher=facts["fisher"], n_samples=labels)
+        return combined_posterior(posterior, self.added(posterior, task), task.summary, sign)
+
+    def fit(self, task: Task) -> Posterior:
+        task.take_labels(self.fisher, self.n_samples, self.joint)
+        blocks, settings = self.blocks(task), task.settings
+        tracked = task.prepared.capture.tracked.values()
+        served = sum(t.engine == "backpack" for t in tracked)
+        facts: dict[str, Any] = {
+            "fisher": settings.fisher,
+            "seed": settings.seed,
+            "samples": task.summary.samples,
+            **({} if weight_of(task.summary) is None else {"sum of the weights": task.summary.weight}),
+            "layers caught by BackPACK": served,
+            "layers caught by call interception": len(tracked) - served,
+            **{f"seconds, {what}": value for what, value in task.seconds.items()},
+        }
+        facts |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
+        facts |= self.described()
+        facts |= {"processes": world()} if world() > 1 else {}
+        facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
+        posterior = Posterior(
+            self.name,
+            task.layers,
+            blocks,
+            self.members(task),
+            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
+            settings.likelihood,
+            _evidence(task),
+            History(fit=facts, deterministic=dict(task.prepared.deterministic)),
+        )
+        posterior.model = task.model
+        return posterior
+
+
+def _evidence(task: Task) -> Evidence:
+    summary, likelihood = task.summary, task.settings.likelihood
+    evidence = Evidence(summary.samples, summary.log_likelihood, weight=weight_of(summary))
+    evidence.noise_power = 2 if task.settings.fisher == "empirical" else 1
+    if summary.log_likelihood is not None:
+        evidence.squared_residuals, targets = likelihood.residual_sums(
+            summary.log_likelihood, summary.weight, summary.outputs
+        )
+        evidence.targets = summary.samples * summary.outputs if targets else 0
+    return evidence
+
+
+def squares_of(
+    layer: Layer, task: Task, bases: tuple[Any, Any] | None = None, *, diagonal: bool = True
+) -> SquaredGradients:
+    """An accumulator of a layer's squared gradients, in the two bases if given."""
+    return SquaredGradients(
+        layer.matrix_shape,
+        task.settings.dtype,
+        task.device,
+        task.memory_budget,
+        diagonal=diagonal,
+        bases=bases,
+    )
+
+
+def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
+    """Accumulators of the Grams of a layer's inputs and of its output gradients."""
+    groups, outputs, inputs = layer.matrix_shape
+    dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
+    return (
+        InputGram(groups, inputs, dtype, device, budget),
+        GradientGram(groups, outputs, dtype, device, budget),
+    )
+
+
+# The exact diagonal of the Fisher.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagonal(Curvature):
+    """The diagonal of the Fisher: independent weights.
+
+    ``I ~ diag(E[g^2])``, with ``g`` a sample's gradient of its negative log-likelihood.
+
+    The smallest posterior, one number a weight, in one sweep. It ignores how weights compensate each other, so take it
+    where memory decides and the last layer alone would be too little.
+    """
+
+    name: ClassVar[str] = "diag"
+    block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
+    stages: ClassVar[Stages] = {
+        "diagonal": StageSpec({"diagonal": StageTensor("Gmn", non_negative=True)}),
+    }
+
+    def passes(self) -> int:
+        return 1
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        return {name: DiagonalBlock(means["diagonal"]) for name, means in _diagonals(task).items()}
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        return _diagonals(task)
+
+
+def _diagonals(task: Task) -> Tensors:
+    """The exact diagonal of every layer, in one sweep."""
+
+    def work() -> Tensors:
+        squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
+        samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
+        return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
+
+    return task.stage("diagonal", work)
+
+
+# Kronecker factors of the Fisher.
+
+_FACTORS, _WITH_GRAMS = "Kronecker factors", "Kronecker factors and Grams"
+_OF_FACTORS = {
+    "input_basis": StageTensor("Gnn", orthonormal=True),
+    "output_basis": StageTensor("Gmm", orthonormal=True),
+    "input_values": StageTensor("Gn", non_negative=True),
+    "output_values": StageTensor("Gm", non_negative=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFAC(Curvature):
+    """Kronecker factors of every layer.
+
+    ``I ~ E[a a^T] (x) E[g g^T]`` of inputs ``a`` and output gradients ``g``
+    (Martens, Grosse 2015, "Optimizing neural networks with Kronecker-factored approximate curvature"; as a posterior:
+    Ritter, Botev, Barber 2018, "A scalable Laplace approximation for neural networks").
+
+    One sweep; keeps the eigenvectors and eigenvalues of both factors of every layer. The most common choice elsewhere,
+    so the one to take for a comparison.
+
+    Attributes:
+        keep_grams: keep both Grams of every layer as well, in the file too, so that data can come in and go out later
+            (`posthoc_uq.update`, `posthoc_uq.forget`); it doubles the size.
+    """
+
+    name: ClassVar[str] = "kfac"
+    block_kinds: ClassVar[tuple[str, ...]] = ("kfac",)
+    stages: ClassVar[Stages] = {
+        _FACTORS: StageSpec(_OF_FACTORS),
+        _WITH_GRAMS: StageSpec(
+            {
+                **_OF_FACTORS,
+                "input_gram": StageTensor("Gnn", symmetric=True),
+                "output_gram": StageTensor("Gmm", symmetric=True),
+                "positions": StageTensor("", non_negative=True),
+            }
+        ),
+    }
+
+    keep_grams: bool = False
+
+    def passes(self) -> int:
+        return 1
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        return {
+            name: KroneckerBlock(
+                **{part: factors[part] for part in _OF_FACTORS}, grams=factors if self.keep_grams else None
+            )
+            for name, factors in kronecker_factors(task, self.keep_grams).items()
+        }
+
+    def check_change(self, posterior: Posterior, change: Change) -> None:
+        super().check_change(posterior, change)
+        if any(
+            isinstance(block, KroneckerBlock) and block.grams is None for block in posterior.blocks.values()
+        ):
+            raise PosthocUQError(
+                "This posterior keeps the eigenvectors of its Grams alone, so that data cannot come in or go out; fit "
+                "with uq.KFAC(keep_grams=True), or by another method."
+            )
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
+        samples = task.sweep({name: list(pair) for name, pair in grams.items()}, _FACTORS)
+        return {name: _means(*pair, samples) for name, pair in grams.items()}
+
+
+def _means(inputs: InputGram, outputs: GradientGram, samples: float) -> dict[str, Tensor]:
+    """Both Grams of a layer, and how many positions a sample has."""
+    grams = {"input_gram": inputs.mean(samples), "output_gram": outputs.mean(samples)}
+    return {**grams, "positions": outputs.positions(samples).to(grams["input_gram"])}
+
+
+def kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
+    """Eigenvectors and eigenvalues of both Grams, in one sweep; the Grams as well if they are to be kept."""
+
+    def work() -> Tensors:
+        grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
+        samples = task.sweep({name: list(pair) for name, pair in grams.items()}, _FACTORS)
+
+        def decompose(name: str) -> dict[str, Tensor]:
+            inputs, outputs = grams.pop(name)
+            means = _means(inputs, outputs, samples)
+            input_values, input_basis = eigh_descending(means["input_gram"], inputs.rows)
+            output_values, output_basis = eigh_descending(means["output_gram"], outputs.rows)
+            return {
+                **(means if keep_grams else {}),
+                "input_basis": input_basis,
+                "output_basis": output_basis,
+                "input_values": input_values,
+                "output_values": output_values,
+            }
+
+        return task.divided({name: partial(decompose, name) for name in task.layers}, "eigenbases")
+
+    return task.stage(_WITH_GRAMS if keep_grams else _FACTORS, work)
+
+
+# The eigenvalue-corrected Kronecker basis.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EFB(Curvature):
+    """The eigenvectors of the Kronecker factors with corrected eigenvalues.
+
+    ``I ~ (U_A (x) U_G) Lambda (U_A (x) U_G)^T``, with ``Lambda`` the second moments of the gradients in that basis
+    (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis").
+
+    Two sweeps; nearer to the Fisher than `KFAC`, for one more number a weight.
+    """
+
+    name: ClassVar[str] = "efb"
+    block_kinds: ClassVar[tuple[str, ...]] = ("efb",)
+    stages: ClassVar[Stages] = {
+        **KFAC.stages,
+        "eigenvalues": StageSpec(
+            {"eigenvalues": StageTensor("Gmn", non_negative=True)}, after="Kronecker factors"
+        ),
+    }
+
+    def passes(self) -> int:
+        return 2
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        factors = kronecker_factors(task)
+        bases = {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
+
+        def work() -> Tensors:
+            squares = {
+                name: squares_of(layer, task, bases[name], diagonal=False)
+                for name, layer in task.layers.items()
+            }
+            samples = task.sweep({name: [s] for name, s in squares.items()}, "eigenvalues")
+            return {name: {"eigenvalues": s.eigenvalues(samples)} for name, s in squares.items()}
+
+        moments = task.stage("eigenvalues", work)
+        return {
+            name: EigenvalueCorrectedBlock(*bases[name], tensors["eigenvalues"])
+            for name, tensors in moments.items()
+        }
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        bases = kept_bases(posterior, task)
+        squares = {
+            name: squares_of(layer, task, bases[name], diagonal=False) for name, layer in task.layers.items()
+        }
+        grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
+        samples = task.sweep({name: [s, *grams[name]] for name, s in squares.items()}, "eigenvalues")
+        return {
+            name: {
+                "eigenvalues": s.eigenvalues(samples),
+                "inside": _on_diagonal(grams[name][0].mean(samples), bases[name][0])
+                * _on_diagonal(grams[name][1].mean(samples), bases[name][1]),
+            }
+            for name, s in squares.items()
+        }
+
+
+def _on_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
+    """The share of a Gram's squared Frobenius norm that is on its diagonal in an orthonormal basis; a scalar."""
+    wide = as_double(basis)
+    rotated = wide.transpose(-1, -2) @ as_double(gram) @ wide
+    whole = rotated.square().sum()
+    inside = rotated.diagonal(dim1=-2, dim2=-1).square().sum()
+    return (inside / whole.clamp(min=1e-300)).clamp(max=1) if bool(whole > 0) else whole + 1
+
+
+# The full Fisher as one matrix.
+
+_JOINT = "joint"  # name of the block of all layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Curvature):
+    """The full Fisher of all chosen weights together.
+
+    ``I = E[g g^T]``, with nothing left out (MacKay 1992).
+
+    One sweep, and a number for every pair of weights: for small models and last layers, and as a reference for other
+    methods.
+    """
+
+    name: ClassVar[str] = "full"
+    joint: ClassVar[bool] = True
+    block_kinds: ClassVar[tuple[str, ...]] = ("dense",)
+    stages: ClassVar[Stages] = {
+        "Fisher": StageSpec({"fisher": StageTensor("NN", symmetric=True, wide=True)}, owner=_JOINT),
+    }
+
+    def passes(self) -> int:
+        return 1
+
+    def members(self, task: Task) -> dict[str, list[str]]:
+        return {_JOINT: list(task.layers)}
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        parameters = sum(layer.parameters for layer in task.layers.values())
+        if 8 * parameters**2 > LARGEST_BYTES:
+            raise PosthocUQError(
+                f"method='full' needs a dense {parameters} x {parameters} matrix "
+                f"({8 * parameters**2 / 2**30:.0f} GiB); use method='inf', or layers='last'."
+            )
+
+        return {_JOINT: DenseBlock(_fisher(task)[_JOINT]["fisher"])}
+
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        return _fisher(task)
+
+
+def _fisher(task: Task) -> Tensors:
+    """The Fisher of all layers together, in one sweep."""
+    parameters = sum(layer.parameters for layer in task.layers.values())
+
+    def work() -> Tensors:
+        joint = JointFisher(parameters, task.device)
+        return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}
+
+    return task.stage("Fisher", work)

@@ -1,0 +1,163 @@
+"""What a method of fitting is.
+
+A method is a frozen dataclass: its fields are its options, and `Method.fit` makes a posterior from a `Task`. One file
+holds all of it, and one row of the table in ``methods/__init__.py`` makes it known to `posthoc_uq.fit`, to the command
+line, to files and to the tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import COUNT, Number, check_types, put_numbers
+from posthoc_uq.layers.proof import Selection
+from posthoc_uq.methods.resume import Stages, as_plain
+from posthoc_uq.methods.task import Task
+from posthoc_uq.posteriors.posterior import Posterior
+
+WITHOUT_EFFECT = {"without effect": True}
+"""Metadata of a field that does not change the result, and so is no part of a fit's identity."""
+
+Unsupported = Literal["raise", "skip"]
+Change = Literal["update", "forget"]
+
+_BUDGET = Number(f"a whole number of bytes, at least {2**20}", least=2**20, most=2**63 - 1, whole=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """A way to fit a posterior, with the fields that all methods have.
+
+    Attributes:
+        unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them, which leaves
+            them deterministic.
+        dtype: of the statistics: `torch.float32` or `torch.float64`; by default float32, or wider where the model is.
+        memory_budget: bytes that one temporary of the statistics may take; by default a share of what is free, at most
+            256 MiB.
+        checkpoint_every: batches between two writes of the checkpoint, where the fit has one.
+    """
+
+    name: ClassVar[str]
+    """The name by which users, files and reports call it."""
+    block_kinds: ClassVar[tuple[str, ...]]
+    """The kinds of blocks that its posteriors may have; a file with others is refused."""
+    tunable: ClassVar[frozenset[str]]
+    """The hyperparameters that its posteriors have, as far as the likelihood has them too."""
+    likelihoods: ClassVar[tuple[str, ...] | None] = None
+    """The names of the likelihoods that it can fit; None for any, the user's own among them."""
+    stages: ClassVar[Stages] = {}
+    """What its calls of `Task.stage` compute, and so what a checkpoint of its fits may hold."""
+    weighs_samples: ClassVar[bool] = False
+    """Whether samples may have weights (`posthoc_uq.fit`, ``batch_to_weights``)."""
+    proves_gradients: ClassVar[bool] = True
+    """Whether the dry run must catch and prove the gradients of every layer, as sweeps and the linearised head need."""
+
+    unsupported: Unsupported = "raise"
+    dtype: torch.dtype | None = None
+    memory_budget: int | None = field(default=None, metadata=WITHOUT_EFFECT)
+    checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        put_numbers(self, {"memory_budget": _BUDGET, "checkpoint_every": COUNT})
+
+    @property
+    def trains(self) -> bool:
+        """Whether it optimises the variances themselves. Then the fit fixes the prior, and held-out data choose the
+        epoch.
+        """
+        return False
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether a fit goes on to narrow the variances that were found as far as a faithful posterior needs, where it
+        is not told otherwise.
+        """
+        return True
+
+    @property
+    def head(self) -> str:
+        """The default head of its posteriors."""
+        return "sampling" if self.trains else "linearized"
+
+    def selection(self, layers: Selection | None) -> Selection:
+        """The layers that it treats, where a fit was asked for `layers`; None where it was not asked for any."""
+        return "all" if layers is None else layers
+
+    @abstractmethod
+    def passes(self) -> int:
+        """How often it reads the data."""
+
+    @abstractmethod
+    def fit(self, task: Task) -> Posterior:
+        """The posterior, with hyperparameters at their starting values.
+
+        Raises:
+            NonFiniteError: outputs, gradients or a loss are not finite.
+            PosthocUQError: data or model do not suit the method; the message says how to go on.
+        """
+
+    def check_weights(self) -> None:
+        """Refuse weights of samples where the method has none.
+
+        Raises:
+            PosthocUQError: says what to do instead.
+        """
+        if not self.weighs_samples:
+            raise PosthocUQError(
+                f"method={self.name!r} has no weights of samples; leave batch_to_weights out and repeat samples in the "
+                f"loader instead, or take a method by curvature such as 'inf'."
+            )
+
+    def check_change(self, posterior: Posterior, change: Change) -> None:
+        """Refuse, before any work is done, a posterior whose data cannot change. A method that overrides the hook is
+        taken to serve all of its posteriors.
+
+        Raises:
+            PosthocUQError: the method, or this posterior, cannot take in more data, or forget some.
+        """
+        if getattr(type(self), change) is getattr(Method, change):
+            raise self._fixed(change)
+
+    def update(self, posterior: Posterior, task: Task) -> Posterior:
+        """A posterior of the data that `posterior` was fitted on and those of the task together; `posterior` stays as
+        it is. See `posthoc_uq.update`, which calls this.
+
+        Raises:
+            PosthocUQError: the method cannot take in more data.
+        """
+        raise self._fixed("update")
+
+    def forget(self, posterior: Posterior, task: Task) -> Posterior:
+        """A posterior of the data that `posterior` was fitted on without those of the task; `posterior` stays as it is.
+        See `posthoc_uq.forget`, which calls this.
+
+        Raises:
+            NotContainedError: the data cannot all be among those of the posterior.
+            PosthocUQError: the method cannot take data out again.
+        """
+        raise self._fixed("forget")
+
+    def _fixed(self, change: Change) -> PosthocUQError:
+        """The error of a method whose posteriors belong to the data of their fit."""
+        what, way_out = {
+            "update": ("take in more data", "all data"),
+            "forget": ("forget data", "those left"),
+        }[change]
+        return PosthocUQError(
+            f"A posterior of method={self.name!r} cannot {what} after its fit; fit again on {way_out}."
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Its name and all fields that change the result, as plain values; two fits that differ in one of them are
+        different fits.
+        """
+        options = {
+            f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("without effect")
+        }
+        return {"method": self.name} | {name: as_plain(value) for name, value in options.items()}

@@ -1,0 +1,335 @@
+"""One running fit: its sweeps and stages, shared by several processes and resumed after interruptions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import placed, return_freed_memory
+from posthoc_uq.core.distributed import add_up, gather, hand_out, rank, together, world
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.curvature.features import FeatureSource
+from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
+from posthoc_uq.curvature.statistics import Accumulator, JointFisher
+from posthoc_uq.curvature.sweep import WORD, Content, Observer, Summary, SweepSettings, no_weight, show, sweep
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.proof import Prepared
+from posthoc_uq.methods.resume import Checkpoint, Stage, Tensors, check_same, other_data
+
+
+@dataclass
+class Task:
+    """What a method works with: the model, its data, how to sweep over them, and what a sweep reports besides the
+    statistics.
+
+    Attributes:
+        model: the user's model; it is read, never changed.
+        prepared: the layers that get a posterior, and the capture of their gradients where the method asked for it.
+        loader: the training data of this process.
+        batch: the first batch of `loader`.
+        settings: of every sweep: how batches are read, the likelihood, the labels of the Fisher, the seed.
+        device: of the model and of all statistics.
+        memory_budget: bytes that one temporary may take.
+        features: where the last layer's features come from, if it has any.
+        val_loader: held-out batches, if there are any.
+        checkpoint: the file that keeps the result of every stage, if there is one.
+        summary: what the last sweep saw.
+        seconds: how long each part took, by its description.
+        observers: see all the data once, in the first sweep that goes over all of them.
+        observed: whether they have.
+        resumed_content: the hash of all samples and targets that the stages taken from a checkpoint saw; None without
+            such stages.
+    """
+
+    model: nn.Module
+    prepared: Prepared
+    loader: Iterable[Any]
+    batch: Batch
+    settings: SweepSettings
+    device: torch.device
+    memory_budget: int
+    features: FeatureSource | None = None
+    val_loader: Iterable[Any] | None = None
+    checkpoint: Checkpoint | None = None
+    summary: Summary = field(default_factory=Summary)
+    seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    observers: list[Observer] = field(default_factory=lambda: list[Observer]())
+    observed: bool = False
+    resumed_content: int | None = None
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The layers to fit."""
+        return self.prepared.layers
+
+    def take_labels(self, fisher: FisherChoice, n_samples: int, joint: bool = False) -> None:
+        """Settle which labels the Fisher of the sweeps is an expectation over.
+
+        Args:
+            fisher: as the user asked; ``"auto"`` depends on the numbers of outputs and samples.
+            n_samples: labels drawn per sample, where they are drawn.
+            joint: whether the Fisher is that of all layers together.
+        """
+        samples, positions = None, 1 if joint else self._positions_apart()
+        if fisher == "auto":
+            samples = self.samples_in_all
+        likelihood, has_targets = (
+            self.settings.likelihood,
+            all(gather(self.batch.targets is not None, "looking for targets")),
+        )
+        kind, labels = resolve_fisher(
+            fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets, positions
+        )
+        if fisher == "auto" and kind == "empirical":
+            warn_user(
+                f"Likelihood {likelihood.name!r} has neither draw nor exact_factors, so the Fisher takes the data's "
+                f"own targets (fisher='empirical'), which is less accurate for a model far from its targets; give it a "
+                f"method draw(outputs, keys, draw)."
+            )
+        self.settings = replace(self.settings, fisher=kind, n_samples=labels)
+
+    @cached_property
+    def samples_in_all(self) -> int | None:
+        """How many samples the loaders of all processes hold; None where one of them does not say."""
+        reader, batch = self.settings.reader, self.batch
+        return samples_in_all(
+            together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
+        )
+
+    def _positions_apart(self) -> int:
+        """Positions of a sample, where all layers to fit take each as a sample of its own; else 1."""
+        if self.features is None or list(self.layers) != [self.settings.by_position]:
+            return 1
+        return max(1, self.prepared.outputs // self.features.outputs)
+
+    def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:
+        """Do a part of the fit, or take its result from the checkpoint of this rank or of one that came further."""
+        saved = self.checkpoint.stages.get(name) if self.checkpoint is not None else None
+        summaries = gather(None if saved is None else saved.summary, f"looking for a checkpoint of {name}")
+        ranks = [number for number, summary in enumerate(summaries) if summary is not None]
+        if ranks:
+            tensors = hand_out(
+                None if saved is None else saved.tensors, ranks[0], torch.device("cpu"), f"handing out {name}"
+            )
+            tensors = {
+                a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
+            }
+            self.summary = summaries[ranks[0]]
+            self.resumed_content = self.summary.content or self.resumed_content
+        else:
+            # The order in memory decides how products are rounded, so it must be that of tensors from a file.
+            computed = together(lambda: _finite(work(), name), name)
+            tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in computed.items()}
+        if self.checkpoint is not None and None in summaries:
+            # every rank takes part, with or without something to write
+            checkpoint, stage = self.checkpoint, Stage(tensors, self.summary)
+            write = (lambda: checkpoint.finish(name, stage)) if saved is None else (lambda: None)
+            together(write, f"writing the checkpoint after {name}")
+        return tensors
+
+    def sweep(
+        self,
+        accumulators: Mapping[str, Sequence[Accumulator]],
+        description: str,
+        *,
+        joint: JointFisher | None = None,
+        share: float = 1.0,
+    ) -> float:
+        """Sweep once; returns the sum of the weights of the samples swept over, in all processes: their number where
+        they have no weights. Means over the samples are sums divided by it.
+
+        Raises:
+            PosthocUQError: the loader gave another number of samples than in the last sweep, other samples than those
+                that the checkpoint was made from, none of the share, or all weights are 0.
+        """
+        start = time.perf_counter()
+        sums = {
+            f"{name}/{index}": accumulator.state()
+            for name, of_layer in accumulators.items()
+            for index, accumulator in enumerate(of_layer)
+        }
+        if joint is not None:
+            sums["joint/0"] = joint.state()
+        return_freed_memory()  # of the dry run or the last sweep
+        summary = together(
+            lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
+        )
+        add_up(
+            {(a, b): tensor for a, group in sums.items() for b, tensor in group.items()},
+            f"the sum for {description}",
+        )
+        repetitive = all(gather(summary.repetitive, f"the sum for {description}"))
+        summary = _merged(summary)
+        if self.summary.seen and summary.seen != self.summary.seen:
+            raise PosthocUQError(
+                f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
+                f"it must give the same data every time."
+            )
+        self.check_content(summary.content)
+        if summary.samples == 0:
+            raise PosthocUQError(
+                f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
+            )
+        if summary.weight == 0:
+            raise no_weight()
+        if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
+            warn_user(
+                "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
+                "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
+            )
+        self.summary = summary
+        self.observed = self.observed or share == 1
+        self.seconds[description] = time.perf_counter() - start
+        return summary.weight
+
+    def _sweep(
+        self,
+        accumulators: Mapping[str, Sequence[Accumulator]],
+        joint: JointFisher | None,
+        share: float,
+        description: str,
+        sums: Tensors,
+    ) -> Summary:
+        checkpoint, done = self.checkpoint, None
+        interrupted = checkpoint.interrupted(description) if checkpoint is not None else None
+        if checkpoint is not None and interrupted is not None:
+            done, saved_sums = interrupted
+            with checkpoint.read_as_corrupt():
+                check_same("its sums", saved_sums, sums)
+            for name, group in sums.items():
+                for inner, tensor in group.items():
+                    tensor.copy_(saved_sums[name][inner])
+
+        def after_batch(summary: Summary) -> None:
+            if checkpoint is not None:
+                checkpoint.after_batch(description, summary, sums)
+
+        with isolated_random_state(self.settings.seed):
+            return sweep(
+                self.prepared.capture,
+                self.loader,
+                self.settings,
+                accumulators,
+                joint=joint,
+                share=share,
+                description=description,
+                done=done,
+                after_batch=after_batch,
+                observers=() if self.observed or share < 1 else self.observers,
+            )
+
+    def check_content(self, content: int) -> None:
+        """Refuse other data than those of the stages that were taken from a checkpoint.
+
+        Args:
+            content: the hash of all samples and targets of all processes.
+
+        Raises:
+            PosthocUQError: the data are others.
+        """
+        if self.resumed_content not in (None, content):
+            raise other_data()
+
+    def observe(self) -> None:
+        """Show the data to the observers in an extra pass, unless a sweep did so: a resumed fit may begin after its
+        sweeps, and a training has none.
+        """
+        if self.observed or not self.observers:
+            return
+
+        content = Content()
+
+        def work() -> None:
+            with isolated_random_state(self.settings.seed):
+                show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
+
+        together(work, "looking at the data")
+        self.check_content(sum(gather(content.total, "comparing the data")) % WORD)
+        self.observed = True
+
+    def timed(self, description: str, work: Callable[[], Any]) -> Any:
+        """Do the work and note how long it took."""
+        start = time.perf_counter()
+        result = work()
+        self.seconds[description] = time.perf_counter() - start
+        return result
+
+    def divided(self, work: Mapping[str, Callable[[], dict[str, Tensor]]], description: str) -> Tensors:
+        """Results by name, each computed by one of the processes and handed to the others."""
+
+        def compute() -> Tensors:
+            own_names = [name for index, name in enumerate(work) if index % world() == rank()]
+            results = together(lambda: {name: work[name]() for name in own_names}, description)
+            for index, name in enumerate(work):
+                source = index % world()
+                own_result = {name: results[name]} if name in results else None
+                results[name] = hand_out(own_result, source, self.device, description)[name]
+            return {name: results[name] for name in work}
+
+        return self.timed(description, compute)
+
+
+def _finite(results: Tensors, stage: str) -> Tensors:
+    """The results of a stage, once they are checked.
+
+    Raises:
+        NonFiniteError: a number is not finite; names the layer.
+    """
+    for layer, tensors in results.items():
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(
+                    f"The {name.replace('_', ' ')} of '{layer}' ({stage}) is not finite: inputs or gradients are too "
+                    f"large for {str(tensor.dtype).removeprefix('torch.')}. Bring the inputs to about unit size, or "
+                    f"fit with dtype=torch.float64."
+                )
+    return results
+
+
+def check_common(identity: Mapping[str, Any]) -> None:
+    """Check that all processes do the same fit.
+
+    Raises:
+        PosthocUQError: they do not; names what differs.
+    """
+    identities = gather(dict(identity), "comparing the fits")
+    for number, other in enumerate(identities):
+        for name, value in identities[0].items():
+            if other[name] != value:
+                raise PosthocUQError(
+                    f"Rank {number} has another {name} than rank 0 ({other[name]!r:.200}, and {value!r:.200}); all "
+                    f"processes must hold the same model and ask for the same fit."
+                )
+
+
+def _merged(summary: Summary) -> Summary:
+    """The summary of the sweeps of all processes.
+
+    Raises:
+        PosthocUQError: two of them saw the same data.
+    """
+    summaries: list[Summary] = gather(summary, "comparing the data")
+    contents = [(part.content, part.seen) for part in summaries if part.seen]
+    if len(set(contents)) < len(contents):
+        raise PosthocUQError(
+            "Several processes were given the same data, which would count them several times; give each a part of "
+            "its own, for instance with torch.utils.data.DistributedSampler."
+        )
+    likelihoods = [part.log_likelihood for part in summaries]
+    return Summary(
+        batches=sum(part.batches for part in summaries),
+        seen=sum(part.seen for part in summaries),
+        samples=sum(part.samples for part in summaries),
+        weight=sum(part.weight for part in summaries),
+        log_likelihood=sum(v for v in likelihoods if v is not None) if None not in likelihoods else None,
+        outputs=max(part.outputs for part in summaries),
+        content=sum(part.content for part in summaries) % WORD,
+    )

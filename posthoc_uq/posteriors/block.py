@@ -1,0 +1,556 @@
+"""The block protocol: what is stored of a layer, what its tensors must be, what it can do, and how two add up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.core.options import Field
+from posthoc_uq.posteriors.covariance import CovarianceForm, RowCovariance
+
+# What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
+
+LARGEST = 1e30
+"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor must be; its numbers are always finite.
+
+    Attributes:
+        shape: its sizes; None for a dimension of any size.
+        non_negative: whether it has no negative number, as variances and eigenvalues.
+        orthonormal: whether it has orthonormal columns, up to the rounding to bfloat16.
+        padded: whether columns of zeros may stand among the orthonormal ones.
+        symmetric: whether its matrices are symmetric, with a diagonal that is not negative.
+        largest: no number is larger, whatever its sign.
+        exact: whether a file keeps it in its own number format, also where it is saved in a narrower one: sums that
+            data are to be taken out of again, and counts.
+        bits: whether it holds bytes of packed bits (uint8), which are kept as they are, rather than numbers.
+    """
+
+    shape: tuple[int | None, ...]
+    non_negative: bool = False
+    orthonormal: bool = False
+    padded: bool = False
+    symmetric: bool = False
+    largest: float = LARGEST
+    bits: bool = False
+    exact: bool = False
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape has the right one."""
+        return len(shape) == len(self.shape) and all(
+            wanted in (None, size) for size, wanted in zip(shape, self.shape, strict=True)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape, where every dimension has a size."""
+        return tuple(size for size in self.shape if size is not None)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers such a tensor has, where every dimension has a size."""
+        return prod(self.sizes)
+
+
+# What a posterior's blocks can do, by name: heads and searches ask for that, never for a method.
+#
+# All blocks can draw. The other capabilities belong to posteriors that lie around a mean, as Gaussians do.
+
+DRAWS = "draws"
+SYMMETRY = "symmetric draws"  # mean - deviation is as likely as mean + deviation
+VARIANCES = "variances"  # of every weight
+QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
+ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
+LOG_DETERMINANT = "a log-determinant"  # of the precision
+INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
+FORM = "a covariance form"  # contracts Jacobians without forming them
+
+
+def required(
+    needs: Collection[str], known: Collection[str], method: str, what: str, way_out: str = ""
+) -> None:
+    """Refuse what the blocks of a posterior cannot do.
+
+    Args:
+        needs: names of capabilities.
+        known: capabilities of the posterior.
+        method: the posterior's.
+        what: the request that needs them, as the subject of a sentence.
+        way_out: what to do instead, as the end of that sentence.
+
+    Raises:
+        PosthocUQError: one is missing.
+    """
+    missing = sorted(set(needs) - set(known))
+    if missing:
+        end = f"; {way_out}." if way_out else "."
+        raise PosthocUQError(
+            f"{what} needs {' and '.join(missing)}, which the blocks of method={method!r} do not have{end}"
+        )
+
+
+# Statistics of two parts of the data added up, or those of one part taken out again.
+#
+# Blocks keep means over the samples. With N samples before and n that come in or go out, the new mean is
+# ``N / (N + n) kept + n / (N + n) part``, or ``N / (N - n) kept - n / (N - n) part``; both are weighted sums.
+
+_SLACK = 1e3
+"""Rounding errors of a sum over a data set, in units of its number format's precision, relative to its size."""
+
+
+_LOST = 1e-2
+"""The share of what was known before that rounding may take when data come in, relative to its largest number."""
+
+
+def check_forgettable(kept: float, part: float, weights: Weights, precision: float, what: str) -> None:
+    """Refuse data beside which all that is known already would be lost to rounding, so that they could never go out
+    again.
+
+    Args:
+        kept: the largest number of a mean over all data so far; nothing is lost of a zero.
+        part: the same of the data that come in.
+        weights: of the two means.
+        precision: of the numbers, relative.
+        what: whose statistic it is, in words.
+
+    Raises:
+        PosthocUQError: more than 1 % of `kept` would be lost.
+    """
+    share = min(1.0, weights.part / weights.kept)
+    if kept > 0 and not max(precision, weights.precision) * share * part <= _LOST * kept:
+        raise PosthocUQError(
+            f"These data cannot come in: what they say of {what} is {part / kept:.2g} times as large as what all data "
+            f"before said, which would be lost to rounding, so that uq.forget could not take them out again. Look for "
+            f"inputs or targets that are out of range, or fit again where the model was certain of all data before."
+        )
+
+
+class NotContainedError(PosthocUQError):
+    """Data were to be taken out that cannot all have been in; its text is the statistic that shows it."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a sum of means.
+
+    Attributes:
+        kept: of the mean that is kept.
+        part: of the mean of the data that come in, or go out: then it is negative.
+        precision: the relative precision in which gradients were computed, however wide the sums are: two passes over
+            the same sample agree to it.
+    """
+
+    kept: float
+    part: float
+    precision: float
+
+    @staticmethod
+    def of(samples: float, change: float, precision: float) -> Weights:
+        """For `samples` before, the sum of their weights, and a `change` of it: negative for those that go out."""
+        return Weights(samples / (samples + change), change / (samples + change), precision)
+
+
+def combined(kept: Tensor, part: Tensor, weights: Weights, what: str) -> Tensor:
+    """The weighted sum of two means that have no negative number, in the number format of `kept`.
+
+    Args:
+        kept: the mean over all data so far.
+        part: over those that come in or go out; of the same shape.
+        weights: of the two.
+        what: the statistic in words, for the error.
+
+    Raises:
+        NotContainedError: a number would become negative by more than rounding.
+    """
+    before = as_double(kept)
+    total = weights.kept * before + weights.part * as_double(part).to(before.device)
+    if (
+        weights.part < 0
+        and total.numel()
+        and bool(total.min() < -_rounding(kept, float(kept.abs().max()), weights))
+    ):
+        raise NotContainedError(what)
+    return total.clamp(min=0).to(kept)
+
+
+def combined_matrices(kept: Tensor, part: Tensor, weights: Weights, what: str) -> Tensor:
+    """The weighted sum of two means ``(..., n, n)`` that are positive semidefinite; otherwise as `combined`.
+
+    Raises:
+        NotContainedError: an eigenvalue would become negative by more than rounding.
+    """
+    before = as_double(kept)
+    total = weights.kept * before + weights.part * as_double(part).to(before.device)
+    total = (total + total.transpose(-1, -2)) / 2
+    if weights.part < 0 and total.numel():
+        norm = float(before.abs().sum(-1).max())  # at least the largest eigenvalue
+        shifted = total.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(_rounding(kept, norm, weights))
+        if bool(torch.linalg.cholesky_ex(shifted).info.any()):
+            raise NotContainedError(what)
+        total.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
+    return total.to(kept)
+
+
+def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
+    """What may be rounding in a weighted sum, for a `kept` of this size: more where nearly all data go out, since it
+    then counts many times.
+    """
+    smallest = torch.finfo(torch.float64).tiny  # so that an empty statistic stays one
+    precision = max(weights.precision, torch.finfo(kept.dtype).eps)
+    return _SLACK * precision * weights.kept * size + smallest
+
+
+# The block protocol: what a posterior stores of one layer (`Block`), and that made ready for use at a scale
+# and a prior precision (`Factor`).
+#
+# The first dimensions of all tensors are the layer's groups, outputs and inputs, ``(G, m, n)``; groups are
+# independent.
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What turns a Fisher information into a precision: ``P = scale * (low rank + residual_weight * D) +
+    prior_precision``.
+
+    Attributes:
+        scale: by which the mean Fisher is multiplied, the number of samples unless tuned; a float or a scalar tensor.
+        prior_precision: a float, or a tensor that broadcasts against ``(groups, outputs, inputs)``.
+        residual_weight: omega of the information form; other families ignore it.
+    """
+
+    scale: float | Tensor
+    prior_precision: float | Tensor
+    residual_weight: float = 1.0
+
+
+class Factor:
+    """A block at given settings, ready for use; for a Gaussian, its factorised precision ``P``.
+
+    The methods that a subclass overrides are what its posteriors can do; `capabilities` names them. A distribution that
+    is not Gaussian overrides `draw`. A Gaussian overrides `transform`, from which its draws follow; the other methods
+    are about deviations from the posterior's mean.
+    """
+
+    centred: ClassVar[bool] = True
+    """Whether a draw is a deviation from the posterior's mean; otherwise it is the weights themselves."""
+    shared: bool = False
+    """Whether weights have something random in common, so that `independent` differs from draw to draw."""
+
+    @classmethod
+    def capabilities(cls) -> frozenset[str]:
+        """What such factors can do, by the names in `posthoc_uq.posteriors.block`."""
+        groups = [
+            names
+            for method, names in _CAPABILITIES.items()
+            if getattr(cls, method) is not getattr(Factor, method)
+        ]
+        return frozenset(name for names in groups for name in names)
+
+    def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
+        """One draw of the block's weights, ``(G, m, n)``.
+
+        Args:
+            generator: on the CPU, so that every device gets the same random numbers.
+            like: a tensor with the draw's shape, number format and device.
+        """
+        normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        return self.transform(normals.unsqueeze(0))[0]
+
+    def transform(self, normals: Tensor) -> Tensor:
+        """Turn standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
+        raise self._cannot("draws from normals")
+
+    def independent(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor]:
+        """Mean and variance of the weights, ``(G, m, n)`` each, that are independent of each other once what they have
+        in common is drawn; the mean of deviations, which is zero, as None.
+
+        Args:
+            generator: as in `draw`, of what they have in common.
+        """
+        raise self._cannot(INDEPENDENT)
+
+    def variance(self) -> Tensor:
+        """The variances of the weights, ``(G, m, n)``: the diagonal of ``P^-1``."""
+        raise self._cannot(VARIANCES)
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format."""
+        raise self._cannot(QUADRATIC)
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        """Rows ``r`` in float64, ``(q, any)``, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``."""
+        values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
+        return vectors * values.clamp(min=0).sqrt()
+
+    def log_determinant(self) -> Tensor:
+        """``log det P``, a scalar."""
+        raise self._cannot(LOG_DETERMINANT)
+
+    def rows(self, start: int, shape: Shape) -> RowCovariance:
+        """The covariance of one layer's rows, for the variance that its weights give to its outputs.
+
+        Args:
+            start: offset of the layer inside the block; 0 unless the block holds several layers.
+            shape: ``(G, m, n)`` of the layer.
+        """
+        raise self._cannot(ROWS)
+
+    def form(self) -> CovarianceForm | None:
+        """The covariance as a diagonal minus a low-rank part, which contracts Jacobians without forming them; None if
+        it has no such form.
+        """
+        return None
+
+    def bytes(self) -> int:
+        """Memory that the factor holds beyond its block."""
+        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
+
+    def _cannot(self, what: str) -> PosthocUQError:
+        return PosthocUQError(f"A {type(self).__name__} has no {what.removeprefix('a ')}.")
+
+
+_CAPABILITIES: dict[str, tuple[str, ...]] = {
+    "draw": (DRAWS,),
+    "transform": (DRAWS, SYMMETRY),
+    "independent": (INDEPENDENT,),
+    "variance": (VARIANCES,),
+    "quadratic": (QUADRATIC,),
+    "rows": (ROWS,),
+    "log_determinant": (LOG_DETERMINANT,),
+    "form": (FORM,),
+}
+"""The capabilities of a factor that overrides a method, by the method's name."""
+
+
+BLOCKS: dict[str, type[Block]] = {}
+"""Every class of blocks by its kind; a class that names its `kind` registers itself."""
+
+
+class Block(ABC):
+    """What is stored of one layer: statistics as plain tensors and plain attributes.
+
+    A subclass that sets `kind` is known by it from then on: files of posteriors with such blocks can be written and
+    read wherever the class is defined. An attribute ``samples`` is the number of training samples, which files check.
+    """
+
+    kind: ClassVar[str]
+    """The name of the class in files; no two classes have the same."""
+    makes: ClassVar[type[Factor]]
+    """The class of the factors that `factor` makes; it determines what posteriors of such blocks can do."""
+    fields: ClassVar[Mapping[str, Field]] = {}
+    """What each of its `attributes` may be in a file."""
+    optional_fields: ClassVar[Mapping[str, Field]] = {}
+    """What those of its `attributes` may be that not every block of the kind has."""
+    joint: ClassVar[bool] = False
+    """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
+    trained: ClassVar[bool] = False
+    """Whether it comes from a training, which may have changed the mean as well."""
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision"})
+    """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
+    precision there is no marginal likelihood either."""
+    own_priors: ClassVar[bool] = False
+    """Whether every weight may have a prior precision of its own: `factor` then takes a tensor of its shape."""
+    settled: ClassVar[frozenset[str]] = frozenset()
+    """Those that were a part of what its method optimised: they are known, and cannot be set."""
+    columns: ClassVar[Mapping[str, str]] = {}
+    """What the columns of its `summary` mean; a key may name several, with commas between them."""
+    heads_note: ClassVar[str] = ""
+    """What a report says of the heads where they do not all mean the same for it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            if not hasattr(cls, "makes"):
+                raise PosthocUQError(
+                    f"{cls.__qualname__} must say in 'makes' which class its factors are of."
+                )
+            _register(cls)
+
+    @abstractmethod
+    def factor(self, settings: Settings) -> Factor:
+        """The block at these settings, ready for use."""
+
+    def kept_bytes(self) -> int:
+        """Bytes that `kept_parts` keeps; 0 where it keeps nothing."""
+        return 0
+
+    @contextmanager
+    def kept_parts(self) -> Generator[None]:
+        """While this is open, `factor` may keep what does not depend on the settings: for trials of many settings."""
+        yield
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The block's tensors by name: all that storage writes, with `attributes`."""
+
+    @abstractmethod
+    def attributes(self) -> dict[str, Any]:
+        """The block's plain values by name."""
+
+    @classmethod
+    @abstractmethod
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files are
+        checked by it.
+
+        Raises:
+            CorruptPosteriorError: the attributes are out of range.
+        """
+
+    @classmethod
+    def most_numbers(cls, shape: Shape) -> int:
+        """The most numbers that a block of this shape can have; a larger file is not read. A class whose `specs` needs
+        attributes must override it.
+        """
+        return sum(spec.numbers for spec in cls.specs(shape, {}).values())
+
+    def own_mean(self) -> Tensor | None:
+        """The mean of the weights, ``(G, m, n)``, of blocks that know it themselves; of all others it is the model's
+        own, or the posterior's centre.
+        """
+        return None
+
+    def uncertain(self) -> Tensor | None:
+        """Which weights it is about, ``(G, m, n)`` of bool, where some are certain; None where all are uncertain."""
+        return None
+
+    def fault(self) -> str | None:
+        """What is wrong with its tensors taken together, in words, or None; `specs` is about each tensor alone."""
+        return None
+
+    def reach(self, settings: Settings) -> float:
+        """The largest precision at these settings, or the largest variance of a block that stores variances. Files that
+        reach more than float32 can compute with are refused. 0 where the bounds in `specs` exclude that already.
+        """
+        return 0.0
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
+        """The block that `tensors` and `attributes` described."""
+
+    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
+        """The Fisher approximation as dense matrices ``(G, m n, m n)`` in row-major order; for small layers.
+
+        Raises:
+            PosthocUQError: the block keeps none.
+        """
+        raise PosthocUQError(f"A block of the kind {self.kind!r} keeps no Fisher information.")
+
+    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> Block:
+        """The block of this block's data and others together, or without some of its own.
+
+        Args:
+            part: means over the other data, by the name of the tensor; in this block's bases, if it has some.
+            weights: of the two means.
+
+        Raises:
+            NotContainedError: data were to be taken out that cannot all have been in.
+            PosthocUQError: such blocks cannot be added up.
+        """
+        raise PosthocUQError(f"Blocks of the kind {self.kind!r} cannot be added up.")
+
+    def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
+        """How much of a Fisher's trace is inside of the block's bases, and the whole trace; None for a block that keeps
+        all of it.
+
+        Args:
+            part: means by the name of the tensor, as for `combined`.
+        """
+        return None
+
+    def numbers(self) -> int:
+        """Numbers stored."""
+        return sum(t.numel() for t in self.tensors().values())
+
+    def bytes(self) -> int:
+        """Bytes stored."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def to(self, device: torch.device | str) -> Block:
+        """The block on another device."""
+        return self.restore(self.attributes(), {name: t.to(device) for name, t in self.tensors().items()})
+
+    def summary(self) -> dict[str, Any]:
+        """Columns of the report; `columns` explains them."""
+        return {}
+
+
+def _register(cls: type[Block]) -> None:
+    registered = BLOCKS.get(cls.kind)
+    # the same name again is the same class: a reloaded module, or a notebook cell that ran again
+    if registered is not None and (registered.__module__, registered.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
+        raise PosthocUQError(
+            f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {registered.__module__}."
+            f"{registered.__qualname__} is already; give it another kind."
+        )
+    BLOCKS[cls.kind] = cls
+
+
+@contextmanager
+def kinds_restored() -> Generator[None]:
+    """For temporary classes of blocks: at its end the registry is what it was before."""
+    registered = dict(BLOCKS)
+    try:
+        yield
+    finally:
+        BLOCKS.clear()
+        BLOCKS.update(registered)
+
+
+def largest_of(*tensors: Tensor) -> float:
+    """The largest absolute number of several tensors, 0 if they are empty."""
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def reached(settings: Settings, information: float) -> float:
+    """The largest precision ``scale * I + prior_precision`` for the largest number of ``I``."""
+    prior = settings.prior_precision
+    return float(settings.scale) * information + (float(prior.max()) if isinstance(prior, Tensor) else prior)
+
+
+def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """An integer attribute that must lie in a range.
+
+    Raises:
+        CorruptPosteriorError: it is missing, no integer, or out of range.
+    """
+    try:
+        value = int(attributes[name])
+    except (KeyError, TypeError, ValueError):
+        raise CorruptPosteriorError(f"A block has no valid attribute '{name}'.") from None
+    if not low <= value <= high:
+        raise CorruptPosteriorError(f"A block's attribute '{name}' is {value}, outside {low}..{high}.")
+    return value
+
+
+def log_sum(values: Tensor) -> Tensor:
+    """The sum of logarithms, in float64: the evidence is a small difference of such sums over millions of weights."""
+    return as_double(values).log().sum()
+
+
+# Which kinds of blocks the posteriors of a method are made of, by the method's name.
+#
+# Storage must know the names of the methods, but may not import ``methods``, which stands above it; so
+# ``methods`` fills this table.
+
+FAMILIES: dict[str, tuple[str, ...]] = {}

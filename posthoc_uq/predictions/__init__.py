@@ -1,1 +1,0 @@
-"""What a prediction is: classes, values or anything else with its uncertainty, and how outputs become one."""
