@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Literal
 
 import click
@@ -35,6 +36,10 @@ def process_group(options: dict[str, Any]) -> Generator[None]:
     if device.startswith("cuda"):
         options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device_named(options["device"]))
+    # Functions of this module have the group that there is when it is imported as a default argument. A model's library
+    # that imports it later would keep the group, and its threads, until Python ends, which can abort the process.
+    import_module("torch.distributed.nn")
+
     try:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     except RuntimeError as error:

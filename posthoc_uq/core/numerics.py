@@ -27,6 +27,9 @@ def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tens
     """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of
     symmetric matrices.
 
+    An eigenvalue below the rounding of the largest is zero: what such a direction shows is the rounding of the sum,
+    which a small prior precision would take for data.
+
     Args:
         gram: ``(groups, n, n)``.
         rows: of the vectors whose products it sums, where that is known: no more of its eigenvalues are positive.
@@ -55,7 +58,12 @@ def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tens
         values[:, dead:] = inner_values.to(values)
         vectors[:, dead:, dead:] = inner_vectors.to(vectors)
         vectors = vectors[:, torch.argsort(order)]
-    return values.flip(-1).clamp(min=0).to(gram), vectors.flip(-1).to(gram)
+    return _above_rounding(values.flip(-1), gram.dtype).to(gram), vectors.flip(-1).to(gram)
+
+
+def _above_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Eigenvalues, largest first, with zeros for those that a sum in this dtype cannot tell from zero."""
+    return values.masked_fill(values < torch.finfo(dtype).eps * values[..., :1].clamp(min=0), 0)
 
 
 def _eigh_in_range(symmetric: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -69,7 +77,7 @@ def _eigh_in_range(symmetric: Tensor, width: int) -> tuple[Tensor, Tensor]:
     restricted = spanned.transpose(-1, -2) @ as_double(symmetric @ spanned.to(symmetric))
     inner_values, inner_vectors = _eigh((restricted + restricted.transpose(-1, -2)) / 2)
     values = torch.zeros_like(symmetric[..., 0])
-    values[:, :width] = inner_values.flip(-1).clamp(min=0).to(values)
+    values[:, :width] = _above_rounding(inner_values.flip(-1), symmetric.dtype).to(values)
     leading = (spanned @ inner_vectors.flip(-1)).to(symmetric)
     complete = torch.linalg.qr(leading, mode="complete").Q
     complete[..., :width] = leading

@@ -359,8 +359,12 @@ class SquaredGradients(_Sums):
         return _mean_squares(self._sums.pop("diagonal"), samples)
 
     def eigenvalues(self, samples: float) -> Tensor:
-        """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum."""
-        return _mean_squares(self._sums.pop("eigenvalues"), samples)
+        """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum.
+
+        A gradient's part along a direction that no gradient has is its rounding, and the square of it no eigenvalue.
+        """
+        values = _mean_squares(self._sums.pop("eigenvalues"), samples)
+        return values.masked_fill_(values < torch.finfo(values.dtype).eps ** 2 * values.max(), 0)
 
 
 def _count() -> Tensor:
