@@ -6,10 +6,9 @@ environment the library is not installed, build the same networks from here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -150,10 +149,3 @@ def plain_pass(model: nn.Module, batches: Batches) -> None:
         model.zero_grad(set_to_none=True)
         nn.functional.cross_entropy(model(images), labels, reduction="sum").backward()
     model.zero_grad(set_to_none=True)
-
-
-def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    """How long some work took, and what it returned."""
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from _cases import Batches, plain_pass, seconds
+from _cases import Batches, plain_pass
+from _harness import seconds
 from torch import nn
 
 import posthoc_uq as uq

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import IO, Any
 
 import torch
-from _memory import MIB, fresh_process
+from _harness import MIB, fresh_process
 from peers import FROZEN
 
 PEERS_SCRIPT = Path(__file__).with_name("peers.py")

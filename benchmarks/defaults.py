@@ -7,7 +7,6 @@ is only reported. Every measurement is a file of its own there, so an interrupte
     python benchmarks/defaults.py --harm       accuracy, NLL and ECE against the network's own, every pair, three seeds
     python benchmarks/defaults.py --novelty    AUROC of foreign inputs by every score, beside distances
     python benchmarks/defaults.py --choose     the table that the defaults were chosen by
-    python benchmarks/defaults.py --tuning     what held-out tuning gains and loses with few labels
     python benchmarks/defaults.py --harm --pairs lenet "wine, mlp"     these alone
     python benchmarks/defaults.py --smoke      two small networks, for the tests
 
@@ -24,16 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import _choices
-import _choices_imagenet
 import _harm
 import _novelty
-import _tuning
 import torch
 from _cache import Rows
-from _common import machine, write_json
+from _harness import machine, write_json
 from _zoo import CLASSIFIERS, OUTPUT, REGRESSORS, SEEDS, Shelf, pairs_named
 
-SMOKE = ("iris, mlp relu", "diabetes, mlp relu", "EfficientNet")
+SMOKE = ("iris, mlp relu", "diabetes, mlp relu")
 SMOKE_SETTINGS = ("default", "budget 0.1", "rescale, residual weight 1", "KFAC")
 
 
@@ -45,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--harm", action="store_true", help="quality against the network's own")
     parser.add_argument("--novelty", action="store_true", help="AUROC of foreign inputs")
     parser.add_argument("--choose", action="store_true", help="rows over the settings")
-    parser.add_argument("--tuning", action="store_true", help="held-out tuning with few labels")
     parser.add_argument("--pairs", nargs="+", help="texts in the names of the pairs to be run")
     parser.add_argument("--rows", nargs="+", help="names of the rows to be run")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -59,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Shelf.folder = options.output / "networks"
     settings = options.rows
     if options.smoke:
-        options.harm = options.choose = options.tuning = True
+        options.harm = options.choose = True
         options.pairs, options.seeds, settings = SMOKE, [0], SMOKE_SETTINGS
     pairs = pairs_named(options.pairs, (*CLASSIFIERS, *REGRESSORS))
     if options.harm:
@@ -73,13 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(options.output, "novelty", _novelty.tables(found), {"rows": found})
     if options.choose:
         found = collected(_choices.rows_of(rows, options.seeds, settings, options.pairs), options.show)
-        photographs = _choices_imagenet.rows_of(rows, settings, options.pairs, options.smoke)
-        real = collected(photographs, options.show)
-        text = f"{_choices.tables(found)}\n{_choices_imagenet.table(real)}"
-        report(options.output, "choose", text, {"rows": found + real})
-    if options.tuning:
-        found = collected(_tuning.rows_of(rows, options.seeds, options.pairs), options.show)
-        report(options.output, "tuning", _tuning.tables(found), {"rows": found})
+        report(options.output, "choose", _choices.tables(found), {"rows": found})
     for line in rows.missing.values():
         print(line)
     if len(rows.versions) > 1:

@@ -8,7 +8,6 @@ only makes the plain pass.
 
     python benchmarks/fit_cost.py                       LeNet, ResNet-18 at 32 px and 224 px, ResNet-50, ViT
     python benchmarks/fit_cost.py --cases lenet --repeats 5
-    python benchmarks/fit_cost.py --draws               drawing 30 models, against 30 forward passes
     python benchmarks/fit_cost.py --smoke               LeNet on two batches, no peers; seconds
 
 laplace-torch and curvlinops are measured beside ours where ``python benchmarks/peers.py --install .venv-peers``
@@ -32,12 +31,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _cases import CASES, plain_pass, prepare, seconds, write_data
-from _common import machine, table, write_json
-from _draws import measure_draws
-from _figures import cost_bars, short
+from _cases import CASES, plain_pass, prepare, write_data
 from _fits import METHODS, Trial, dry, fitted, methods_for, saved_bytes, trial, tuned
-from _memory import MIB, available_memory, forget_peak, fresh_process, least, peak_memory
+from _harness import (
+    MIB,
+    available_memory,
+    forget_peak,
+    fresh_process,
+    least,
+    machine,
+    peak_memory,
+    seconds,
+    table,
+    write_json,
+)
 from _peer_client import PeerWorker, peer_memory
 from peers import PEERS, described, python_of
 
@@ -243,6 +250,11 @@ def smoke() -> list[Row]:
     return [row | peaks.get(row["method"], {}) for row in rows]
 
 
+def short(note: str, length: int = 40) -> str:
+    """The beginning of a note."""
+    return note if len(note) <= length else note[: length - 3] + "..."
+
+
 def printed(rows: Sequence[Row]) -> str:
     """The table: without the repeats one by one, and with notes cut short and at the end."""
     lines: list[Row] = []
@@ -286,12 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory-budget", type=int, default=256, metavar="MIB", help="of our fits")
     parser.add_argument("--evidence", action="store_true", help="add the search for the prior precision")
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure it")
-    parser.add_argument(
-        "--draws", action="store_true", help="cost of drawing models, on ResNet-50 by default"
-    )
     parser.add_argument("--smoke", action="store_true", help="LeNet on two batches, a few methods")
     parser.add_argument("--json", type=Path, help="write the table to this file")
-    parser.add_argument("--plot", type=Path, help="draw the multiples of the plain pass to this file")
     parser.add_argument("--child", nargs=3, metavar=("CASE", "METHOD", "DATA"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     plan = Plan(
@@ -318,10 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             write_json(options.json, {"machine": about, "rows": rows})
 
-    if options.draws:
-        cases = ["lenet"] if options.smoke else options.cases or ["resnet50-224"]
-        rows = [measure_draws(name, plan.repeats, plan.batches, plan.budget) for name in cases]
-    elif options.smoke:
+    if options.smoke:
         rows = smoke()
     else:
         if not options.no_peers:
@@ -335,8 +340,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{printed(rows)}")
     print(f"\nload average at the end: {machine()['load average, 1 min']}")
     keep(rows)
-    if options.plot and not options.draws:
-        cost_bars(rows).savefig(options.plot)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Row, machine, single_threaded, table, write_json
-from _memory import forget_peak, held_memory, peak_memory
+from _harness import Row, forget_peak, held_memory, machine, peak_memory, single_threaded, table, write_json
 
 import posthoc_uq as uq
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import machine, single_threaded, write_json
+from _harness import machine, single_threaded, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from _cases import settle_batchnorm
-from _common import machine, table, write_csv, write_json
+from _harness import machine, table, write_csv, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq

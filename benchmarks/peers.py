@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _cases import Batches, lenet, plain_pass, prepare, seconds
-from _memory import forget_peak, limit_memory, peak_memory, release
+from _cases import Batches, lenet, plain_pass, prepare
+from _harness import forget_peak, limit_memory, peak_memory, release, seconds
 from torch import Tensor, nn
 
 PACKAGES = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _common import geometric_mean, single_threaded, table, write_csv, write_json
+from _harness import geometric_mean, single_threaded, table, write_csv, write_json
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _cases import digits
-from _common import machine, single_threaded, table, write_json
+from _harness import machine, single_threaded, table, write_json
 from _peer_client import PeerWorker
 from fit_cost import PEERS_FOLDER, peers_worker
 from peers import BATCH, DRAWS, NETWORKS, Trained, against_plain, described, write_trained

@@ -31,10 +31,18 @@ from typing import Any
 
 import torch
 from _cases import Batches, digits, lenet, plain_pass, settle_batchnorm
-from _common import machine, table, write_json
-from _figures import cost_lines
 from _fits import Options, Trial, fitted, trial
-from _memory import MIB, forget_peak, fresh_process, held_memory, least, peak_memory
+from _harness import (
+    MIB,
+    forget_peak,
+    fresh_process,
+    held_memory,
+    least,
+    machine,
+    peak_memory,
+    table,
+    write_json,
+)
 from torch import Tensor, nn
 
 Row = dict[str, Any]
@@ -306,7 +314,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure it")
     parser.add_argument("--smoke", action="store_true", help="two small values of each")
     parser.add_argument("--json", type=Path, help="write the tables to this file")
-    parser.add_argument("--plot", type=Path, help="draw the costs to this file")
     parser.add_argument(
         "--child", nargs=4, metavar=("NET", "METHOD", "WIDTH", "SAMPLES"), help=argparse.SUPPRESS
     )
@@ -330,8 +337,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\nload average at the end: {machine()['load average, 1 min']}")
     if options.json:
         write_json(options.json, {"machine": about, "rows": rows, "slopes": lines})
-    if options.plot:
-        cost_lines(rows).savefig(options.plot)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import torch
-from _cases import seconds, settle_batchnorm
-from _common import Row, machine, table, write_json
+from _cases import settle_batchnorm
+from _harness import Row, machine, seconds, table, write_json
 from PIL import Image
 from torch import nn
 

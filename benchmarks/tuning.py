@@ -24,8 +24,8 @@ from statistics import mean
 from typing import Any
 
 import torch
-from _common import machine, write_json
 from _harm import markdown
+from _harness import machine, write_json
 from _scored import class_scores, outputs, plain_scores, predicted, prediction_scores, timed
 from _sets import Labelled
 from _zoo import OUTPUT, Pair, Shelf, loader, trained

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from importlib.util import find_spec
@@ -104,9 +103,8 @@ def test_fit_cost_gives_multiples_of_the_plain_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cost.json"
-    _script("fit_cost").main(["--smoke", "--json", str(path), "--plot", str(tmp_path / "cost.png")])
+    _script("fit_cost").main(["--smoke", "--json", str(path)])
     assert "load average" in capsys.readouterr().out
-    assert (tmp_path / "cost.png").stat().st_size > 10_000
     diagonal, inf = json.loads(path.read_text())["rows"]
     for row, method in ((diagonal, "diag"), (inf, "inf")):
         assert row["method"] == method and row["samples"] == 128 and row["note"] is None
@@ -139,58 +137,16 @@ def test_fit_cost_reports_a_peer_that_fails_or_takes_too_long(tmp_path: Path) ->
         **fit_cost.peer_columns([], error),
     }
     assert row["fit"] is None and "ModuleNotFoundError" in fit_cost.printed([row])
-    fit_cost.cost_bars([row]).savefig(tmp_path / "bars.png")
 
 
-def test_fit_cost_compares_draws_with_forward_passes() -> None:
-    row = _script("_draws").measure_draws("lenet", repeats=1, batches=1, draws=2)
-    assert row["draws"] == 2 and row["forward batch"] == 64
-    assert row["largest system"] >= row["mean system"] > 1
-    assert row["factorise & draw"] > 0 and row["draw again"] > 0
-
-
-def test_predict_cost_gives_multiples_of_a_forward_pass(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_cost_gives_multiples_of_a_forward_pass(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
-    _script("predict_cost").main(["--smoke", "--json", str(path)])
-    assert "geometric mean" in capsys.readouterr().out
+    script = _script("predict_cost")
+    script.main(["--smoke", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
-    assert [row["head"] for row in rows][:3] == ["sampling", "sampling, loop", "sampling, batched"]
+    assert [row["what"] for row in rows] == 2 * [*script.HEADS, "novelty"]
     for row in rows:
-        assert row["draws"] == 4 and "note" not in row
-        assert row["least"] <= row["multiple"] <= row["most"] and row["CPU"] > 0
-        assert row["per draw"] == pytest.approx(row["multiple"] / 4)
-
-
-@pytest.mark.study
-def test_messages_to_a_last_layer_take_one_pass(tmp_path: Path) -> None:
-    script, path = _script("messages_cost"), tmp_path / "cost.json"
-    script.main(["--smoke", "--output", str(path)])
-    for row in json.loads(path.read_text())["rows"]:
-        assert row["sweeps"] == 1 and row["samples"] == 300 and 0 < row["messages / pass"] < row["fit / pass"]
-
-
-@pytest.mark.study
-def test_a_last_layer_costs_one_pass_over_the_images(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "cost.json"
-    _script("last_layer_cost").main(["--smoke", "--json", str(path)])
-    assert "multiple" in capsys.readouterr().out
-    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
-    assert all(row["multiple"] > 0 for row in rows.values())
-    assert rows["tune, sampling"]["passes"] < 2  # of 64 images; some samples more prove the cut
-    assert rows["fit, diag"]["passes"] < rows["fit, efb"]["passes"]  # one sweep, two sweeps
-
-
-@pytest.mark.study
-def test_positions_are_timed_through_every_head(tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    _script("positions_cost").main(["--smoke", "--draws", "4", "--json", str(path)])
-    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
-    assert {"plain pass", "sampling", "moments, probit"} < rows.keys()
-    assert all(row["passes"] > 0 for row in rows.values())
+        assert "note" not in row and 0 < row["least"] <= row["multiple"] <= row["most"]
 
 
 @pytest.mark.study
@@ -245,30 +201,12 @@ def test_predictions_are_timed_and_handed_over_to_peers(
 
 
 @pytest.mark.study
-def test_moments_accuracy_compares_with_monte_carlo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "accuracy.json"
-    _script("moments_accuracy").main(["--smoke", "--json", str(path)])
-    assert "plain pass's" in capsys.readouterr().out
-    rows = json.loads(path.read_text())["rows"]
-    assert all(isfinite(row[key]) for row in rows for key in ("corr.", "ratio", "error", "mean's error"))
-    diag, full = rows[:2]
-    assert (diag["head"], full["head"]) == ("diag", "full")
-    assert full["error"] < 0.1 < diag["error"]
-    body = {row["head"]: row for row in rows if row["noisy"] == "body" and "no skips" in row["net"]}
-    assert body["diag, rho 0"]["ratio"] < 0.5 < body["diag, rho 1"]["ratio"]
-    assert body["diag, rho 0, calibrated"]["error"] < 0.7 * body["diag, rho 0"]["error"]
-
-
-@pytest.mark.study
 def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("scaling")
     assert script.slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
     path = tmp_path / "scaling.json"
-    script.main(["--smoke", "--json", str(path), "--plot", str(tmp_path / "scaling.png")])
+    script.main(["--smoke", "--json", str(path)])
     assert "Slopes" in capsys.readouterr().out
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
     found = json.loads(path.read_text())
     assert {row["study"] for row in found["rows"]} == {"samples", "width", "layers", "outputs", "rank"}
     assert all(row["fit, s"] >= row["sweeps, s"] > 0 for row in found["rows"])
@@ -277,37 +215,6 @@ def test_scaling_fits_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     measured = [row for row in found["rows"] if "peak + MiB" in row]
     assert [row["value"] for row in measured] == [64, 128]
     assert all(row["peak + MiB"] > 0 for row in measured)
-
-
-@pytest.mark.study
-def test_a_sketch_loses_next_to_nothing() -> None:
-    rows = {row["bases"]: row for row in _script("basis_quality").smoke()}
-    exact, sketch = rows["exact"], rows["sketch"]
-    assert sketch["largest growth of an error, %"] < 2
-    assert abs(sketch["NLL"] - exact["NLL"]) < 5e-3
-    for name in exact:
-        if name.startswith("error "):
-            assert 0 < exact[name] < 1
-
-
-@pytest.mark.study
-def test_bases_of_few_samples_predict_nearly_as_those_of_all() -> None:
-    rows = {row["bases from"]: row for row in _script("basis_samples").smoke()}
-    assert 0 < rows["500"]["divergence from all"] < rows["other labels"]["divergence from all"]
-    assert abs(rows["500"]["NLL"] - rows["all"]["NLL"]) < 0.01
-
-
-@pytest.mark.study
-@pytest.mark.parametrize("method", ["function_space", "utvi", "latent_binary"])
-def test_training_cost(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "cost.json"
-    _script("training_cost").main(["--method", method, "--smoke", "--json", str(path)])
-    assert "multiples of a plain training step" in capsys.readouterr().out
-    rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
-    assert len(rows) == 2
-    assert all(0 < row["lowest"] <= row["step"] <= row["highest"] for row in rows.values())
-    if method == "function_space":
-        assert rows["last layer"]["lowest"] < rows["all layers"]["highest"]
 
 
 @pytest.mark.study
@@ -334,12 +241,6 @@ def test_defaults_are_held_against_the_network(tmp_path: Path, capsys: pytest.Ca
     settings = {row["row"]: row for row in chosen if row["pair"] == "iris, mlp relu 32 32"}
     assert settings["budget 0.1"]["NLL"] > settings["default"]["NLL"]
     assert settings["KFAC"]["bytes"] > 0 and all(0 < v < 1 for v in settings["default"]["AUROC"].values())
-    # ImageNet weights: textures, noise and drawings against photographs; no labels, so no other measure
-    real = {row["row"]: row for row in chosen if row["pair"] == "EfficientNet-Lite0"}
-    assert list(real) == ["default", "KFAC"] and all("NLL" not in row for row in real.values())
-    assert real["default"]["AUROC"]["novelty"] > 0.95 and real["default"]["AUROC"]["entropy"] > 0.6
-    assert real["KFAC"]["bytes"] != real["default"]["bytes"] > 4000
-    assert "### EfficientNet-Lite0, last layer" in (tmp_path / "choose.md").read_text()
     script.main(["--smoke", "--show", "--output", str(tmp_path)])  # from the files alone
     assert json.loads((tmp_path / "harm.json").read_text())["pairs"] == found["pairs"]
 
@@ -373,30 +274,6 @@ def test_modules_of_recipes_do_not_mix() -> None:
 
 
 @pytest.mark.study
-def test_labels_cost_and_buy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "labels.json"
-    _script("fisher_labels").main(["--smoke", "--json", str(path)])
-    assert "evidence NLL" in capsys.readouterr().out
-    drawn, exact = json.loads(path.read_text())["rows"]
-    assert exact["fit"] > 0 and drawn["fit"] > 0
-    assert exact["evidence NLL"] < drawn["evidence NLL"] - 0.1
-    for row in (drawn, exact):
-        assert row["faithful NLL"] < row["plain NLL"] + 0.1
-        assert row["faithful accuracy"] > row["plain accuracy"] - 0.02
-
-
-@pytest.mark.study
-def test_novelty_costs_some_forward_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "cost.json"
-    _script("novelty_cost").main(["--smoke", "--json", str(path)])
-    assert "multiple" in capsys.readouterr().out
-    found = json.loads(path.read_text())
-    assert [row["what"] for row in found["rows"]] == ["forward and backward", "class", "top"]
-    assert all(row["multiple"] >= row["least"] > 0 for row in found["rows"])
-    assert [row["classes"] for row in found["growth"]] == [10, 20] and found["growth"][0]["ms"] > 0
-
-
-@pytest.mark.study
 def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
     _script("serve_load").main(["--smoke", "--json", str(path)])
@@ -408,23 +285,9 @@ def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_attacks_on_the_server_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS / "attacks"))
-        script = importlib.import_module("server")
+    script = _script("serve_attack")
     assert script.main(["--smoke", "--only", "names", "logs"]) == 0, capsys.readouterr().out
     assert "bad outcomes" in capsys.readouterr().out
-
-
-@pytest.mark.study
-def test_message_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "changes.json"
-    _script("message_changes").main(["--smoke", "--json", str(path)])
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["network"] == "cancer, 32 units" and row["fitted"] == 150
-    assert 0 <= row["in and out"] < 1e-4 < row["not updated"]
-    assert 0 < row["updated"] < row["not updated"]
-    assert row["forgotten"] > 0 and row["not forgotten"] > 0
-    assert "in and out" in capsys.readouterr().out
 
 
 def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,12 +300,3 @@ def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.C
     assert (untuned["row"], tuned["row"]) == ("untuned", "tuned")
     assert untuned["coverage"] < 0.1 < 0.6 < tuned["coverage"] and tuned["NLL"] < untuned["NLL"]
     assert "coverage of 90%" in capsys.readouterr().out
-
-
-def test_searches_beside_threads_leave_no_bad_outcome(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS / "attacks"))
-        attack = __import__("threads_tune")
-    assert attack.main(["--smoke"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "search" in line]
-    assert len(lines) == 4 and all(line.endswith("| 0 |") for line in lines)

@@ -1,7 +1,7 @@
 """Attacks on ``posthoc-uq serve``: pictures that grow, foreign origins, connections that dawdle, logs that were torn.
 
-    python benchmarks/attacks/server.py
-    python benchmarks/attacks/server.py --only pictures logs
+    python benchmarks/serve_attack.py
+    python benchmarks/serve_attack.py --only pictures logs
 
 The script fits a tiny model in a temporary folder and serves it on the loopback address. Every attack is bounded in
 count and time, and a server that grows by more than 4 GiB is ended. A bad outcome is
