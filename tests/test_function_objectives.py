@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as transforms
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.layer import describe
@@ -151,7 +151,7 @@ def test_a_step_of_any_weight_adds_up(weight: float | None, body: str) -> None:
     net, points = small_net(), normals(4, 2, seed=5)
     objective, field, network = objective_of(net, points, divergence_weight=weight, body=body)
     x, y = normals(6, 2, seed=6), torch.tensor([0, 1, 2, 0, 1, 2])
-    terms = objective.backward(Batch((x,), y), Step(4), Checks())
+    terms = objective.backward(Batch((x,), y), Step(4), DeferredChecks())
     found = {name: tensor.grad.clone() for name, tensor in objective.tensors().items()}
     draws, deviations = objective._generator(4, 1), {}
     for name, value in field.log_variances.items():

@@ -120,7 +120,7 @@ def usable_device(name: torch.device | str, shown: str, way_out: str) -> torch.d
     return device
 
 
-class Checks:
+class DeferredChecks:
     """Values of a batch that the host must see. They are gathered on the device and read together when the batch is
     done, since every read makes the host wait for the device.
     """
@@ -128,12 +128,12 @@ class Checks:
     def __init__(self) -> None:
         self._wanted: list[tuple[Tensor, Callable[[Tensor], None]]] = []
 
-    def later(self, value: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Call `use` with the value on the CPU at the next `look`; it may raise an error."""
+    def add(self, value: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Call `use` with the value on the CPU at the next `run`; it may raise an error."""
         self._wanted.append((value.detach(), use))
 
-    def look(self) -> None:
-        """Read all values, and call their functions in the order of the calls of `later`."""
+    def run(self) -> None:
+        """Read all values, and call their functions in the order in which they were added."""
         wanted, self._wanted = self._wanted, []
         for value, (_, use) in zip(on_host(*(value for value, _ in wanted)), wanted, strict=True):
             use(value)

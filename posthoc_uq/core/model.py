@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.devices import has_double
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 
 # A copy of the user's model that shares its parameters' storage, so that the model itself is never touched.
 #
@@ -155,7 +155,7 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     modules = dict(twin.named_modules())
     if layer not in modules:
         raise PosthocUQError(
-            f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{meant(layer, modules)}"
+            f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{did_you_mean(layer, modules)}"
         )
     elsewhere = {
         id(parameter)
@@ -173,7 +173,7 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     return twin
 
 
-def apart(model: nn.Module, names: Iterable[str]) -> nn.Module:
+def unshared_copy(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """`model`, or a replica of it in which parameters of these names are not shared with an embedding.
 
     Where an embedding and other modules share one of them, the others get a parameter of their own on the same memory,

@@ -99,12 +99,12 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
     """
     if not isinstance(value, str) or value not in allowed:
         raise PosthocUQError(
-            f"{name} must be one of {tuple(allowed)}, not {shown(value)}.{meant(value, allowed)}"
+            f"{name} must be one of {tuple(allowed)}, not {shown(value)}.{did_you_mean(value, allowed)}"
         )
     return value
 
 
-def meant(value: Any, known: Iterable[str]) -> str:
+def did_you_mean(value: Any, known: Iterable[str]) -> str:
     """`` Did you mean 'rank'?`` for a mistyped name, or one in other letters, to follow an error; or nothing.
 
     Args:

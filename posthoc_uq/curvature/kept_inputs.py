@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches
-from posthoc_uq.core.devices import Checks, on_host
+from posthoc_uq.core.devices import DeferredChecks, on_host
 from posthoc_uq.core.distributed import gather
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.layers.capture import Recording
@@ -89,19 +89,19 @@ class KeptInputs:
         batch: Batch,
         keys: Tensor,
         recording: Recording | None = None,
-        checks: Checks | None = None,
+        checks: DeferredChecks | None = None,
     ) -> None:
         """See `Observer`; without `checks` the batch is looked at straight away."""
-        pending = Checks() if checks is None else checks
+        pending = DeferredChecks() if checks is None else checks
         counted = counts(self._likelihood, batch)
         if counted is None:
-            pending.later(keys, lambda host_keys: self._take(batch, host_keys, None))
+            pending.add(keys, lambda host_keys: self._take(batch, host_keys, None))
         else:
             held = list[Tensor]()
-            pending.later(counted, held.append)
-            pending.later(keys, lambda host_keys: self._take(batch, host_keys, held[0]))
+            pending.add(counted, held.append)
+            pending.add(keys, lambda host_keys: self._take(batch, host_keys, held[0]))
         if checks is None:
-            pending.look()
+            pending.run()
 
     def _take(self, batch: Batch, keys: Tensor, counted: Tensor | None) -> None:
         """Keep those of a batch that belong among the kept ones; `counted` as `counts` gives it, on the CPU."""

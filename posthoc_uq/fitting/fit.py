@@ -27,7 +27,7 @@ from posthoc_uq.core.batches import (
     no_sample,
 )
 from posthoc_uq.core.devices import as_double, default_budget, return_freed_memory
-from posthoc_uq.core.distributed import add_up, gather, is_divided, together, world
+from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, check_refused, out_of_memory, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable, check_not_meta, replicate, statistics_dtype, unwrap
@@ -376,7 +376,7 @@ def prepared_task(
             )
             return Task(prepared.model, prepared, all_batches, batch, settings, device, budget, features)
 
-    return together(dry_run, "the dry run")
+    return run_on_all_ranks(dry_run, "the dry run")
 
 
 def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | None:
@@ -673,12 +673,12 @@ def set_observation_noise(task: Task) -> str:
             return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
 
     def work() -> Tensors:
-        residuals = together(sweep, "the sweep for the noise variance")
+        residuals = run_on_all_ranks(sweep, "the sweep for the noise variance")
         if not all(gather(residuals is not None, "looking for targets")):
             return {}
         assert residuals is not None
         count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
-        add_up({"total": residuals[0], "count": count}, "the sum for the noise variance")
+        all_reduce_sum({"total": residuals[0], "count": count}, "the sum for the noise variance")
         if not float(count):
             raise no_weight()
         task.summary.content = (
@@ -824,7 +824,7 @@ def fit(
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
     arguments = dict(locals())
-    posterior, task = together(lambda: _fitted_as_asked(arguments), "the fit")
+    posterior, task = run_on_all_ranks(lambda: _fitted_as_asked(arguments), "the fit")
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior
@@ -834,10 +834,10 @@ def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
     """The posterior that a call of `fit` asks for, and the task behind it."""
     model, loader, val_loader = arguments["model"], arguments["loader"], arguments["val_loader"]
     progress: bool = arguments["progress"]
-    request = together(lambda: requested(**arguments), "checking the options")
+    request = run_on_all_ranks(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
     task = _prepared_task(model, loader, arguments["layers"], request, progress)
-    weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
+    weight_prior = run_on_all_ranks(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
     _open_checkpoint(task, request, arguments["checkpoint"], arguments)
     kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
@@ -888,7 +888,7 @@ def _prepared_task(
         likelihood=likelihood,
         reader=request.reader,
         seed=seed,
-        dtype=together(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
+        dtype=run_on_all_ranks(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
         progress=progress,
         output=request.output,
     )
@@ -905,7 +905,7 @@ def _prepared_task(
                 seen += [PROBABILITIES_MEANT]
             return seen
 
-    seen = together(look, "the dry run")
+    seen = run_on_all_ranks(look, "the dry run")
     for warning in (task.prepared.warning, *seen):
         if warning is not None:
             warn_user(warning)
@@ -929,7 +929,7 @@ def _open_checkpoint(
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
     identity["first batch"] = batch_hash(task.batch)
     if file is not None:
-        task.checkpoint = together(
+        task.checkpoint = run_on_all_ranks(
             lambda: Checkpoint(
                 file,
                 method.checkpoint_every,

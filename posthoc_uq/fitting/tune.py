@@ -15,7 +15,7 @@ from posthoc_uq.core.devices import as_double, default_budget, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import COUNT, POSITIVE, SEED, flag, meant, one_of, shown
+from posthoc_uq.core.options import COUNT, POSITIVE, SEED, did_you_mean, flag, one_of, shown
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
@@ -554,7 +554,7 @@ def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, nois
     unknown = [p for p in parameters if p not in available]
     if unknown:
         allowed = f"among {available}" if available else "left out"
-        close = meant(unknown, available)
+        close = did_you_mean(unknown, available)
         raise PosthocUQError(
             f"parameters must be {allowed} for this posterior; not {list(parameters)}.{close}"
         )

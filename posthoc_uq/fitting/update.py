@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from posthoc_uq.core.batches import BatchFunction, BatchReader, check_loader, check_reusable
-from posthoc_uq.core.distributed import gather, together
+from posthoc_uq.core.distributed import gather, run_on_all_ranks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
@@ -148,7 +148,9 @@ def _changed(
             f"{change} takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     with posterior.changing(f"uq.{change}"):
-        new, warnings = together(lambda: _computed(posterior, loader, change, functions, progress), change)
+        new, warnings = run_on_all_ranks(
+            lambda: _computed(posterior, loader, change, functions, progress), change
+        )
         posterior.replace_contents(new)
     for warning in warnings:
         warn_user(warning)

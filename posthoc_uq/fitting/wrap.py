@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.devices import return_freed_memory
 from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.options import meant, one_of
+from posthoc_uq.core.options import did_you_mean, one_of
 from posthoc_uq.files.model_checks import check_match
 from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -136,7 +136,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
     if unknown:
         known = [*allowed, *(name for other in possible for name in options_of(_CLASSES[other]))]
         raise PosthocUQError(
-            f"head={head!r} takes no option {unknown}; it takes {allowed}.{meant(unknown, known)}"
+            f"head={head!r} takes no option {unknown}; it takes {allowed}.{did_you_mean(unknown, known)}"
         )
     _warn_of_another_head(posterior, head)
     predictor = kind(model, posterior, **options)

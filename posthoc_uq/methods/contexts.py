@@ -18,7 +18,7 @@ from torch import Tensor
 from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
 from posthoc_uq.core.devices import host_double, sent
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, SEED, UNIT, meant
+from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, SEED, UNIT, did_you_mean
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 
 __all__ = [
@@ -503,7 +503,7 @@ def resolve_context(context: Any) -> Context:
             raise PosthocUQError(
                 f"context must be one of {sorted(named)}, a loader or tensor of inputs, a callable (n, generator), a "
                 f"list of pairs (share, context), or a Context, not {context!r}."
-                f"{meant(context, named)}"
+                f"{did_you_mean(context, named)}"
             )
         return named[context]()
     if isinstance(context, (list, tuple)) and context and all(_is_share(part) for part in cast(Any, context)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, as_double, host_double
+from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import jvp
 from posthoc_uq.core.options import COUNT, NOT_NEGATIVE, POSITIVE, Number, flag, one_of, put_numbers
@@ -583,7 +583,7 @@ class FunctionSpaceObjective(Objective):
         device = next(iter(self._field.means.values())).device
         return torch.Generator(device).manual_seed(mixed_seed(*words))
 
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         seed = step.seed
         generator, shares = self._generator(seed, _WEIGHTS), list[Tensor]()
         deviations: dict[str, Tensor] = {}
@@ -616,7 +616,7 @@ class FunctionSpaceObjective(Objective):
             "KL covariance part": covariance_part.detach(),
         }
 
-    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor], checks: Checks | None) -> Tensor:
+    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor], checks: DeferredChecks | None) -> Tensor:
         """One draw's share of the mean log likelihood; adds its gradients."""
         targets = cast(Tensor, batch.targets)
         weights = {
@@ -633,10 +633,10 @@ class FunctionSpaceObjective(Objective):
         weights.clear()
         return share.detach()
 
-    def _check(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
+    def _check(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
         fault = self._likelihood.fault(outputs, targets)
         if fault is not None:
-            checks.later(
+            checks.add(
                 fault, lambda faulty: self._likelihood.check(outputs, targets) if bool(faulty) else None
             )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, as_double, host_double, widest
+from posthoc_uq.core.devices import DeferredChecks, as_double, host_double, widest
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
@@ -544,7 +544,7 @@ class LatentObjective(Objective):
         warm_up = self._options.warm_up
         return self._options.divergence_weight * (min(1.0, step.progress / warm_up) if warm_up else 1.0)
 
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         targets, generator = cast(Tensor, batch.targets), self._generator(step.seed, _NOISE)
         draws = {key: layer.draw(generator) for key, layer in self._by_weight.items()}
         copied = batch.copied()
@@ -558,7 +558,7 @@ class LatentObjective(Objective):
         fault = self._likelihood.fault(outputs.detach(), targets)
         if fault is not None:
             detached = outputs.detach()
-            checks.later(
+            checks.add(
                 fault, lambda broken: self._likelihood.check(detached, targets) if bool(broken) else None
             )
         likelihood = self._noisy()

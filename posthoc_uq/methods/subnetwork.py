@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, meant, put_numbers
+from posthoc_uq.core.options import COUNT, did_you_mean, put_numbers
 from posthoc_uq.curvature.statistics import ChosenFisher
 from posthoc_uq.methods.laplace import Curvature, squares_of
 from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
@@ -116,7 +116,7 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
         if name not in shapes:
             raise PosthocUQError(
                 f"The mask names '{name}', no parameter of the layers; those are {list(shapes)[:6]}."
-                f"{meant(name, shapes)}"
+                f"{did_you_mean(name, shapes)}"
             )
         if not isinstance(own, Tensor) or own.dtype != torch.bool or tuple(own.shape) != shapes[name]:
             raise PosthocUQError(f"The mask of '{name}' must be a bool tensor of shape {shapes[name]}.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import LOADER, Batch, BatchReader, batches, explained, known_length
-from posthoc_uq.core.devices import Checks, as_double
+from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, check_function, put_numbers
 from posthoc_uq.core.progress import Progress
@@ -277,7 +277,7 @@ class Objective(ABC):
         """Every tensor that is trained, by name."""
 
     @abstractmethod
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         """Add the gradients of one step's loss to the tensors' ``grad``; return the loss (``"loss"``) and its parts,
         scalars, for the record. Values that the host must see go to `checks`, which are looked at afterwards.
         """
@@ -460,7 +460,7 @@ class _Run:
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
-        checks, values = Checks(), dict[str, float]()
+        checks, values = DeferredChecks(), dict[str, float]()
         with self._explained(batch, f"batch {state.batch} of the loader"):
             terms = self._objective.backward(batch, self._present_step(), checks)
         gradients = [
@@ -468,8 +468,8 @@ class _Run:
         ]
         terms = terms | {"gradient": torch.stack([g.sum() for g in gradients]).sum()}
         for name, term in terms.items():
-            checks.later(term, lambda value, name=name: values.update({name: float(value)}))
-        checks.look()
+            checks.add(term, lambda value, name=name: values.update({name: float(value)}))
+        checks.run()
         broken = [name for name, value in values.items() if not isfinite(value)]
         del values["gradient"]
         if len(broken) > 1 and "gradient" in broken:

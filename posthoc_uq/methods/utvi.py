@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, host_double
+from posthoc_uq.core.devices import DeferredChecks, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
@@ -311,7 +311,7 @@ class MomentObjective(Objective):
             return likelihood.expected_log_prob(mean, variance, targets, DRAWS)
         return likelihood.predictive_log_prob(mean, variance, targets, DRAWS)
 
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         targets, field = cast(Tensor, batch.targets), self._field
         variances = {name: value.exp() for name, value in field.log_variances.items()}
         mean, variance = self.moments(batch, variances)
@@ -348,10 +348,10 @@ class MomentObjective(Objective):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient, most=most: gradient.clamp(-most, most))
 
-    def _check(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
+    def _check(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
         fault = self._likelihood.fault(outputs, targets)
         if fault is not None:
-            checks.later(
+            checks.add(
                 fault, lambda broken: self._likelihood.check(outputs, targets) if bool(broken) else None
             )
 
