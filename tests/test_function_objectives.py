@@ -220,7 +220,7 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
     "body's start": ({"body": "certain", "initial_body_log_variance": -8.0}, "have no effect"),
     "nothing trained": ({"body": "certain", "train_mean": False}, "choose layers='last'"),
     "weight in words": ({"divergence_weight": "batch"}, "divergence_weight must be"),
-    "no weight": ({"divergence_weight": 0.0}, "divergence_weight must be positive"),
+    "no weight": ({"divergence_weight": 0.0}, "divergence_weight must be"),
     "prior": ({"prior": "normal"}, "prior must be one of"),
 }
 
@@ -230,7 +230,7 @@ def test_options_without_effect_are_refused(case: str) -> None:
     given, words = WITHOUT_EFFECT[case]
     with pytest.raises(PosthocUQError, match=words) as caught:
         uq.FunctionSpace(**given)
-    assert str(caught.value).count(". ") == 0
+    assert str(caught.value).count(". ") <= 1
 
 
 # Bodies without variances

@@ -514,7 +514,7 @@ def test_options_are_checked(setting):
         ({"dtype": torch.int32}, "dtype must be"),
         ({"dtype": torch.float64}, "dtype must be"),
         ({"batched": "maybe"}, "batched must be"),
-        ({"n_samples": 0, "antithetic": True}, "at least 1"),
+        ({"n_samples": 0, "antithetic": True}, "n_samples must be"),
         ({"link": "probit"}, r"'sampling' takes no option \['link'\]; it takes .*'n_samples'.*'batched'"),
     ]
     for options, message in cases:

@@ -22,7 +22,7 @@ from posthoc_uq.core.devices import sent
 from posthoc_uq.core.distributed import rank, sampler_of
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory
 from posthoc_uq.core.model import model_device, model_dtype, unwrap
-from posthoc_uq.core.options import check_function
+from posthoc_uq.core.options import Options
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
@@ -164,7 +164,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class BatchReader:
+class BatchReader(Options):
     """Takes batches apart and moves them to a device.
 
     Attributes:
@@ -194,13 +194,6 @@ class BatchReader:
         """A reader for a model: with its device and its number type."""
         functions = batch_to_inputs, batch_to_targets, batch_to_weights
         return cls(model_device(model), *functions, model_dtype(model), argument_names(model))
-
-    def __post_init__(self) -> None:
-        check_function("batch_to_inputs", self.batch_to_inputs, "from a batch to the model's inputs")
-        check_function("batch_to_targets", self.batch_to_targets, "from a batch to its targets")
-        check_function(
-            "batch_to_weights", self.batch_to_weights, "from a batch to the weights of its samples"
-        )
 
     def read(self, batch: Any) -> Batch:
         """A `Batch` on the device.

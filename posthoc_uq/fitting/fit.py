@@ -31,7 +31,7 @@ from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, check_refused, out_of_memory, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable, check_not_meta, replicate, statistics_dtype, unwrap
-from posthoc_uq.core.options import POSITIVE, SEED
+from posthoc_uq.core.options import Positive, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
 from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.core.randomness import isolated_random_state
@@ -158,7 +158,7 @@ def requested(
     check_not_meta(network)
     if layers is not None:
         check_selection(layers)
-    seed = SEED("seed", others["seed"])
+    seed = check_option("seed", others["seed"], Seed)
     method_options = dict(options)
     divergence = {name: method_options.pop(name) for name in ("divergence",) if name in method_options}
     noise_variance = method_options.pop("noise_variance", None)
@@ -314,7 +314,7 @@ def _checked_number(prior_precision: Any) -> float:
         raise PosthocUQError(
             f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
         )
-    return POSITIVE("prior_precision", prior_precision)
+    return check_option("prior_precision", prior_precision, Positive)
 
 
 # The dry run: from a model and a loader to a task whose layers are known.

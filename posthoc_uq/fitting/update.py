@@ -19,7 +19,7 @@ from posthoc_uq.core.distributed import gather, run_on_all_ranks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
-from posthoc_uq.core.options import flag
+from posthoc_uq.core.options import check_option
 from posthoc_uq.curvature.sweep import WORD, Content
 from posthoc_uq.files.saving import check_numbers
 from posthoc_uq.files.schema import check_unchanged
@@ -169,7 +169,7 @@ def _computed(
     method.check_change(posterior, change)
     if functions[2] is not None:
         method.check_weights()
-    progress = flag("progress", progress)
+    progress = check_option("progress", progress, bool)
     _check_possible(posterior, loader)
     reader = BatchReader.of(model_of(posterior), *functions)
     sign = 1 if change == "update" else -1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.devices import as_double, host_double, kept_budget
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, shown
+from posthoc_uq.core.options import Count, check_option, shown
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
@@ -351,7 +351,7 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: `n` is not positive.
         """
-        n = COUNT("The number of draws", n)
+        n = check_option("The number of draws", n, Count)
         if generator is None:
             generator = torch.Generator()
             generator.seed()
