@@ -957,7 +957,7 @@ def test_what_it_cannot_serve() -> None:
     model, posterior, x = setting("mlp", {"method": "diag"})
     with pytest.raises(uq.PosthocUQError, match="layers='last'"):
         LinearizedPredictor(model, posterior, engine="last_layer")(x)
-    with pytest.raises(uq.PosthocUQError, match="at least 1"):
+    with pytest.raises(uq.PosthocUQError, match="n_probes must be"):
         LinearizedPredictor(model, posterior).functional_trace(x, n_probes=0)
     with pytest.raises(uq.PosthocUQError, match="needs an input tensor with at least one sample"):
         LinearizedPredictor(model, posterior)(x[:0])

@@ -733,7 +733,7 @@ class TestHeads:
         assert len(trials.trials) == 1 and self.posterior.history.calibration == {}
 
     def test_an_option_of_another_head(self):
-        with pytest.raises(uq.PosthocUQError, match="takes no option"):
+        with pytest.raises(uq.PosthocUQError, match="does not take"):
             uq.tune(self.posterior, [self.held_out], head="moments", n_probes=3, progress=False)
 
 

@@ -9,17 +9,32 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
+from inspect import signature
 from math import isfinite
 from numbers import Real
 from reprlib import Repr
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 # The type of an option is its declaration: Python, the command line and files check values by it, and errors describe
 # it. Numbers may be Python's, NumPy's or torch's; they must be finite, and True and False are none.
@@ -177,6 +192,41 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
     ]
     *others, last = map(repr, dict.fromkeys(close)) if close else ("",)
     return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if close else ""
+
+
+def check_names(what: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Refuse names of options that there are not.
+
+    Args:
+        what: takes the options, for the error.
+        given: the names that were passed.
+        known: the names that there are.
+        others: names that may have been meant, too.
+
+    Raises:
+        PosthocUQError: names the strays, and all options or the one that may have been meant.
+    """
+    names = list(known)
+    stray = [name for name in given if name not in names]
+    if stray:
+        close = did_you_mean(stray, [*names, *others])
+        raise PosthocUQError(f"{what} does not take {stray}; it takes {names}.{close}")
+
+
+def known_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Have a function answer an argument that it does not have with the one that may have been meant."""
+    names = list(signature(call).parameters)
+
+    @wraps(call)
+    def named(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        stray = [name for name in kwargs if name not in names]
+        if stray:
+            raise PosthocUQError(
+                f"{call.__name__} has no argument {stray[0]!r}.{did_you_mean(stray[0], names)}"
+            )
+        return call(*args, **kwargs)
+
+    return named
 
 
 def shown(value: Any) -> str:

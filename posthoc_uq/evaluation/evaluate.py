@@ -30,7 +30,7 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import model_device, model_dtype, replicate
-from posthoc_uq.core.options import Count, Natural, check_option, one_of, shown
+from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
 from posthoc_uq.core.outputs import Choice, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.tables import csv_text, text_table
@@ -324,6 +324,7 @@ Compared = Predictor | nn.Module | Callable[..., Any]
 
 
 @orderly
+@known_arguments
 def evaluate(
     predictor: Compared | Mapping[str, Compared],
     loader: Iterable[Any],
@@ -422,8 +423,10 @@ def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:
         group if isinstance(group, str) else _listed("Each group of joint", group)
         for group in _listed("joint", joint)
     ]
-    if any(isinstance(group, str) or not group or any(n not in SCORES for n in group) for group in groups):
+    if any(isinstance(group, str) or not group for group in groups):
         raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {groups!r}.")
+    for name in (name for group in groups for name in group):
+        one_of("Each score of joint", name, SCORES)
     return tuple(map(tuple, groups))
 
 

@@ -18,6 +18,7 @@ from posthoc_uq.core.devices import has_double, usable_device
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.interrupts import check, orderly
 from posthoc_uq.core.model import check_not_meta, model_device, unshared_copy, unwrap
+from posthoc_uq.core.options import known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.files import schema, userblock
 from posthoc_uq.files.attributes import check_attributes
@@ -60,6 +61,7 @@ class _Expected:
 
 
 @orderly
+@known_arguments
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

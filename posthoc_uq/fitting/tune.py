@@ -15,7 +15,15 @@ from posthoc_uq.core.devices import as_double, default_budget, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Positive, Seed, check_option, did_you_mean, one_of, shown
+from posthoc_uq.core.options import (
+    Count,
+    Positive,
+    Seed,
+    check_option,
+    did_you_mean,
+    one_of,
+    shown,
+)
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep

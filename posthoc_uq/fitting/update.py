@@ -19,7 +19,7 @@ from posthoc_uq.core.distributed import gather, run_on_all_ranks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
-from posthoc_uq.core.options import check_option
+from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.curvature.sweep import WORD, Content
 from posthoc_uq.files.saving import check_numbers
 from posthoc_uq.files.schema import check_unchanged
@@ -38,6 +38,7 @@ _EARLIER = ", before the data changed"  # ends what the history says of hyperpar
 
 
 @orderly
+@known_arguments
 def update(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -93,6 +94,7 @@ def update(
 
 
 @orderly
+@known_arguments
 def forget(
     posterior: Posterior,
     loader: Iterable[Any],

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import did_you_mean, shown
+from posthoc_uq.core.options import check_names, did_you_mean, shown
 from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Dense, Diagonal
@@ -104,9 +104,5 @@ def method_of(
             f"method must be one of {sorted(METHODS)} or a Method object, not {shown(method)}.{_meant(method)}"
         )
     kind = METHODS[method]
-    names = sorted(f.name for f in fields(kind))
-    stray = [name for name in chosen if name not in names]
-    if stray:
-        close = did_you_mean(stray, [*names, *others])
-        raise PosthocUQError(f"method={method!r} does not take {stray}; it takes {names}.{close}")
+    check_names(f"method={method!r}", chosen, (f.name for f in fields(kind)), others)
     return kind(**chosen)

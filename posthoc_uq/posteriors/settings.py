@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.options import NumberField, Positive, Unit, check_option
+from posthoc_uq.core.options import NumberField, Positive, Unit, check_option, did_you_mean
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import LARGEST
 from posthoc_uq.posteriors.referral import rule_of
@@ -466,9 +466,11 @@ class Adjustable:
             for layer, number in value.items()
         }
         if priors.keys() != self.layers.keys():
+            stray = [layer for layer in priors if layer not in self.layers]
             missing = sorted(self.layers.keys() ^ priors.keys())
             raise PosthocUQError(
                 f"{name} per layer must name every layer once; these do not match: {missing[:5]}."
+                f"{did_you_mean(stray, self.layers)}"
             )
         return LayerPriors(priors)
 
@@ -606,4 +608,5 @@ def _check_names(what: str, given: Collection[str], known: Collection[str]) -> N
     if odd:
         raise PosthocUQError(
             f"{what} names {odd[:5]}, no parameters of the posterior's layers; those are {list(known)[:6]}."
+            f"{did_you_mean(odd, known)}"
         )
