@@ -26,7 +26,7 @@ from posthoc_uq.core.batches import (
     lacks_decoder_inputs,
     no_sample,
 )
-from posthoc_uq.core.devices import as_double, default_budget, return_freed_memory
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, check_refused, out_of_memory, warn_user
 from posthoc_uq.core.interrupts import orderly
@@ -353,7 +353,7 @@ def prepared_task(
     """
     device = reader.device
     autocast = torch.is_autocast_enabled(device.type)
-    budget = default_budget(device) if method.memory_budget is None else method.memory_budget
+    budget = TEMPORARY_BYTES if method.memory_budget is None else method.memory_budget
 
     def dry_run() -> Task:
         with isolated_random_state(seed):
@@ -865,7 +865,6 @@ def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
             warn_user(f"val_loader was not used. {nothing_to_tune(posterior)}")
     # again, with the hyperparameters that were found; a faithful prior was found by predictions
     check_numbers(posterior, factorised=posterior.history.head["criterion"] != "faithful")
-    return_freed_memory()
     posterior.fingerprint = fingerprint(posterior.original)
     posterior.buffers_fingerprint = buffers_fingerprint(model)
     return posterior, task

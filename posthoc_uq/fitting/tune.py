@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, batches, check_loader, check_reusable
-from posthoc_uq.core.devices import as_double, default_budget, host_double
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import replicate
@@ -833,7 +833,7 @@ def sampled_inputs(
 ) -> list[Batch]:
     """A few hundred inputs of a loader, those with the smallest hashes."""
     wanted = inputs_to_keep(posterior.layers.values())
-    sample = KeptInputs(default_budget(reader.device), posterior.likelihood, wanted)
+    sample = KeptInputs(TEMPORARY_BYTES, posterior.likelihood, wanted)
     with isolated_random_state(seed):
         sample.read(loader, reader, seed, progress)
     return sample.batches(reader.device)

@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import return_freed_memory
 from posthoc_uq.core.errors import warn_user
 from posthoc_uq.core.options import check_names, one_of
 from posthoc_uq.files.model_checks import check_match
@@ -135,7 +134,6 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
     check_names(f"head={head!r}", options, options_of(kind), others)
     _warn_of_another_head(posterior, head)
     predictor = kind(model, posterior, **options)
-    return_freed_memory()
     return predictor
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import Count, check_option
@@ -339,7 +339,7 @@ class Linearization:
 
     def _stored(self) -> int:
         budget = self._engine.budget
-        return _STORED * (default_budget(self._device) if budget is None else budget)
+        return _STORED * (TEMPORARY_BYTES if budget is None else budget)
 
 
 def last_layer_spread(
@@ -575,7 +575,7 @@ class PositionLinearization(_Rows):
         name, rows = self._last
         layer = self._weights.layers.get(name)
         directions = 0 if layer is None or layer.low_rank is None else rows.shape[1]
-        limit = min(_POSITION_BYTES, self._engine.budget or default_budget(self._outputs.device))
+        limit = min(_POSITION_BYTES, self._engine.budget or TEMPORARY_BYTES)
         yield from rows.split(max(1, limit // (8 * self._row_mean.shape[1] * (4 + directions))))
 
     def _closed_variance(self) -> Tensor:
@@ -891,7 +891,7 @@ class Linearizing(Predictor):
         _n_probes: draws of the weights that the engine ``"jvp"`` keeps.
         _tells_novelty: whether the inputs of the last layer are watched.
         _positions: of outputs with positions, those that are used; None for all.
-        _budget: bytes of a temporary; None for a share of what is free.
+        _budget: bytes of a temporary; None for 256 MiB.
         _chosen: which outputs are used.
     """
 
@@ -1019,7 +1019,7 @@ class Linearizing(Predictor):
             with _PREPARING:
                 cached = self._weights
                 if cached is None or cached[0] != settings:
-                    budget = default_budget(device) if self._budget is None else self._budget
+                    budget = TEMPORARY_BYTES if self._budget is None else self._budget
                     limit = temporary_limit(budget, device)
                     covariance = WeightCovariance(posterior, self._dtype, device, limit)
                     self._weights = cached = (settings, covariance)
@@ -1108,7 +1108,7 @@ class LinearizedPredictor(Linearizing):
         positions: of outputs with positions, those that are predicted: a number, or several, that count a sample's
             positions as rows (-1 is the last); indices ``(k, dimensions)``; or a mask ``(*positions)``. Outputs and
             predictions then have one dimension of k positions. See also `at`.
-        memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
+        memory_budget: bytes that one temporary may take; by default 256 MiB.
         backpropagate: whether predictions, and the mean, the variance and the covariance of the outputs, can be
             differentiated by the inputs, where gradients are enabled: for acquisition functions. The Jacobian of a
             batch then exists as a tensor, (batch, outputs, weights), and all outputs are used. Novelty has no gradient.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
-from posthoc_uq.core.devices import as_double, default_budget
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.model import model_device, replicate
+from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Options, Unit
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.frozen import Features, FixedPart, intercept, writable_copy
@@ -516,7 +516,7 @@ class MomentsPredictor(Predictor):
         """The number of samples whose covariances fit the memory budget together."""
         widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
         numbers = 4 * max(widths, default=1) ** 2
-        return max(1, min(samples, default_budget(model_device(self.network)) // (8 * numbers)))
+        return max(1, min(samples, TEMPORARY_BYTES // (8 * numbers)))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""

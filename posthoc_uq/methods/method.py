@@ -38,8 +38,7 @@ class Method(Options, ABC):
         unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them, which leaves
             them deterministic.
         dtype: of the statistics: `torch.float32` or `torch.float64`; by default float32, or wider where the model is.
-        memory_budget: bytes that one temporary of the statistics may take; by default a share of what is free, at most
-            256 MiB.
+        memory_budget: bytes that one temporary of the statistics may take; by default 256 MiB.
         checkpoint_every: batches between two writes of the checkpoint, where the fit has one.
     """
 

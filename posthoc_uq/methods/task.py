@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import placed, return_freed_memory
+from posthoc_uq.core.devices import placed
 from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.randomness import isolated_random_state
@@ -158,7 +158,6 @@ class Task:
         }
         if joint is not None:
             sums["joint/0"] = joint.state()
-        return_freed_memory()  # of the dry run or the last sweep
         summary = run_on_all_ranks(
             lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
         )
