@@ -132,35 +132,29 @@ class Batch:
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""
-
-        def cut(value: Any) -> Any:
-            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
-            return value[start : start + length] if counted else value
-
-        return self._mapped(cut)
+        return self._rows(slice(start, start + length), samples)
 
     def select(self, picked: Tensor, samples: int) -> Batch:
         """The samples where `picked` ``(samples,)`` is true."""
-
-        def pick(value: Any) -> Any:
-            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
-            return value[picked.to(value.device)] if counted else value
-
-        return self._mapped(pick)
+        return self._rows(picked, samples)
 
     def doubled(self) -> Batch:
         """A batch of one sample as a batch of that sample twice."""
+        return self._rows(torch.zeros(2, dtype=torch.long, device="cpu"), 1)
 
-        def twice(value: Any) -> Any:
-            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
-            return torch.cat([value, value]) if counted else value
+    def _rows(self, index: slice | Tensor, samples: int) -> Batch:
+        def cut(value: Any) -> Any:
+            if not holds_samples(value, samples):
+                return value
+            return value[index.to(value.device) if isinstance(index, Tensor) else index]
 
-        return self._mapped(twice)
+        kwargs = {name: cut(value) for name, value in self.kwargs.items()}
+        return Batch(tuple(map(cut, self.args)), cut(self.targets), kwargs, cut(self.weights))
 
-    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
-        """All that belongs to the samples, changed."""
-        kwargs = {k: change(v) for k, v in self.kwargs.items()}
-        return Batch(tuple(map(change, self.args)), change(self.targets), kwargs, change(self.weights))
+
+def holds_samples(value: Any, samples: int) -> bool:
+    """Whether a value is a tensor with a row a sample, and not one that all samples share."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches
+from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches, holds_samples
 from posthoc_uq.core.devices import DeferredChecks, on_host
 from posthoc_uq.core.distributed import gather
 from posthoc_uq.core.randomness import sample_keys
@@ -173,7 +173,7 @@ def _samples_at(
 ) -> list[_Sample]:
     """The samples of a batch at these indices, copied to the CPU together, with what counts of each."""
     leaves, form = tree_flatten((batch.args, batch.kwargs))
-    counted = tuple(isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves)
+    counted = tuple(holds_samples(value, samples) for value in leaves)
     positions = [position for position, value in enumerate(leaves) if isinstance(value, Tensor)]
     rows = [
         torch.stack([leaves[position].detach()[index] for index in indices])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained
+from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained, holds_samples
 from posthoc_uq.core.devices import DeferredChecks, as_double, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
@@ -98,7 +98,7 @@ class _Picks:
     def of(batch: Batch, samples: int, places: Tensor, keys: Tensor, index: int) -> _Picks:
         """The samples at `places` of a batch of `samples`."""
         leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
-        counted = [isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves]
+        counted = [holds_samples(value, samples) for value in leaves]
         cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
         return _Picks(cut, spec, counted, keys, index)
 
@@ -142,10 +142,10 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
         keys: hashes of their inputs, ``(samples,)`` int64.
     """
     samples = keys.shape[0]
-    parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if _has_sample_axis(v, samples))]
-    if batch.targets is not None and _has_sample_axis(batch.targets, samples):
+    parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if holds_samples(v, samples))]
+    if batch.targets is not None and holds_samples(batch.targets, samples):
         parts.append(sample_keys([batch.targets], samples, 0))
-    if batch.weights is not None and _has_sample_axis(batch.weights, samples):
+    if batch.weights is not None and holds_samples(batch.weights, samples):
         parts.append(sample_keys([batch.weights], samples, 1))
     hashes = parts[0]
     for part in parts[1:]:
@@ -164,7 +164,7 @@ def shared_hash(batch: Batch, samples: int) -> Tensor:
     digest = sha256(repr((str(form), samples, descriptions)).encode()).digest()
     shared = torch.tensor(int.from_bytes(digest[:7], "little"), dtype=torch.int64, device="cpu")
     for tensor in tensors:
-        if not _has_sample_axis(tensor, samples) and tensor.numel():
+        if not holds_samples(tensor, samples) and tensor.numel():
             shared = mix(shared.to(tensor.device) * 31 + sample_keys([tensor.reshape(1, -1)], 1, 0)[0])
     return shared
 
@@ -214,10 +214,6 @@ def _nested(batch: Batch) -> list[Tensor]:
     outer = {id(tensor) for tensor in batch.tensors()}
     leaves = tree_flatten((batch.args, batch.kwargs))[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in outer]
-
-
-def _has_sample_axis(tensor: Tensor, samples: int) -> bool:
-    return tensor.ndim > 0 and tensor.shape[0] == samples
 
 
 def _described(leaf: Any) -> Any:
