@@ -10,9 +10,6 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
-# The number types of a device, tensors on the CPU whatever torch's default device is, and reads from a
-# device.
-#
 # Every tensor that the library makes is put on a named device: random numbers and small tables on the CPU,
 # all others on the device of the tensor that they belong to.
 

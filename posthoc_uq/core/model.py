@@ -1,4 +1,7 @@
-"""Copies of a model that share its weights, so that the user's own is never touched; forward-mode derivatives of it."""
+"""Copies of a model that share its weights, so that the user's own is never touched; forward-mode derivatives of it.
+
+Hooks, training flags, ``requires_grad`` and gradients belong to a copy; the weights are the model's own memory.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,6 @@ from torch import Tensor, nn
 from posthoc_uq.core.devices import has_double
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.options import did_you_mean
-
-# A copy of the user's model that shares its parameters' storage, so that the model itself is never touched.
-#
-# Hooks, training flags, ``requires_grad`` and gradients belong to the copy; the weights are the model's own
-# memory.
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
@@ -103,7 +101,9 @@ def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
     for module_name, name, value in _attributes(model):
         try:
             copy.deepcopy(value, dict(memo))
-        except Exception:  # as above
+        except Exception as error:  # as above
+            if out_of_memory(error):
+                raise
             return f": '{name}' of {f'module {module_name!r}' if module_name else 'the model itself'} is one"
     return ""
 
@@ -273,9 +273,6 @@ def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype
             f"dtype out, or move the model to the CPU."
         )
     return dtype
-
-
-# Forward-mode derivatives.
 
 
 def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -135,7 +135,7 @@ class Categorical(Likelihood):
             classes = outputs.shape[1]
             raise PosthocUQError(
                 f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} "
-                f"outputs; labels must lie in 0..{classes - 1}. Leave samples without a label out of the loader: "
+                f"outputs; they must lie in 0..{classes - 1}. Leave samples without a label out of the loader: "
                 f"ignore_index= is for outputs with positions."
             )
 
