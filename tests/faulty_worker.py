@@ -25,7 +25,7 @@ import evaluating  # noqa: E402
 import ranks  # noqa: E402
 
 import posthoc_uq as uq  # noqa: E402
-from posthoc_uq.core.distributed import together  # noqa: E402
+from posthoc_uq.core.distributed import run_on_all_ranks  # noqa: E402
 from posthoc_uq.fitting import update as updating  # noqa: E402
 
 Fault = Callable[[], None]
@@ -116,7 +116,9 @@ def evaluated(part: str) -> Callable[[int, Fault], None]:
 
         setattr(evaluating, part, faulty)
         source: Any = Namespace(model=ranks.network())
-        together(lambda: evaluating.evaluate_all(source, pictures, range(12), {}, options), "the recipe")
+        run_on_all_ranks(
+            lambda: evaluating.evaluate_all(source, pictures, range(12), {}, options), "the recipe"
+        )
 
     return work
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.model import replicate
 from posthoc_uq.methods.mean_field import MeanField
 from posthoc_uq.methods.trained import certain_parameters
@@ -150,7 +150,7 @@ def test_gradients_of_them_are_those_of_finite_differences() -> None:
     objective = MomentObjective(
         replicate(model), posterior.layers, field, {}, 1.0, uq.Gaussian(0.1), 24, MomentOptions()
     )
-    objective.backward(batch, Step(0), Checks())
+    objective.backward(batch, Step(0), DeferredChecks())
     gradients = {name: field.means[name].grad for name in REST}
     assert [group["name"] for group in objective.groups()] == ["means", "log variances", "certain"]
     assert [group["weight_decay"] for group in objective.groups()] == [0.01, 0.0, 0.0]
@@ -158,7 +158,7 @@ def test_gradients_of_them_are_those_of_finite_differences() -> None:
     def loss() -> float:
         for tensor in objective.tensors().values():
             tensor.grad = None
-        return float(objective.backward(batch, Step(0), Checks())["loss"])
+        return float(objective.backward(batch, Step(0), DeferredChecks())["loss"])
 
     for name, gradient in gradients.items():
         assert gradient is not None

@@ -89,7 +89,7 @@ def test_monochrome_is_for_images() -> None:
         shown(Monochrome(), torch.zeros(8, 2))
     with pytest.raises(PosthocUQError, match="has seen none"):
         Monochrome().draw(3, Batch((images(),)), generator())
-    with pytest.raises(PosthocUQError, match="kept must be a whole number, at least 1"):
+    with pytest.raises(PosthocUQError, match="kept must be a whole number"):
         Monochrome(0)
 
 
@@ -117,7 +117,7 @@ def test_uniform_box_of_given_bounds_stays() -> None:
             UniformBox(*wrong)
     with pytest.raises(PosthocUQError, match="both bounds, or none"):
         UniformBox(low=0.0)
-    with pytest.raises(PosthocUQError, match="expand must be positive"):
+    with pytest.raises(PosthocUQError, match="expand must be"):
         UniformBox(expand=0.0)
     with pytest.raises(PosthocUQError, match="saw none"):
         UniformBox().draw(1, Batch((torch.zeros(4, 2),)), generator())
@@ -153,7 +153,7 @@ def test_pool_keeps_a_uniform_choice_and_reads_once() -> None:
         assert kept.shape == (5, 1) and len(set(kept.flatten().tolist())) == 5
         counts[kept.flatten().long().numpy()] += 1
     assert chisquare(counts).pvalue > 1e-3
-    with pytest.raises(PosthocUQError, match="kept must be a whole number, at least 1"):
+    with pytest.raises(PosthocUQError, match="kept must be a whole number"):
         Pool(loader, kept=0)
     with pytest.raises(PosthocUQError, match=r"wrap the data in torch\.utils\.data\.DataLoader"):
         resolve_context(TensorDataset(x))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.core.devices import Checks, has_double, on_host
+from posthoc_uq.core.devices import DeferredChecks, has_double, on_host
 from posthoc_uq.core.randomness import device_generators
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
 from posthoc_uq.likelihoods.draws import normals, placed_normals
@@ -703,10 +703,10 @@ class TestLooks:
             uq.fit(network(), batched(images()), likelihood=Strict(), prior_precision=1.0, progress=False)
 
     def test_in_the_order_of_asking(self) -> None:
-        checks, found = Checks(), list[int]()
+        checks, found = DeferredChecks(), list[int]()
         for number in range(3):
-            checks.later(torch.tensor(number), lambda value: found.append(int(value)))
+            checks.add(torch.tensor(number), lambda value: found.append(int(value)))
         assert not found
-        checks.look()
-        checks.look()
+        checks.run()
+        checks.run()
         assert found == [0, 1, 2]

@@ -675,7 +675,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"referral_rates": (1.5,)}, "a share in"),
+            ({"referral_rates": (1.5,)}, "referral_rates must be"),
             ({"score": "surprise"}, "score must be one of"),
             ({"ood_loaders": {"test": []}}, "may not be named"),
         ],

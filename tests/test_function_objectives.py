@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as transforms
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.layer import describe
@@ -151,7 +151,7 @@ def test_a_step_of_any_weight_adds_up(weight: float | None, body: str) -> None:
     net, points = small_net(), normals(4, 2, seed=5)
     objective, field, network = objective_of(net, points, divergence_weight=weight, body=body)
     x, y = normals(6, 2, seed=6), torch.tensor([0, 1, 2, 0, 1, 2])
-    terms = objective.backward(Batch((x,), y), Step(4), Checks())
+    terms = objective.backward(Batch((x,), y), Step(4), DeferredChecks())
     found = {name: tensor.grad.clone() for name, tensor in objective.tensors().items()}
     draws, deviations = objective._generator(4, 1), {}
     for name, value in field.log_variances.items():
@@ -220,7 +220,7 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
     "body's start": ({"body": "certain", "initial_body_log_variance": -8.0}, "have no effect"),
     "nothing trained": ({"body": "certain", "train_mean": False}, "choose layers='last'"),
     "weight in words": ({"divergence_weight": "batch"}, "divergence_weight must be"),
-    "no weight": ({"divergence_weight": 0.0}, "divergence_weight must be positive"),
+    "no weight": ({"divergence_weight": 0.0}, "divergence_weight must be"),
     "prior": ({"prior": "normal"}, "prior must be one of"),
 }
 
@@ -230,7 +230,7 @@ def test_options_without_effect_are_refused(case: str) -> None:
     given, words = WITHOUT_EFFECT[case]
     with pytest.raises(PosthocUQError, match=words) as caught:
         uq.FunctionSpace(**given)
-    assert str(caught.value).count(". ") == 0
+    assert str(caught.value).count(". ") <= 1
 
 
 # Bodies without variances

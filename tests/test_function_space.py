@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.layer import describe
@@ -408,7 +408,7 @@ def test_the_step_adds_up(train_mean: bool, body_kind: str) -> None:
     objective, field, network = objective_of(
         net, points, n_draws=2, samples=40, train_mean=train_mean, body=body_kind
     )
-    terms = objective.backward(Batch((x,), y), Step(4), Checks())
+    terms = objective.backward(Batch((x,), y), Step(4), DeferredChecks())
     found = {name: t.grad.clone() for name, t in objective.tensors().items()}
     generator = objective._generator(4, 1)
     fit = 0.0
@@ -463,7 +463,7 @@ def test_the_largest_of_several_sets_counts() -> None:
     assert found.total.tolist() == pytest.approx(alone, rel=1e-9)
     assert chosen == int(np.argmax(alone))
     x, y = joined[:4], torch.tensor([0, 1, 0, 1])
-    terms = several.backward(Batch((x,), y), Step(2), Checks())
+    terms = several.backward(Batch((x,), y), Step(2), DeferredChecks())
     assert float(terms["KL mean part"] + terms["KL covariance part"]) == pytest.approx(max(alone), rel=1e-9)
 
 

@@ -341,7 +341,7 @@ def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, m
     )
     for budget in (2**28, 0):
         posterior = _fit(trained, "inf", rank=6)
-        monkeypatch.setattr("posthoc_uq.posteriors.evidence.default_budget", lambda device, b=budget: b)
+        monkeypatch.setattr("posthoc_uq.posteriors.evidence.TEMPORARY_BYTES", budget)
         called.clear()
         trials = maximise_evidence(posterior)
         assert len(called) == len(posterior.blocks) * (1 if budget else len(trials.trials))

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.layers.calls import AffineCall
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
@@ -386,7 +386,7 @@ def test_losses_of_the_batches_add_up_to_that_of_all_data(flow: bool) -> None:
         tensor.data.fill_(60.0)
 
     def terms(first: int, last: int) -> dict[str, Tensor]:
-        return objective.backward(Batch((x[first:last],), y[first:last]), Step(7), Checks())
+        return objective.backward(Batch((x[first:last],), y[first:last]), Step(7), DeferredChecks())
 
     whole = terms(0, 24)
     parts = [terms(0, 8), terms(8, 16), terms(16, 24)]
@@ -401,11 +401,11 @@ def test_the_divergence_warms_up() -> None:
     y = targets_of(model, x, "classification")
     objective = objective_of(model, warm_up=0.5, kl_weight=2.0)
     assert [objective.weight_of(Step(0, progress=p)) for p in (0.0, 0.25, 0.5, 0.9)] == [0.0, 1.0, 2.0, 2.0]
-    objective.backward(Batch((x,), y), Step(0, progress=0.0), Checks())
+    objective.backward(Batch((x,), y), Step(0, progress=0.0), DeferredChecks())
     at_start = {name: t.grad.clone() for name, t in objective.tensors().items() if t.grad is not None}
     for tensor in objective.tensors().values():
         tensor.grad = None
-    objective.backward(Batch((x,), y), Step(0, progress=0.6), Checks())
+    objective.backward(Batch((x,), y), Step(0, progress=0.6), DeferredChecks())
     logits = [name for name in at_start if name.startswith("logit")]
     assert all(not torch.equal(at_start[name], objective.tensors()[name].grad) for name in logits)  # type: ignore[arg-type]
 
@@ -437,7 +437,7 @@ def test_gradients_reach_everything_that_is_trained() -> None:
     y = targets_of(model, x, "classification")
     objective = objective_of(model, flow=True, flow_units=5, start="random")
     for seed in (1, 2):  # a unit of a flow may be asleep in one step
-        objective.backward(Batch((x,), y), Step(seed, progress=0.9), Checks())
+        objective.backward(Batch((x,), y), Step(seed, progress=0.9), DeferredChecks())
     for name, tensor in objective.tensors().items():
         assert tensor.grad is not None and bool(torch.isfinite(tensor.grad).all()), name
         assert "flow" in name or "reverse" in name or bool((tensor.grad != 0).any()), name

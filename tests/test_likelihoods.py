@@ -592,7 +592,7 @@ def test_soft_labels_are_checked() -> None:
         uq.fit(model, [(x, soft[:, :2])], progress=False)
     with pytest.raises(uq.PosthocUQError, match="soft ones of shape"):
         uq.fit(model, [(x, soft)], "message_passing", progress=False)
-    with pytest.raises(uq.PosthocUQError, match=r"label_smoothing must be a number in \[0, 1\)"):
+    with pytest.raises(uq.PosthocUQError, match="label_smoothing must be"):
         uq.Categorical(label_smoothing=1.0)
 
 

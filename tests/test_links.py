@@ -134,7 +134,7 @@ def test_a_regression_adds_the_noise() -> None:
 def test_unknown_links_are_refused() -> None:
     with pytest.raises(uq.PosthocUQError, match="link must be one of"):
         checked_link("logit", 10)
-    with pytest.raises(uq.PosthocUQError, match=r"n_draws must be .*at least 1"):
+    with pytest.raises(uq.PosthocUQError, match=r"n_draws must be"):
         checked_link("mc", 0)
 
 

@@ -528,7 +528,7 @@ def test_a_budget_cuts_batches_of_covariances(monkeypatch: pytest.MonkeyPatch) -
     own = fitted(net, "diag", 2000.0, (20,), 10)
     x = torch.randn(7, 20)
     expected = MomentsPredictor(net, own, cov="full")(x)
-    monkeypatch.setattr("posthoc_uq.heads.moments.default_budget", lambda device: 3 * 8 * 4 * 128**2)
+    monkeypatch.setattr("posthoc_uq.heads.moments.TEMPORARY_BYTES", 3 * 8 * 4 * 128**2)
     cut = MomentsPredictor(net, own, cov="full")
     assert cut._step(7) == 3
     torch.testing.assert_close(cut(x).probs, expected.probs)  # type: ignore[union-attr]
@@ -708,7 +708,7 @@ def test_a_wrap_computes_the_rows_of_a_layer_once_and_a_second_wrap_not_at_all(
 
 
 def test_what_a_wrap_keeps_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc_uq.posteriors.posterior.kept_budget", lambda: 0)
+    monkeypatch.setattr("posthoc_uq.posteriors.posterior.KEPT_BYTES", 0)
     model, posterior, _ = inf_of_three_layers()
     calls = counted_roots(monkeypatch)
     with warnings.catch_warnings():

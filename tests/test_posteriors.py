@@ -326,7 +326,7 @@ def test_mistakes_are_named():
         posterior.residual_weight = 1.5
     with pytest.raises(PosthocUQError, match="per layer"):
         posterior.prior_precision = {"other": 1.0}
-    with pytest.raises(PosthocUQError, match="at least 1"):
+    with pytest.raises(PosthocUQError, match="number of draws must be"):
         posterior.sample(0)
     with pytest.raises(PosthocUQError, match="unknown"):
         posterior.quadratic({"other": torch.zeros(1, 1, 1, 1)})

@@ -284,11 +284,11 @@ def test_thousands_of_predictions_do_not_grow_memory():
 def test_an_option_of_another_head_is_an_error_that_names_the_own(setting, head):
     model, posterior, _ = setting
     with pytest.raises(
-        PosthocUQError, match=rf"head='{head}' takes no option \['of_another'\]; it takes \[.*\]"
+        PosthocUQError, match=rf"head='{head}' does not take \['of_another'\]; it takes \[.*\]"
     ):
         uq.wrap(model, posterior, head=head, of_another=1)
     foreign = "link" if head == "sampling" else "antithetic"
-    with pytest.raises(PosthocUQError, match=rf"takes no option \['{foreign}'\]"):
+    with pytest.raises(PosthocUQError, match=rf"does not take \['{foreign}'\]"):
         uq.wrap(model, posterior, head=head, **{foreign: True})
     mistyped, meant = ("n_sample", "n_samples") if head == "sampling" else ("lnk", "link")
     for named in ({"head": head}, {}):

@@ -423,10 +423,7 @@ def test_a_decoder_that_reads_the_encoders_inputs_is_said_aloud() -> None:
 def test_an_encoder_decoder_whose_labels_were_taken_out_says_so() -> None:
     model, options = t5(), {"likelihood": TOKENS, "layers": "last", "prior_precision": 2.0, "progress": False}
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
-    message = (
-        r"labels were taken out of the batch as targets: put decoder_input_ids=model\.prepare_decoder_input_ids_from_"
-        r"labels\(labels\) into every batch.*The model's own error is ValueError"
-    )
+    message = r"ValueError.*labels were taken out of the batch as targets: put decoder_input_ids="
     with pytest.raises(uq.PosthocUQError, match=message):
         uq.fit(model, [batch], "diag", **options)
     batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(IDS)

@@ -15,7 +15,7 @@ from torch.distributions import Normal, kl_divergence
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
@@ -69,7 +69,7 @@ INPUTS = {"Sequential": (4,), "ConvNet": (1, 4, 4)}
 def loss_of(objective: MomentObjective, batch: Batch, epoch: int = 1) -> dict[str, Tensor]:
     for tensor in objective.tensors().values():
         tensor.grad = None
-    return objective.backward(batch, Step(0, epoch), Checks())
+    return objective.backward(batch, Step(0, epoch), DeferredChecks())
 
 
 # Terms

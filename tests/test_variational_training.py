@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch, BatchReader
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.files.snapshot import read_snapshot
 from posthoc_uq.methods.resume import Checkpoint
@@ -56,7 +56,7 @@ class Quadratic(Objective):
     def tensors(self) -> dict[str, Tensor]:
         return {"w": self.w}
 
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         self.seeds.append(step.seed)
         loss = 0.5 * (self.w - batch.targets.float().mean()).square().sum()
         if len(self.seeds) - 1 == self.broken:

@@ -38,7 +38,7 @@ import fitting  # noqa: E402
 import search  # noqa: E402
 
 import posthoc_uq as uq  # noqa: E402
-from posthoc_uq.core.distributed import together  # noqa: E402
+from posthoc_uq.core.distributed import run_on_all_ranks  # noqa: E402
 
 TIMEOUT, HANG = 3.0, 60.0
 """Seconds: of the group, and after which a process counts as hanging."""
@@ -119,7 +119,7 @@ def recipe(folder: Path) -> None:
         search.search_all(source, val.loader(range(6), 8, 0), torch.tensor(val.labels[:6]), options)
         evaluating.evaluate_all(source, val, range(6, 12), {}, options)
 
-    together(work, "the recipe")
+    run_on_all_ranks(work, "the recipe")
 
 
 Job = Callable[[int, Path, dict[str, Any]], None]

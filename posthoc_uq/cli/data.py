@@ -21,7 +21,7 @@ from posthoc_uq.cli.models import Source
 from posthoc_uq.cli.tables import as_it_is, is_table, read_table
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 
 _SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
 _SMALL = 256  # items that are read faster than worker processes start
@@ -155,7 +155,9 @@ def _torchvision(
 
     name, library = spec.partition(":")[2], cast(Any, torchvision.datasets)
     if name not in library.__all__ or not isinstance(getattr(library, name, None), type):
-        raise PosthocUQError(f"torchvision has no data set '{name}'.{meant(name, list(library.__all__))}")
+        raise PosthocUQError(
+            f"torchvision has no data set '{name}'.{did_you_mean(name, list(library.__all__))}"
+        )
     kind: Any = getattr(library, name)
     parameters = inspect.signature(kind).parameters
     arguments: dict[str, Any] = {"root": options["data_root"]} if "root" in parameters else {}

@@ -10,7 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 
@@ -91,6 +91,8 @@ def _alternatives(annotation: Any) -> list[Any]:
     """The parts of a type whose values can be given as text: `int`, `float`, `str`, `bool`, `torch.dtype`, and the
     single values of a `Literal`.
     """
+    if get_origin(annotation) is Annotated:  # the bounds are the option's own to check
+        return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return [alternative for part in get_args(annotation) for alternative in _alternatives(part)]
     if get_origin(annotation) is Literal:

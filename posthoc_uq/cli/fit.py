@@ -130,10 +130,12 @@ def command(data: str, output: str, as_json: bool, **options: Any) -> None:
       torchrun --nproc-per-node 4 -m posthoc_uq fit imagenet/train --model ... -o model.h5
     """
     from posthoc_uq.cli import fitting
-    from posthoc_uq.core.distributed import together
+    from posthoc_uq.core.distributed import run_on_all_ranks
 
     with fitting.process_group(options):
-        summary = together(lambda: fitting.fit_and_save(data, output, options, progress()), "the command")
+        summary = run_on_all_ranks(
+            lambda: fitting.fit_and_save(data, output, options, progress()), "the command"
+        )
     if as_json:
         print_json({key: value for key, value in summary.items() if key != "text"})
     else:

@@ -19,7 +19,7 @@ from posthoc_uq.cli.meaning import Meaning, meaning_of_likelihood
 from posthoc_uq.cli.models import Source, device_named, source_of
 from posthoc_uq.cli.naming import names_of
 from posthoc_uq.cli.posterior_files import image_facts
-from posthoc_uq.core.distributed import agree, rank, world
+from posthoc_uq.core.distributed import raise_on_any_error, rank, world
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.files import save
 from posthoc_uq.fitting.fit import fit, takes_layers
@@ -133,7 +133,7 @@ def _save_in_agreement(write: Any) -> None:
         write()
     except Exception as caught:
         error = caught
-    agree(error, "writing the posterior")
+    raise_on_any_error(error, "writing the posterior")
 
 
 def _layers(text: str) -> Any:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 
 
 def is_import_path(text: str) -> bool:
@@ -34,7 +34,9 @@ def import_object(path: str) -> Any:
     value: Any = module
     for name in names.split("."):
         if not hasattr(value, name):
-            close = meant(name, [attribute for attribute in dir(value) if not attribute.startswith("_")])
+            close = did_you_mean(
+                name, [attribute for attribute in dir(value) if not attribute.startswith("_")]
+            )
             raise PosthocUQError(f"'{where}' has no '{name}'.{close}")
         value = getattr(value, name)
     return value

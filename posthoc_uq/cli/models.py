@@ -15,7 +15,7 @@ from posthoc_uq.cli.weights import load_weights, read_state
 from posthoc_uq.core.devices import usable_device
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import bare_name
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _timm(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, 
 
     library = cast(Any, timm)
     if ":" not in name and not library.is_model(name):  # timm itself resolves hf-hub:... and the like
-        close = meant(name.split(".")[0], library.list_models())
+        close = did_you_mean(name.split(".")[0], library.list_models())
         raise PosthocUQError(f"timm has no model '{name}'.{close}")
     arguments = {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
     with _fetching(spec, options):
@@ -100,7 +100,7 @@ def _torchvision(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.M
     names = [*library.list_models(module=torchvision.models), *maps]
     if name not in names:
         raise PosthocUQError(
-            f"torchvision has no classification or segmentation model '{name}'.{meant(name, names)}"
+            f"torchvision has no classification or segmentation model '{name}'.{did_you_mean(name, names)}"
         )
     arguments: dict[str, Any] = (
         {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}

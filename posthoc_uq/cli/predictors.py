@@ -8,7 +8,7 @@ from typing import Any
 from posthoc_uq.cli.fields import arguments_of, dtype_named
 from posthoc_uq.cli.models import Source
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.posterior import Posterior
@@ -74,7 +74,7 @@ def _check_settings(head: str, names: Sequence[str]) -> None:
     if unknown is not None:
         raise PosthocUQError(
             f"--head-option {unknown}: the head {head} takes no such option; it takes {', '.join(allowed)}."
-            f"{meant(unknown, allowed)}"
+            f"{did_you_mean(unknown, allowed)}"
         )
 
 

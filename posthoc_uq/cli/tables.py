@@ -17,7 +17,7 @@ from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.meaning import CLASSES, COLUMNS, TARGETS, Meaning
 from posthoc_uq.cli.models import Source, count_outputs, run_on
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.paths import check_regular
 
 ENDINGS = (".csv", ".tsv")
@@ -149,7 +149,7 @@ def _columns(
     for name in [*inputs, *(targets if labels else [])]:
         if name not in header:
             raise PosthocUQError(
-                f"'{path}' has no column '{name}'; it has {_listed(header)}.{meant(name, header)}"
+                f"'{path}' has no column '{name}'; it has {_listed(header)}.{did_you_mean(name, header)}"
             )
     twice = next((name for name in inputs if name in targets or inputs.count(name) > 1), None)
     if twice is not None or not inputs:

@@ -1,1 +1,17 @@
-"""Errors, options, batches, outputs, copies of models, random numbers, devices, processes."""
+"""What all rooms stand on, and nothing of what the package is about.
+
+| file | what other rooms take from it |
+| --- | --- |
+| `errors` | the exceptions, `warn_user`, `out_of_memory`, `check_refused` for a shorter way that a model cannot take |
+| `options` | the types of options (`Count`, `Positive`, ...), `Options`, `check_option`, `check_names`, `did_you_mean` |
+| `batches` | `BatchReader` and `batches` read loaders, `Batch` is one, `explained` says why a model cannot be run on it |
+| `outputs` | `Choice`: which part of what a model returns its outputs are |
+| `model` | `replicate`: copies on the same memory; `untied`, `unshared_copy`, `jvp` |
+| `randomness` | numbers keyed by a sample's bytes, `isolated_random_state` |
+| `numerics` | eigenvectors, Cholesky factors and sketches, in the precision that they need |
+| `devices` | number types of devices, `DeferredChecks` for values the host must see, memory budgets |
+| `distributed` | `run_on_all_ranks`, `all_reduce_sum`, `broadcast`, `gather` |
+| `progress` | bars, and which share of a long computation is done |
+| `interrupts` | `orderly`: Ctrl-C ends a call where nothing is half done |
+| `paths`, `tables` | which files are read; text tables and cells of a CSV |
+"""

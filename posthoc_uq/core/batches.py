@@ -22,12 +22,10 @@ from posthoc_uq.core.devices import sent
 from posthoc_uq.core.distributed import rank, sampler_of
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory
 from posthoc_uq.core.model import model_device, model_dtype, unwrap
-from posthoc_uq.core.options import check_function
-from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.options import Options
+from posthoc_uq.core.outputs import form_of, output_tensor
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
-
-# NumPy arrays, and frames and series of pandas, as tensors.
 
 
 def is_array(value: Any) -> bool:
@@ -61,8 +59,6 @@ def tensor_of(array: Any) -> Tensor:
         ) from error
 
 
-# Batches in every accepted form, read as inputs and targets on the model's device.
-#
 # A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader.
 # A batch is a tensor of inputs, ``(inputs, targets)``, a mapping (targets under one of `TARGET_NAMES`, beside
 # one tensor or the model's named arguments), or any form that `batch_to_inputs` and `batch_to_targets` take
@@ -132,39 +128,33 @@ class Batch:
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""
-
-        def cut(value: Any) -> Any:
-            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
-            return value[start : start + length] if counted else value
-
-        return self._mapped(cut)
+        return self._rows(slice(start, start + length), samples)
 
     def select(self, picked: Tensor, samples: int) -> Batch:
         """The samples where `picked` ``(samples,)`` is true."""
-
-        def pick(value: Any) -> Any:
-            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
-            return value[picked.to(value.device)] if counted else value
-
-        return self._mapped(pick)
+        return self._rows(picked, samples)
 
     def doubled(self) -> Batch:
         """A batch of one sample as a batch of that sample twice."""
+        return self._rows(torch.zeros(2, dtype=torch.long, device="cpu"), 1)
 
-        def twice(value: Any) -> Any:
-            counted = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
-            return torch.cat([value, value]) if counted else value
+    def _rows(self, index: slice | Tensor, samples: int) -> Batch:
+        def cut(value: Any) -> Any:
+            if not holds_samples(value, samples):
+                return value
+            return value[index.to(value.device) if isinstance(index, Tensor) else index]
 
-        return self._mapped(twice)
+        kwargs = {name: cut(value) for name, value in self.kwargs.items()}
+        return Batch(tuple(map(cut, self.args)), cut(self.targets), kwargs, cut(self.weights))
 
-    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
-        """All that belongs to the samples, changed."""
-        kwargs = {k: change(v) for k, v in self.kwargs.items()}
-        return Batch(tuple(map(change, self.args)), change(self.targets), kwargs, change(self.weights))
+
+def holds_samples(value: Any, samples: int) -> bool:
+    """Whether a value is a tensor with a row a sample, and not one that all samples share."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
 
 
 @dataclass(frozen=True)
-class BatchReader:
+class BatchReader(Options):
     """Takes batches apart and moves them to a device.
 
     Attributes:
@@ -194,13 +184,6 @@ class BatchReader:
         """A reader for a model: with its device and its number type."""
         functions = batch_to_inputs, batch_to_targets, batch_to_weights
         return cls(model_device(model), *functions, model_dtype(model), argument_names(model))
-
-    def __post_init__(self) -> None:
-        check_function("batch_to_inputs", self.batch_to_inputs, "from a batch to the model's inputs")
-        check_function("batch_to_targets", self.batch_to_targets, "from a batch to its targets")
-        check_function(
-            "batch_to_weights", self.batch_to_weights, "from a batch to the weights of its samples"
-        )
 
     def read(self, batch: Any) -> Batch:
         """A `Batch` on the device.
@@ -381,7 +364,9 @@ def known_length(sized: Any) -> int:
     """How many items there are, or 0 if that is unknown."""
     try:
         return length_hint(sized)
-    except Exception:  # no length after all; the author's error may be of any kind
+    except Exception as error:  # no length after all; the author's error may be of any kind
+        if out_of_memory(error):
+            raise
         return 0
 
 
@@ -454,8 +439,6 @@ def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
         )
 
 
-# Errors for models that cannot be run on a batch; they say what the model was called with.
-
 CALL = "Pass what model(...) itself takes, with the samples along the first dimension."
 LOADER = (
     "A batch is a tensor of inputs, (inputs, targets) or a mapping of the model's named arguments; batch_to_inputs= "
@@ -468,8 +451,8 @@ DECODER_INPUTS = (
 )
 
 NAMED = (
-    "The entries of a mapping are named arguments here: predictor(**mapping), or the mapping itself from the loader or "
-    "from batch_to_inputs. A model that takes a whole mapping needs a module around it, with forward(self, **inputs)."
+    "The entries of a mapping are named arguments here, predictor(**mapping); a model that takes a whole mapping needs "
+    "a module around it, with forward(self, **inputs)."
 )
 
 
@@ -543,8 +526,8 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
             return
         message = next(iter(str(error).splitlines()), "").rstrip(".")
         raise PosthocUQError(
-            f"The model cannot be run on {what}, {described(batch)}. {ids.fault or _advice(network, batch) or way_out} "
-            f"The model's own error is {type(error).__name__}: {message}."
+            f"The model cannot be run on {what}, {described(batch)} ({type(error).__name__}: {message}). "
+            f"{ids.fault or _advice(network, batch) or way_out}"
         ) from error
     samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), None)
     if isinstance(outputs, Tensor) and samples is not None and outputs.shape[:1] != (samples,):
@@ -576,7 +559,7 @@ class _Ids(TorchFunctionMode):
             return
         name = f"Embedding '{self._names[id(weight)]}'" if id(weight) in self._names else "An embedding"
         if input.is_floating_point():
-            self.fault = f"{name} takes whole numbers, and was given {_short(input.dtype)}: pass x.long()."
+            self.fault = f"{name} takes whole numbers, and was given {form_of(input)}: pass x.long()."
         elif input.numel() and not 0 <= int(input.min()) <= int(input.max()) < len(weight):
             self.fault = (
                 f"{name} has rows 0 to {len(weight) - 1}, and was given ids from {int(input.min())} to "
@@ -586,22 +569,8 @@ class _Ids(TorchFunctionMode):
 
 def described(batch: Batch) -> str:
     """Type and shape of every argument of a model, such as ``float32 (8, 3, 32, 32)``."""
-    named = [f"{name}={_kind(value)}" for name, value in batch.kwargs.items()]
-    return ", ".join([*map(_kind, batch.args), *named]) or "no argument"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{_short(value.dtype)} {tuple(value.shape)}"
-    if is_array(value):
-        return f"{type(value).__name__} {tuple(value.shape)}"
-    tensors = isinstance(value, (list, tuple)) and all(isinstance(part, Tensor) for part in value)  # pyright: ignore[reportUnknownVariableType]
-    count = f" of {len(value)} tensors" if tensors else ""  # pyright: ignore[reportUnknownArgumentType]
-    return f"a {type(value).__name__}{count}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    named = [f"{name}={form_of(value)}" for name, value in batch.kwargs.items()]
+    return ", ".join([*map(form_of, batch.args), *named]) or "no argument"
 
 
 def _advice(network: nn.Module, batch: Batch) -> str:
@@ -617,9 +586,11 @@ def _advice(network: nn.Module, batch: Batch) -> str:
     if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):
         return f"Pass tensors: torch.as_tensor(x, dtype={weights_dtype})."
     if any(dtype.is_floating_point and dtype != weights_dtype for dtype in input_dtypes):
-        return f"Its weights are {_short(weights_dtype)}: pass x.to({weights_dtype})."
+        return f"Its weights are {weights_dtype}: pass x.to({weights_dtype})."
     if input_dtypes and not any(dtype.is_floating_point for dtype in input_dtypes):
-        return f"Its weights are {_short(weights_dtype)}: pass x.to({weights_dtype}), unless the model takes integers."
+        return (
+            f"Its weights are {weights_dtype}: pass x.to({weights_dtype}), unless the model takes integers."
+        )
     return ""
 
 
@@ -651,9 +622,6 @@ def _other_names(network: nn.Module, batch: Batch) -> str:
         f"The model takes {list(parameters)}, and the batch names {list(batch.kwargs)}: give it those names with "
         f"batch_to_inputs=lambda batch: dict(...)."
     )
-
-
-# The arguments of one call, for several models that run on them in turn.
 
 
 class Inputs:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import time
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
-# The number types of a device, tensors on the CPU whatever torch's default device is, and reads from a
-# device.
-#
 # Every tensor that the library makes is put on a named device: random numbers and small tables on the CPU,
 # all others on the device of the tensor that they belong to.
 
@@ -120,7 +113,7 @@ def usable_device(name: torch.device | str, shown: str, way_out: str) -> torch.d
     return device
 
 
-class Checks:
+class DeferredChecks:
     """Values of a batch that the host must see. They are gathered on the device and read together when the batch is
     done, since every read makes the host wait for the device.
     """
@@ -128,56 +121,20 @@ class Checks:
     def __init__(self) -> None:
         self._wanted: list[tuple[Tensor, Callable[[Tensor], None]]] = []
 
-    def later(self, value: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Call `use` with the value on the CPU at the next `look`; it may raise an error."""
+    def add(self, value: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Call `use` with the value on the CPU at the next `run`; it may raise an error."""
         self._wanted.append((value.detach(), use))
 
-    def look(self) -> None:
-        """Read all values, and call their functions in the order of the calls of `later`."""
+    def run(self) -> None:
+        """Read all values, and call their functions in the order in which they were added."""
         wanted, self._wanted = self._wanted, []
         for value, (_, use) in zip(on_host(*(value for value, _ in wanted)), wanted, strict=True):
             use(value)
 
 
-# Memory: how much a fit's temporaries may take, and giving back what it has freed.
+TEMPORARY_BYTES = 256 * 2**20
+"""What one temporary may take by default. Larger ones are not faster. The order of sums, and so their rounding, goes by
+this number, so it does not depend on the memory that happens to be free."""
 
-SHARE = 1 / 8  # of the free memory that one temporary may take by default
-MOST = 256 * 2**20  # bytes at most: larger temporaries are not faster
-LEAST = 2**20
-
-
-@lru_cache(maxsize=1)
-def _available(second: int) -> int:
-    """Free bytes of the machine, asked for once a second: to ask takes as long as a small network's forward pass."""
-    return int(psutil.virtual_memory().available)
-
-
-def default_budget(device: torch.device) -> int:
-    """Bytes for one temporary of the statistics: a share of what is free on the device, at most 256 MiB.
-
-    It decides the order of sums, and so their rounding. As a power of two it rarely differs between two fits on one
-    machine.
-    """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = _available(int(time.monotonic()))
-    share = max(LEAST, min(MOST, int(SHARE * free)))
-    return 1 << (share.bit_length() - 1)
-
-
-def kept_budget() -> int:
-    """Bytes of what may be computed again and is kept for the next use: a share of the machine's free memory."""
-    return int(SHARE * _available(int(time.monotonic())))
-
-
-def return_freed_memory() -> None:
-    """Make the C library return its free heap pages to the system.
-
-    glibc keeps them: some hundred MiB after a fit, or after drawing an ensemble of a ResNet. Does nothing where the C
-    library has no such call.
-    """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
+KEPT_BYTES = 2**30
+"""What may be computed again, and is kept for its next use, may take."""

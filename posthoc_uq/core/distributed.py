@@ -76,7 +76,7 @@ def is_divided(loader: Iterable[Any]) -> bool:
     return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
-def together(work: Callable[[], Result], doing: str) -> Result:
+def run_on_all_ranks(work: Callable[[], Result], doing: str) -> Result:
     """Do the same work in every process; if one fails, all raise.
 
     Works may be nested. A process that fails between the meetings of an inner work goes to that of the outer one, and
@@ -92,11 +92,11 @@ def together(work: Callable[[], Result], doing: str) -> Result:
         if _broken_off != before:  # of an inner meeting, after which nobody comes to this one
             raise
         error = failure
-    agree(error, doing)
+    raise_on_any_error(error, doing)
     return cast(Result, result)
 
 
-def agree(error: Exception | None, doing: str) -> None:
+def raise_on_any_error(error: Exception | None, doing: str) -> None:
     """Let all processes go on, or none: if one of them failed, all raise.
 
     Raises:
@@ -144,7 +144,7 @@ def _meet(value: Any, doing: str, error: Exception | None) -> list[Any]:
     return [own for _, _, own in said]
 
 
-def add_up(sums: Mapping[Any, Tensor], doing: str) -> None:
+def all_reduce_sum(sums: Mapping[Any, Tensor], doing: str) -> None:
     """Replace every tensor by its sum over the processes.
 
     Raises:
@@ -169,7 +169,7 @@ def add_up(sums: Mapping[Any, Tensor], doing: str) -> None:
                 tensor.copy_(moved)
 
 
-def hand_out(
+def broadcast(
     tensors: dict[str, dict[str, Tensor]] | None, source: int, device: torch.device, doing: str
 ) -> Any:
     """Copy the named tensors of one process, `source`, to all of them, on `device`.

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-# The exceptions of the package; each message names what is wrong and the way out.
-
 
 def printable(text: str, keep: str = "") -> str:
     """The text with control characters escaped: a terminal would act on them, and names from files may hold them.
@@ -50,8 +48,6 @@ class NonFiniteError(PosthocUQError):
 class NotAnsweredError(PosthocUQError, AttributeError):
     """An attribute that another head or another kind of prediction has."""
 
-
-# Warnings that point at the user's own line, however deep in the package they arise.
 
 # packages whose frames lie between a warning and the user's code
 _BETWEEN = ("posthoc_uq", "contextlib", "torch")

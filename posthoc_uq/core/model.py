@@ -1,4 +1,7 @@
-"""Copies of a model that share its weights, so that the user's own is never touched; forward-mode derivatives of it."""
+"""Copies of a model that share its weights, so that the user's own is never touched; forward-mode derivatives of it.
+
+Hooks, training flags, ``requires_grad`` and gradients belong to a copy; the weights are the model's own memory.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.devices import has_double
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
-from posthoc_uq.core.options import meant
-
-# A copy of the user's model that shares its parameters' storage, so that the model itself is never touched.
-#
-# Hooks, training flags, ``requires_grad`` and gradients belong to the copy; the weights are the model's own
-# memory.
+from posthoc_uq.core.options import did_you_mean
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
@@ -103,7 +101,9 @@ def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
     for module_name, name, value in _attributes(model):
         try:
             copy.deepcopy(value, dict(memo))
-        except Exception:  # as above
+        except Exception as error:  # as above
+            if out_of_memory(error):
+                raise
             return f": '{name}' of {f'module {module_name!r}' if module_name else 'the model itself'} is one"
     return ""
 
@@ -155,7 +155,7 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     modules = dict(twin.named_modules())
     if layer not in modules:
         raise PosthocUQError(
-            f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{meant(layer, modules)}"
+            f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{did_you_mean(layer, modules)}"
         )
     elsewhere = {
         id(parameter)
@@ -173,7 +173,7 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     return twin
 
 
-def apart(model: nn.Module, names: Iterable[str]) -> nn.Module:
+def unshared_copy(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """`model`, or a replica of it in which parameters of these names are not shared with an embedding.
 
     Where an embedding and other modules share one of them, the others get a parameter of their own on the same memory,
@@ -273,9 +273,6 @@ def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype
             f"dtype out, or move the model to the CPU."
         )
     return dtype
-
-
-# Forward-mode derivatives.
 
 
 def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core import interrupts
@@ -18,6 +20,9 @@ _WIDE_EIGH_LIMIT = 1024
 _RANGE_SIZE, _RANGE_SHARE = 512, 0.3
 _OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by all of its directions
 _SOLVED = 256  # rows of `solved_plus_one` at once
+
+CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+"""The convolution over so many dimensions."""
 
 CHUNK = 2**20
 """Numbers in a temporary of the contractions of INF."""

@@ -5,90 +5,160 @@ from __future__ import annotations
 import re
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from math import inf, isfinite
-from numbers import Integral
+from functools import cache, wraps
+from inspect import signature
+from math import isfinite
+from numbers import Real
 from reprlib import Repr
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 
-# Checks of settings that a user passes in any type: numbers, names, functions, flags.
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# The type of an option is its declaration: Python, the command line and files check values by it, and errors describe
+# it. Numbers may be Python's, NumPy's or torch's; they must be finite, and True and False are none.
+
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Unit = Annotated[float, Ge(0), Le(1)]
+Share = Annotated[float, Gt(0), Le(1)]
+LogVariance = Annotated[float, Ge(-80), Le(20)]
+Count = Annotated[int, Ge(1), Lt(2**63)]
+Natural = Annotated[int, Ge(0), Lt(2**63)]
+Seed = Annotated[int, Ge(-(2**63)), Lt(2**64)]
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+_LARGE = 2**53  # larger bounds are those of a machine's words, and only numbers as large are told of them
 
 
-@dataclass(frozen=True)
-class Number:
-    """A kind of finite number of Python, NumPy or torch; True and False do not count as numbers.
+def check_option(name: str, value: Any, kind: Any) -> Any:
+    """The value as the declared type has it, with Python's own numbers.
 
-    Attributes:
-        text: the kind in words, to follow "must be".
-        least: the smallest allowed value.
-        most: the largest allowed value.
-        above: a bound that the value must exceed.
-        whole: whether it must be a whole number.
-    """
-
-    text: str
-    least: float = -inf
-    most: float = inf
-    above: float = -inf
-    whole: bool = False
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """The value as a float, or as an int where it must be whole.
-
-        Args:
-            name: of the setting, for the error.
-            value: the value that was passed.
-
-        Raises:
-            PosthocUQError: it is no such number, or out of bounds.
-        """
-        number = as_integer(value) if self.whole else as_float(value)
-        if number is None:
-            raise PosthocUQError(
-                f"{name} must be {'' if self.whole else 'one number, '}{self.text}; not {shown(value)}."
-            )
-        finite = self.whole or isfinite(number)
-        if not (finite and self.least <= number <= self.most and number > self.above):
-            raise PosthocUQError(f"{name} must be {self.text}, not {value}.")
-        return number
-
-
-POSITIVE = Number("positive and finite", above=0)
-NOT_NEGATIVE = Number("finite and not negative", least=0)
-UNIT = Number("in [0, 1]", least=0, most=1)
-SHARE = Number("in (0, 1]", above=0, most=1)
-SHARE_OR_AUTO = Number("in (0, 1], or 'auto'", above=0, most=1)
-COUNT = Number("a whole number, at least 1", least=1, most=2**63 - 1, whole=True)
-NATURAL = Number("a whole number, 0 or more", least=0, most=2**63 - 1, whole=True)
-SEED = Number("a whole number from -2^63 to 2^64 - 1", least=-(2**63), most=2**64 - 1, whole=True)
-
-
-def numbers(settings: Mapping[str, Any], kinds: Mapping[str, Number]) -> dict[str, Any]:
-    """The settings named in `kinds`, each checked.
+    Args:
+        name: of the option, for the error.
+        value: as it was passed.
+        kind: a type, such as `Count`, ``Share | Literal["auto"]`` or ``Callable[..., Any] | None``.
 
     Raises:
-        PosthocUQError: one is no number of its kind.
+        PosthocUQError: it is of another type, or out of bounds.
     """
-    return {name: kind(name, settings[name]) for name, kind in kinds.items()}
+    adapter = _adapter(kind)
+    for reading in _readings(value):
+        try:
+            return adapter.validate_python(reading)
+        except ValidationError:
+            continue
+    close = did_you_mean(value, (name for name in _literals(kind) if isinstance(name, str)))
+    raise PosthocUQError(f"{name} must be {_in_words(kind, value)}, not {shown(value)}.{close}")
 
 
-def put_numbers(options: Any, kinds: Mapping[str, Number]) -> None:
-    """Check the fields of a dataclass named in `kinds`, and replace them by plain numbers; None stays.
-
-    Raises:
-        PosthocUQError: one is no number of its kind.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A dataclass whose fields are checked by their types when it is made. A subclass that compares its fields does so
+    in a ``__post_init__`` that calls this one first.
     """
-    for name, kind in kinds.items():
-        value = getattr(options, name)
-        if value is not None:
-            object.__setattr__(options, name, kind(name, value))  # a frozen dataclass is still being made
+
+    def __post_init__(self) -> None:
+        for name, kind in _declared(type(self)).items():
+            value = getattr(self, name)
+            plain = check_option(name, value, kind)
+            if plain is not value:
+                object.__setattr__(self, name, plain)  # a frozen dataclass is still being made
+
+
+@cache
+def _declared(options: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields; nothing for a class inside of a function, whose types cannot be looked up."""
+    try:
+        kinds = get_type_hints(options, include_extras=True)
+    except NameError:
+        return {}
+    return {option.name: kinds[option.name] for option in fields(options)}
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=_STRICT)
+
+
+def _readings(value: Any) -> Iterator[Any]:
+    """What a value may be meant as: one number of any library, a whole number that was written as a float, itself."""
+    number = value
+    if hasattr(value, "shape") and hasattr(value, "item"):
+        with suppress(TypeError, ValueError, RuntimeError):  # several numbers, or none
+            number = value.item()
+    elif isinstance(value, Real) and not isinstance(value, (int, float)):
+        number = float(value)
+    yield number
+    if isinstance(number, float) and number.is_integer():
+        yield int(number)
+    if number is not value:
+        yield value
+
+
+def _literals(kind: Any) -> Iterator[Any]:
+    """The values among which a type lets one choose."""
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    elif get_origin(kind) in (Union, types.UnionType):
+        for alternative in get_args(kind):
+            yield from _literals(alternative)
+
+
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    type(None): "None",
+    torch.dtype: "a torch.dtype",
+}
+_BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
+
+
+def _in_words(kind: Any, value: Any) -> str:
+    """A type, to follow "must be"; `value` does not have it."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_in_words(alternative, value) for alternative in get_args(kind)))
+    if get_origin(kind) is Literal:
+        names = ", ".join(map(repr, get_args(kind)))
+        return names if len(get_args(kind)) == 1 else f"one of {names}"
+    if get_origin(kind) is Annotated:
+        base, *metadata = get_args(kind)
+        limits = [
+            (_BOUNDS[type(bound)][0], getattr(bound, _BOUNDS[type(bound)][1]))
+            for bound in metadata
+            if type(bound) in _BOUNDS
+        ]
+        large = isinstance(value, (int, float)) and abs(value) >= _LARGE
+        bounds = [f"{sign} {limit}" for sign, limit in limits if large or abs(limit) < _LARGE]
+        return " ".join([_in_words(base, value), " and ".join(bounds)]).rstrip()
+    name = getattr(get_origin(kind) or kind, "__name__", str(kind))
+    return _WORDS.get(kind, "a function" if name == "Callable" else f"a {name}")
+
+
+# Names: of options, layers, methods and the like. An error says which one may have been meant.
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
@@ -99,12 +169,13 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
     """
     if not isinstance(value, str) or value not in allowed:
         raise PosthocUQError(
-            f"{name} must be one of {tuple(allowed)}, not {shown(value)}.{meant(value, allowed)}"
+            f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}."
+            f"{did_you_mean(value, allowed)}"
         )
     return value
 
 
-def meant(value: Any, known: Iterable[str]) -> str:
+def did_you_mean(value: Any, known: Iterable[str]) -> str:
     """`` Did you mean 'rank'?`` for a mistyped name, or one in other letters, to follow an error; or nothing.
 
     Args:
@@ -123,30 +194,39 @@ def meant(value: Any, known: Iterable[str]) -> str:
     return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if close else ""
 
 
-def flag(name: str, value: Any) -> bool:
-    """True or False, also as 1 or 0.
-
-    Raises:
-        PosthocUQError: it is something else.
-    """
-    if not isinstance(value, (bool, np.bool_, Integral)) or value not in (0, 1):
-        raise PosthocUQError(f"{name} must be True or False, not {shown(value)}.")
-    return bool(value)
-
-
-def check_function(name: str, value: Any, what: str) -> None:
-    """Refuse a value that is neither None nor callable.
+def check_names(what: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Refuse names of options that there are not.
 
     Args:
-        name: of the setting.
-        value: the value that was passed.
-        what: from what to what it goes, in words to follow "a function".
+        what: takes the options, for the error.
+        given: the names that were passed.
+        known: the names that there are.
+        others: names that may have been meant, too.
 
     Raises:
-        PosthocUQError: it cannot be called.
+        PosthocUQError: names the strays, and all options or the one that may have been meant.
     """
-    if value is not None and not callable(value):
-        raise PosthocUQError(f"{name} must be a function {what}, not {shown(value)}.")
+    names = list(known)
+    stray = [name for name in given if name not in names]
+    if stray:
+        close = did_you_mean(stray, [*names, *others])
+        raise PosthocUQError(f"{what} does not take {stray}; it takes {names}.{close}")
+
+
+def known_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Have a function answer an argument that it does not have with the one that may have been meant."""
+    names = list(signature(call).parameters)
+
+    @wraps(call)
+    def named(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        stray = [name for name in kwargs if name not in names]
+        if stray:
+            raise PosthocUQError(
+                f"{call.__name__} has no argument {stray[0]!r}.{did_you_mean(stray[0], names)}"
+            )
+        return call(*args, **kwargs)
+
+    return named
 
 
 def shown(value: Any) -> str:
@@ -154,33 +234,6 @@ def shown(value: Any) -> str:
     if hasattr(value, "shape") and tuple(value.shape):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     return repr(value)[:80]
-
-
-def _single(value: Any) -> Any:
-    """The single number of a tensor or array, other values as they are; None for values that are no numbers."""
-    if hasattr(value, "shape") and hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):  # several numbers, or none
-            return None
-    return None if isinstance(value, (bool, np.bool_, str, bytes, bytearray)) else value
-
-
-def as_float(value: Any) -> float | None:
-    """A number of any library as a float, or None if the value is no single number."""
-    try:
-        return float(_single(value))
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-
-
-def as_integer(value: Any) -> int | None:
-    """A whole number of any library as an int, or None if the value is no single whole number."""
-    single = _single(value)
-    if isinstance(single, Integral):
-        return int(single)
-    number = as_float(single)
-    return int(number) if number is not None and number.is_integer() else None
 
 
 # The kinds of values in a file's description, each with its check.
@@ -405,76 +458,3 @@ class Plain(Field):
                 self._check(entry, where, depth - 1)
         elif self.finite and isinstance(value, float) and not isfinite(value):
             raise refuse(where, "finite", value)
-
-
-# The check that a method's options have the types that its fields declare.
-
-_WORDS: dict[Any, str] = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text",
-    type(None): "None",
-    torch.dtype: "a torch.dtype",
-}
-
-
-class _WrongType(Exception):
-    pass
-
-
-def check_types(options: Any) -> None:
-    """Refuse fields of a dataclass whose values do not have the declared types. Numbers may be Python's, NumPy's or
-    torch's; they must be finite, and are replaced by Python's own.
-
-    Raises:
-        PosthocUQError: names the first such field, what it takes and its value.
-    """
-    try:
-        declared = get_type_hints(type(options))
-    except NameError:  # a class inside of a function, whose types cannot be looked up
-        return
-    for option in fields(options):
-        value, kind = getattr(options, option.name), declared[option.name]
-        try:
-            plain = _plain(value, kind)
-        except _WrongType:
-            raise PosthocUQError(f"{option.name} must be {_words(kind)}, not {shown(value)}.") from None
-        if plain is not value:
-            object.__setattr__(options, option.name, plain)  # a frozen dataclass is still being made
-
-
-def _plain(value: Any, kind: Any) -> Any:
-    """The value in the declared type; `_WrongType` if it cannot have that type."""
-    origin = get_origin(kind)
-    if kind is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        for alternative in get_args(kind):
-            try:
-                return _plain(value, alternative)
-            except _WrongType:
-                continue
-        raise _WrongType
-    if origin is Literal:
-        if any(type(value) is type(alternative) and value == alternative for alternative in get_args(kind)):
-            return value
-        raise _WrongType
-    if kind in (int, float):
-        number = as_integer(value) if kind is int else as_float(value)
-        if number is None or not isfinite(number):
-            raise _WrongType
-        return number
-    kind = kind if origin is None else origin
-    if isinstance(kind, type) and not isinstance(value, kind):
-        raise _WrongType
-    return value
-
-
-def _words(kind: Any) -> str:
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_words(alternative) for alternative in get_args(kind)))
-    if get_origin(kind) is Literal:
-        return f"one of {get_args(kind)}"
-    name = getattr(get_origin(kind) or kind, "__name__", str(kind))
-    return _WORDS.get(kind, "callable" if name == "Callable" else f"a {name}")

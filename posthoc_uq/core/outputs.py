@@ -229,11 +229,11 @@ def parts_of(value: Any) -> dict[str | int, Any]:
 def described_value(value: Any) -> str:
     """What a model returned, in words: its type and its parts."""
     if isinstance(value, Tensor):
-        return f"Tensor of {_form(value)}"
+        return f"Tensor of {form_of(value)}"
     parts = parts_of(value)
     if not parts:
         return type(value).__name__
-    listed = [f"{name!r}: {_form(part)}" for name, part in list(parts.items())[:8]]
+    listed = [f"{name!r}: {form_of(part)}" for name, part in list(parts.items())[:8]]
     more = ", ..." if len(parts) > 8 else ""
     return f"{type(value).__name__} of {', '.join(listed)}{more}"
 
@@ -265,10 +265,17 @@ def _is_candidate(part: Any, samples: int | None) -> bool:
     return samples is None or part.shape[0] == samples
 
 
-def _form(part: Any) -> str:
-    if isinstance(part, Tensor):
-        return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
-    return f"a {type(part).__name__}" if part is not None else "None"
+def form_of(value: Any) -> str:
+    """Type and shape of a value in words, such as ``float32 (8, 3, 32, 32)`` or ``a list of 3 tensors``."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if value is None:
+        return "None"
+    if hasattr(value, "shape"):
+        return f"{type(value).__name__} {tuple(value.shape)}"
+    parts = cast("list[Any]", value) if isinstance(value, (list, tuple)) else []
+    tensors = bool(parts) and all(isinstance(part, Tensor) for part in parts)
+    return f"a {type(value).__name__}" + (f" of {len(parts)} tensors" if tensors else "")
 
 
 def _name_of(function: Any) -> str:

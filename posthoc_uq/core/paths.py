@@ -11,9 +11,6 @@ from PIL import Image
 
 from posthoc_uq.core.errors import PosthocUQError
 
-# Which files are read: regular ones, in a folder and what links in it lead to; of images those in a few
-# formats.
-
 IMAGE_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats that images may have, whatever their files are called. Pillow would also read others:
 PostScript, for one, which it hands to Ghostscript."""

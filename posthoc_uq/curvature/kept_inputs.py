@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches
-from posthoc_uq.core.devices import Checks, on_host
+from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches, holds_samples
+from posthoc_uq.core.devices import DeferredChecks, on_host
 from posthoc_uq.core.distributed import gather
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.layers.capture import Recording
@@ -89,19 +89,19 @@ class KeptInputs:
         batch: Batch,
         keys: Tensor,
         recording: Recording | None = None,
-        checks: Checks | None = None,
+        checks: DeferredChecks | None = None,
     ) -> None:
         """See `Observer`; without `checks` the batch is looked at straight away."""
-        pending = Checks() if checks is None else checks
+        pending = DeferredChecks() if checks is None else checks
         counted = counts(self._likelihood, batch)
         if counted is None:
-            pending.later(keys, lambda host_keys: self._take(batch, host_keys, None))
+            pending.add(keys, lambda host_keys: self._take(batch, host_keys, None))
         else:
             held = list[Tensor]()
-            pending.later(counted, held.append)
-            pending.later(keys, lambda host_keys: self._take(batch, host_keys, held[0]))
+            pending.add(counted, held.append)
+            pending.add(keys, lambda host_keys: self._take(batch, host_keys, held[0]))
         if checks is None:
-            pending.look()
+            pending.run()
 
     def _take(self, batch: Batch, keys: Tensor, counted: Tensor | None) -> None:
         """Keep those of a batch that belong among the kept ones; `counted` as `counts` gives it, on the CPU."""
@@ -173,7 +173,7 @@ def _samples_at(
 ) -> list[_Sample]:
     """The samples of a batch at these indices, copied to the CPU together, with what counts of each."""
     leaves, form = tree_flatten((batch.args, batch.kwargs))
-    counted = tuple(isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves)
+    counted = tuple(holds_samples(value, samples) for value in leaves)
     positions = [position for position, value in enumerate(leaves) if isinstance(value, Tensor)]
     rows = [
         torch.stack([leaves[position].detach()[index] for index in indices])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained
-from posthoc_uq.core.devices import Checks, as_double, on_host
+from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained, holds_samples
+from posthoc_uq.core.devices import DeferredChecks, as_double, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys, share_of
@@ -98,7 +98,7 @@ class _Picks:
     def of(batch: Batch, samples: int, places: Tensor, keys: Tensor, index: int) -> _Picks:
         """The samples at `places` of a batch of `samples`."""
         leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
-        counted = [isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == samples for v in leaves]
+        counted = [holds_samples(value, samples) for value in leaves]
         cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
         return _Picks(cut, spec, counted, keys, index)
 
@@ -142,10 +142,10 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
         keys: hashes of their inputs, ``(samples,)`` int64.
     """
     samples = keys.shape[0]
-    parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if _has_sample_axis(v, samples))]
-    if batch.targets is not None and _has_sample_axis(batch.targets, samples):
+    parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if holds_samples(v, samples))]
+    if batch.targets is not None and holds_samples(batch.targets, samples):
         parts.append(sample_keys([batch.targets], samples, 0))
-    if batch.weights is not None and _has_sample_axis(batch.weights, samples):
+    if batch.weights is not None and holds_samples(batch.weights, samples):
         parts.append(sample_keys([batch.weights], samples, 1))
     hashes = parts[0]
     for part in parts[1:]:
@@ -164,7 +164,7 @@ def shared_hash(batch: Batch, samples: int) -> Tensor:
     digest = sha256(repr((str(form), samples, descriptions)).encode()).digest()
     shared = torch.tensor(int.from_bytes(digest[:7], "little"), dtype=torch.int64, device="cpu")
     for tensor in tensors:
-        if not _has_sample_axis(tensor, samples) and tensor.numel():
+        if not holds_samples(tensor, samples) and tensor.numel():
             shared = mix(shared.to(tensor.device) * 31 + sample_keys([tensor.reshape(1, -1)], 1, 0)[0])
     return shared
 
@@ -195,14 +195,14 @@ class Content:
         batch: Batch,
         keys: Tensor,
         recording: Recording | None = None,
-        checks: Checks | None = None,
+        checks: DeferredChecks | None = None,
     ) -> None:
         """See `Observer`; without `checks` the batch is looked at straight away."""
-        pending = Checks() if checks is None else checks
+        pending = DeferredChecks() if checks is None else checks
         self.samples += keys.shape[0]
-        pending.later(sample_hashes(batch, keys).sum(), self._add)
+        pending.add(sample_hashes(batch, keys).sum(), self._add)
         if checks is None:
-            pending.look()
+            pending.run()
 
     def _add(self, total: Tensor) -> None:
         self.total = (self.total + int(total)) % WORD
@@ -214,10 +214,6 @@ def _nested(batch: Batch) -> list[Tensor]:
     outer = {id(tensor) for tensor in batch.tensors()}
     leaves = tree_flatten((batch.args, batch.kwargs))[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in outer]
-
-
-def _has_sample_axis(tensor: Tensor, samples: int) -> bool:
-    return tensor.ndim > 0 and tensor.shape[0] == samples
 
 
 def _described(leaf: Any) -> Any:
@@ -306,7 +302,7 @@ class Summary:
 class Observer(Protocol):
     """Sees the data of a sweep beside the accumulators."""
 
-    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: Checks) -> None:
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
         """Look at a batch.
 
         Args:
@@ -349,7 +345,7 @@ def sweep(
             `done`.
     """
     summary, skipped = Summary(), 0 if done is None else done.batches
-    picked, checks = Picked(share), Checks()
+    picked, checks = Picked(share), DeferredChecks()
 
     def sweep_over(batch: Batch, keys: Tensor, place: str) -> None:
         _sweep_batch(capture, batch, keys, place, settings, accumulators, joint, summary, observers, checks)
@@ -362,18 +358,18 @@ def sweep(
             if done is not None and index < skipped:
                 if observers:
                     _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
-                checks.look()
+                checks.run()
                 if index == skipped - 1:
                     summary = _resumed(summary, done)
                 continue
             for part in picked.add(batch, keys, index):
                 sweep_over(*part)
-            checks.look()
+            checks.run()
             if after_batch is not None and not picked.waiting:
                 after_batch(summary)
         for part in picked.rest():
             sweep_over(*part)
-        checks.look()
+        checks.run()
     if done is not None and summary.batches < skipped:
         raise _other_data()
     return summary
@@ -386,9 +382,9 @@ def show(
     with Bar(loader, "looking at the data", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
-            checks = Checks()
+            checks = DeferredChecks()
             _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
-            checks.look()
+            checks.run()
             bar.advance(samples)
 
 
@@ -399,18 +395,18 @@ def _run(capture: Capture, batch: Batch, samples: int, place: str) -> Recording:
 
 
 def _show(
-    observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording, checks: Checks
+    observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks
 ) -> None:
     for observer in observers:
         observer.see(batch, keys, recording, checks)
 
 
-def _checks_that_count(summary: Summary, batch: Batch, keys: Tensor) -> Checks:
+def _checks_that_count(summary: Summary, batch: Batch, keys: Tensor) -> DeferredChecks:
     """Checks of a batch whose first entries count the batch in the summary."""
-    checks, hashes = Checks(), list[Tensor]()
-    checks.later(keys, hashes.append)
-    checks.later(sample_hashes(batch, keys).sum(), hashes.append)
-    checks.later(shared_hash(batch, keys.shape[0]), lambda shared: summary.note(hashes[0], hashes[1], shared))
+    checks, hashes = DeferredChecks(), list[Tensor]()
+    checks.add(keys, hashes.append)
+    checks.add(sample_hashes(batch, keys).sum(), hashes.append)
+    checks.add(shared_hash(batch, keys.shape[0]), lambda shared: summary.note(hashes[0], hashes[1], shared))
     return checks
 
 
@@ -452,14 +448,14 @@ def _sweep_batch(
     joint: JointFisher | None,
     summary: Summary,
     observers: Sequence[Observer],
-    checks: Checks,
+    checks: DeferredChecks,
 ) -> None:
     likelihood, samples = settings.likelihood, keys.shape[0]
     recording = _run(capture, batch, samples, place)
     outputs = recording.outputs.detach()
     # a sum is read once, and has no temporary; one that overflows is looked at again
     total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
-    checks.later(total, lambda host_total: _require_outputs(host_total, outputs, place))
+    checks.add(total, lambda host_total: _require_outputs(host_total, outputs, place))
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError(
             f"Batch {place}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
@@ -486,16 +482,16 @@ def _sweep_batch(
         first, gradient = False, following
     if sums:
         names = list(sums)
-        checks.later(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
+        checks.add(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
     summary.samples += samples
     summary.weight += samples if weights is None else weights.total
     summary.outputs = outputs[0].numel()
     if targets is None or summary.log_likelihood is None:
         summary.log_likelihood = None
     elif weights is None:
-        checks.later(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
+        checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
     else:
-        checks.later(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
+        checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
 
 
 def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, place: str) -> SampleWeights | None:
@@ -514,7 +510,7 @@ def no_weight() -> PosthocUQError:
 
 
 def _check_targets(
-    likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, place: str, checks: Checks
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, place: str, checks: DeferredChecks
 ) -> None:
     """Refuse targets that do not fit: wrong shapes and types now, wrong values when the checks are looked at."""
 
@@ -526,7 +522,7 @@ def _check_targets(
 
     fault = named(likelihood.fault)
     if fault is not None:
-        checks.later(fault, lambda faulty: named(likelihood.check) if bool(faulty) else None)
+        checks.add(fault, lambda faulty: named(likelihood.check) if bool(faulty) else None)
 
 
 def _feed(

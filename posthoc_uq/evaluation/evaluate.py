@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import (
@@ -29,7 +30,7 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import model_device, model_dtype, replicate
-from posthoc_uq.core.options import COUNT, NATURAL, Number, check_function, one_of, shown
+from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
 from posthoc_uq.core.outputs import Choice, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.tables import csv_text, text_table
@@ -319,12 +320,11 @@ def _finite(value: Any) -> Any:
 
 # `evaluate`: measures predictors on familiar and on foreign data, in one pass over each loader.
 
-_RATE = Number("a share in [0, 1)", least=0, most=1 - 2**-53)
-
 Compared = Predictor | nn.Module | Callable[..., Any]
 
 
 @orderly
+@known_arguments
 def evaluate(
     predictor: Compared | Mapping[str, Compared],
     loader: Iterable[Any],
@@ -377,10 +377,14 @@ def evaluate(
     """
     rows, foreign = compared_models(predictor, likelihood), _named_loaders(ood_loaders)
     _check(loader, foreign, score)
-    rates = [_RATE("Each of referral_rates", rate) for rate in _listed("referral_rates", referral_rates)]
-    groups, bins, n_examples = _groups(joint), COUNT("bins", bins), NATURAL("n_examples", n_examples)
+    rates = [
+        check_option("Each of referral_rates", rate, Annotated[float, Ge(0), Lt(1)])
+        for rate in _listed("referral_rates", referral_rates)
+    ]
+    groups = _groups(joint)
+    bins, n_examples = check_option("bins", bins, Count), check_option("n_examples", n_examples, Natural)
     names = None if class_names is None else _listed("class_names", class_names)
-    check_function("display", display, "from an image to its colours")
+    check_option("display", display, Callable[..., Any] | None)
     reading = _Reading(batch_to_inputs, batch_to_targets, progress)
     predictions, targets, galleries = _predict(rows, loader, foreign, reading, score, n_examples)
     predictors = {row.name: row.predictor for row in rows}
@@ -419,8 +423,10 @@ def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:
         group if isinstance(group, str) else _listed("Each group of joint", group)
         for group in _listed("joint", joint)
     ]
-    if any(isinstance(group, str) or not group or any(n not in SCORES for n in group) for group in groups):
+    if any(isinstance(group, str) or not group for group in groups):
         raise PosthocUQError(f"joint holds groups of scores, each of {SCORES}, not {groups!r}.")
+    for name in (name for group in groups for name in group):
+        one_of("Each score of joint", name, SCORES)
     return tuple(map(tuple, groups))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.tables import decimals
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import referral_applies, referral_reasons, referral_scores, set_referral
@@ -353,7 +353,7 @@ class Measurements:
     def _row(self, name: str | None) -> str:
         if name is not None and name not in self.predictions:
             raise PosthocUQError(
-                f"There is no row {name!r}; there are {self.names}.{meant(name, self.names)}"
+                f"There is no row {name!r}; there are {self.names}.{did_you_mean(name, self.names)}"
             )
         return self.names[-1] if name is None else name
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from posthoc_uq.core.devices import has_double, usable_device
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.interrupts import check, orderly
-from posthoc_uq.core.model import apart, check_not_meta, model_device, unwrap
+from posthoc_uq.core.model import check_not_meta, model_device, unshared_copy, unwrap
+from posthoc_uq.core.options import known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.files import schema, userblock
 from posthoc_uq.files.attributes import check_attributes
@@ -60,6 +61,7 @@ class _Expected:
 
 
 @orderly
+@known_arguments
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -124,7 +126,7 @@ def load(
     _place(state, mean, place)
     with _translated(path):
         posterior = posterior_from_state(state, mean, likelihood)
-        own = apart(model, posterior.original)
+        own = unshared_copy(model, posterior.original)
         posterior.model = with_choice(own, choice_of(posterior.history.output, checked_output(output)))
         posterior.fingerprint = state["fingerprint"]
         posterior.buffers_fingerprint = state.get("buffers_fingerprint")

@@ -16,6 +16,7 @@ from torch import Tensor
 from posthoc_uq.core.distributed import rank
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.core.interrupts import check, orderly
+from posthoc_uq.core.options import known_arguments
 from posthoc_uq.files import atomic, hdf5, plain, schema, userblock
 from posthoc_uq.files.attributes import attributes_of
 from posthoc_uq.files.consistency import checked_layers
@@ -40,6 +41,7 @@ _LOST = 0.01  # share of a tensor's absolute sum that a narrower number format m
 
 
 @orderly
+@known_arguments
 def save(
     posterior: Posterior,
     path: str | os.PathLike[str],

@@ -26,12 +26,12 @@ from posthoc_uq.core.batches import (
     lacks_decoder_inputs,
     no_sample,
 )
-from posthoc_uq.core.devices import as_double, default_budget, return_freed_memory
-from posthoc_uq.core.distributed import add_up, gather, is_divided, together, world
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
+from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, check_refused, out_of_memory, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable, check_not_meta, replicate, statistics_dtype, unwrap
-from posthoc_uq.core.options import POSITIVE, SEED
+from posthoc_uq.core.options import Positive, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
 from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.core.randomness import isolated_random_state
@@ -158,7 +158,7 @@ def requested(
     check_not_meta(network)
     if layers is not None:
         check_selection(layers)
-    seed = SEED("seed", others["seed"])
+    seed = check_option("seed", others["seed"], Seed)
     method_options = dict(options)
     divergence = {name: method_options.pop(name) for name in ("divergence",) if name in method_options}
     noise_variance = method_options.pop("noise_variance", None)
@@ -314,7 +314,7 @@ def _checked_number(prior_precision: Any) -> float:
         raise PosthocUQError(
             f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
         )
-    return POSITIVE("prior_precision", prior_precision)
+    return check_option("prior_precision", prior_precision, Positive)
 
 
 # The dry run: from a model and a loader to a task whose layers are known.
@@ -353,7 +353,7 @@ def prepared_task(
     """
     device = reader.device
     autocast = torch.is_autocast_enabled(device.type)
-    budget = default_budget(device) if method.memory_budget is None else method.memory_budget
+    budget = TEMPORARY_BYTES if method.memory_budget is None else method.memory_budget
 
     def dry_run() -> Task:
         with isolated_random_state(seed):
@@ -376,7 +376,7 @@ def prepared_task(
             )
             return Task(prepared.model, prepared, all_batches, batch, settings, device, budget, features)
 
-    return together(dry_run, "the dry run")
+    return run_on_all_ranks(dry_run, "the dry run")
 
 
 def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | None:
@@ -673,12 +673,12 @@ def set_observation_noise(task: Task) -> str:
             return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
 
     def work() -> Tensors:
-        residuals = together(sweep, "the sweep for the noise variance")
+        residuals = run_on_all_ranks(sweep, "the sweep for the noise variance")
         if not all(gather(residuals is not None, "looking for targets")):
             return {}
         assert residuals is not None
         count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
-        add_up({"total": residuals[0], "count": count}, "the sum for the noise variance")
+        all_reduce_sum({"total": residuals[0], "count": count}, "the sum for the noise variance")
         if not float(count):
             raise no_weight()
         task.summary.content = (
@@ -824,7 +824,7 @@ def fit(
         PosthocUQError: options, data or model do not fit; the message says how to go on.
     """
     arguments = dict(locals())
-    posterior, task = together(lambda: _fitted_as_asked(arguments), "the fit")
+    posterior, task = run_on_all_ranks(lambda: _fitted_as_asked(arguments), "the fit")
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior
@@ -834,10 +834,10 @@ def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
     """The posterior that a call of `fit` asks for, and the task behind it."""
     model, loader, val_loader = arguments["model"], arguments["loader"], arguments["val_loader"]
     progress: bool = arguments["progress"]
-    request = together(lambda: requested(**arguments), "checking the options")
+    request = run_on_all_ranks(lambda: requested(**arguments), "checking the options")
     model = unwrap(model)
     task = _prepared_task(model, loader, arguments["layers"], request, progress)
-    weight_prior = together(lambda: _weight_prior(request, task), "checking the prior")
+    weight_prior = run_on_all_ranks(lambda: _weight_prior(request, task), "checking the prior")
     task.val_loader = val_loader
     _open_checkpoint(task, request, arguments["checkpoint"], arguments)
     kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
@@ -865,7 +865,6 @@ def _fitted_as_asked(arguments: Mapping[str, Any]) -> tuple[Posterior, Task]:
             warn_user(f"val_loader was not used. {nothing_to_tune(posterior)}")
     # again, with the hyperparameters that were found; a faithful prior was found by predictions
     check_numbers(posterior, factorised=posterior.history.head["criterion"] != "faithful")
-    return_freed_memory()
     posterior.fingerprint = fingerprint(posterior.original)
     posterior.buffers_fingerprint = buffers_fingerprint(model)
     return posterior, task
@@ -888,7 +887,7 @@ def _prepared_task(
         likelihood=likelihood,
         reader=request.reader,
         seed=seed,
-        dtype=together(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
+        dtype=run_on_all_ranks(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
         progress=progress,
         output=request.output,
     )
@@ -905,7 +904,7 @@ def _prepared_task(
                 seen += [PROBABILITIES_MEANT]
             return seen
 
-    seen = together(look, "the dry run")
+    seen = run_on_all_ranks(look, "the dry run")
     for warning in (task.prepared.warning, *seen):
         if warning is not None:
             warn_user(warning)
@@ -929,7 +928,7 @@ def _open_checkpoint(
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
     identity["first batch"] = batch_hash(task.batch)
     if file is not None:
-        task.checkpoint = together(
+        task.checkpoint = run_on_all_ranks(
             lambda: Checkpoint(
                 file,
                 method.checkpoint_every,

@@ -15,7 +15,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import POSITIVE
+from posthoc_uq.core.options import Positive, check_option
 from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor, divisor_of
@@ -336,7 +336,7 @@ class Faithful:
 
     def __post_init__(self) -> None:
         if self.divergence is not None:
-            budget = POSITIVE("divergence, a budget in nats,", self.divergence)
+            budget = check_option("divergence, a budget in nats,", self.divergence, Positive)
             object.__setattr__(self, "divergence", budget)
 
 

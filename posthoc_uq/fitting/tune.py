@@ -11,11 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, batches, check_loader, check_reusable
-from posthoc_uq.core.devices import as_double, default_budget, host_double
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import COUNT, POSITIVE, SEED, flag, meant, one_of, shown
+from posthoc_uq.core.options import (
+    Count,
+    Positive,
+    Seed,
+    check_option,
+    did_you_mean,
+    one_of,
+    shown,
+)
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
@@ -534,7 +542,7 @@ def checked_grid(names: list[str], grid: Sequence[float]) -> list[float]:
         or len(grid) == 0
     ):
         raise PosthocUQError(f"prior_precisions must be a list of numbers, not {shown(grid)}.")
-    return [POSITIVE("Each of prior_precisions", value) for value in grid]
+    return [check_option("Each of prior_precisions", value, Positive) for value in grid]
 
 
 def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, noise: bool | None) -> list[str]:
@@ -554,7 +562,7 @@ def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, nois
     unknown = [p for p in parameters if p not in available]
     if unknown:
         allowed = f"among {available}" if available else "left out"
-        close = meant(unknown, available)
+        close = did_you_mean(unknown, available)
         raise PosthocUQError(
             f"parameters must be {allowed} for this posterior; not {list(parameters)}.{close}"
         )
@@ -663,16 +671,19 @@ def tune(
         )
     request = _Request(
         _criterion(criterion, loader),
-        None if divergence is None else POSITIVE("divergence, a budget in nats,", divergence),
-        None if temperature is None else flag("temperature", temperature),
-        None if noise is None else flag("noise", noise),
+        None if divergence is None else check_option("divergence, a budget in nats,", divergence, Positive),
+        None if temperature is None else check_option("temperature", temperature, bool),
+        None if noise is None else check_option("noise", noise, bool),
         parameters,
         prior_precisions,
-        COUNT("max_evaluations", max_evaluations),
-        SEED("seed", seed),
+        check_option("max_evaluations", max_evaluations, Count),
+        check_option("seed", seed, Seed),
         progress,
     )
-    n_samples, per_layer = COUNT("n_samples", n_samples), flag("per_layer", per_layer)
+    n_samples, per_layer = (
+        check_option("n_samples", n_samples, Count),
+        check_option("per_layer", per_layer, bool),
+    )
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     if request.criterion == "evidence":
         if head is not None or options:
@@ -822,7 +833,7 @@ def sampled_inputs(
 ) -> list[Batch]:
     """A few hundred inputs of a loader, those with the smallest hashes."""
     wanted = inputs_to_keep(posterior.layers.values())
-    sample = KeptInputs(default_budget(reader.device), posterior.likelihood, wanted)
+    sample = KeptInputs(TEMPORARY_BYTES, posterior.likelihood, wanted)
     with isolated_random_state(seed):
         sample.read(loader, reader, seed, progress)
     return sample.batches(reader.device)

@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 
 from posthoc_uq.core.batches import BatchFunction, BatchReader, check_loader, check_reusable
-from posthoc_uq.core.distributed import gather, together
+from posthoc_uq.core.distributed import gather, run_on_all_ranks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
-from posthoc_uq.core.options import flag
+from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.curvature.sweep import WORD, Content
 from posthoc_uq.files.saving import check_numbers
 from posthoc_uq.files.schema import check_unchanged
@@ -38,6 +38,7 @@ _EARLIER = ", before the data changed"  # ends what the history says of hyperpar
 
 
 @orderly
+@known_arguments
 def update(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -93,6 +94,7 @@ def update(
 
 
 @orderly
+@known_arguments
 def forget(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -148,7 +150,9 @@ def _changed(
             f"{change} takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     with posterior.changing(f"uq.{change}"):
-        new, warnings = together(lambda: _computed(posterior, loader, change, functions, progress), change)
+        new, warnings = run_on_all_ranks(
+            lambda: _computed(posterior, loader, change, functions, progress), change
+        )
         posterior.replace_contents(new)
     for warning in warnings:
         warn_user(warning)
@@ -167,7 +171,7 @@ def _computed(
     method.check_change(posterior, change)
     if functions[2] is not None:
         method.check_weights()
-    progress = flag("progress", progress)
+    progress = check_option("progress", progress, bool)
     _check_possible(posterior, loader)
     reader = BatchReader.of(model_of(posterior), *functions)
     sign = 1 if change == "update" else -1

@@ -9,9 +9,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import return_freed_memory
-from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.options import meant, one_of
+from posthoc_uq.core.errors import warn_user
+from posthoc_uq.core.options import check_names, one_of
 from posthoc_uq.files.model_checks import check_match
 from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -131,16 +130,10 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         head, options = _fitting_head(posterior, options)
     kind = head_class(head)
     _check_served(posterior, kind)
-    allowed = options_of(kind)
-    unknown = sorted(set(options) - set(allowed))
-    if unknown:
-        known = [*allowed, *(name for other in possible for name in options_of(_CLASSES[other]))]
-        raise PosthocUQError(
-            f"head={head!r} takes no option {unknown}; it takes {allowed}.{meant(unknown, known)}"
-        )
+    others = (name for other in possible for name in options_of(_CLASSES[other]))
+    check_names(f"head={head!r}", options, options_of(kind), others)
     _warn_of_another_head(posterior, head)
     predictor = kind(model, posterior, **options)
-    return_freed_memory()
     return predictor
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.heads.frozen import Features, ReplayError, check_refused_replay
 from posthoc_uq.heads.predictor import Predictor
@@ -36,12 +36,12 @@ class FeatureCache:
     Args:
         predictor: whose features they are; its posterior's settings may change.
         read: gives all batches, in the same order at every call, each with a partner, such as its targets.
-        budget: bytes that the features of all batches may take; by default up to a gibibyte, by what is free.
+        budget: bytes that the features of all batches may take; by default a gibibyte.
     """
 
     def __init__(self, predictor: Predictor, read: Read, budget: int | None = None) -> None:
         self._predictor, self._read = predictor, read
-        self._budget = _BUDGETS * default_budget(predictor.device) if budget is None else budget
+        self._budget = _BUDGETS * TEMPORARY_BYTES if budget is None else budget
         self._cached: dict[int, _CachedBatch] = {}
         self._tried = 0
         self._batches: int | None = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.utils._pytree import tree_map
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, holds_samples
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import jvp
 from posthoc_uq.core.outputs import output_tensor
@@ -60,9 +60,6 @@ def _jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -
     `vmap`, or one by one for a model that cannot run in it.
     """
 
-    def counted(value: object) -> bool:
-        return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
-
     def of_one(weights: Weights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
         one = tree_map(_clone, (args, dict(kwargs)))
         return output_tensor(functional_call(model, weights, *one)).flatten()
@@ -73,7 +70,9 @@ def _jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -
         return {name: torch.stack([part[name] for part in parts]) for name in weights}
 
     def together() -> Weights:
-        dims = tree_map(lambda value: 0 if counted(value) else None, (batch.args, batch.kwargs))
+        dims = tree_map(
+            lambda value: 0 if holds_samples(value, samples) else None, (batch.args, batch.kwargs)
+        )
 
         def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> Weights:
             places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)

@@ -8,16 +8,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
-from posthoc_uq.core.options import COUNT, Number, flag, one_of
+from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.progress import in_parts, share
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.frozen import (
@@ -54,7 +54,7 @@ from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, checked_link, of_product
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, Spread, checked_link, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
@@ -339,7 +339,7 @@ class Linearization:
 
     def _stored(self) -> int:
         budget = self._engine.budget
-        return _STORED * (default_budget(self._device) if budget is None else budget)
+        return _STORED * (TEMPORARY_BYTES if budget is None else budget)
 
 
 def last_layer_spread(
@@ -575,7 +575,7 @@ class PositionLinearization(_Rows):
         name, rows = self._last
         layer = self._weights.layers.get(name)
         directions = 0 if layer is None or layer.low_rank is None else rows.shape[1]
-        limit = min(_POSITION_BYTES, self._engine.budget or default_budget(self._outputs.device))
+        limit = min(_POSITION_BYTES, self._engine.budget or TEMPORARY_BYTES)
         yield from rows.split(max(1, limit // (8 * self._row_mean.shape[1] * (4 + directions))))
 
     def _closed_variance(self) -> Tensor:
@@ -891,7 +891,7 @@ class Linearizing(Predictor):
         _n_probes: draws of the weights that the engine ``"jvp"`` keeps.
         _tells_novelty: whether the inputs of the last layer are watched.
         _positions: of outputs with positions, those that are used; None for all.
-        _budget: bytes of a temporary; None for a share of what is free.
+        _budget: bytes of a temporary; None for 256 MiB.
         _chosen: which outputs are used.
     """
 
@@ -1019,7 +1019,7 @@ class Linearizing(Predictor):
             with _PREPARING:
                 cached = self._weights
                 if cached is None or cached[0] != settings:
-                    budget = default_budget(device) if self._budget is None else self._budget
+                    budget = TEMPORARY_BYTES if self._budget is None else self._budget
                     limit = temporary_limit(budget, device)
                     covariance = WeightCovariance(posterior, self._dtype, device, limit)
                     self._weights = cached = (settings, covariance)
@@ -1061,8 +1061,6 @@ def without_gradients() -> Generator[None]:
 # The linearised head: the mean is the trained network's output, the covariance that of its linearisation.
 
 EngineName = Literal["auto", "exact", "jvp", "last_layer"]
-
-_LINEARIZED_BYTES = Number("at least 1 byte", least=1)
 
 
 class LinearizedPredictor(Linearizing):
@@ -1110,7 +1108,7 @@ class LinearizedPredictor(Linearizing):
         positions: of outputs with positions, those that are predicted: a number, or several, that count a sample's
             positions as rows (-1 is the last); indices ``(k, dimensions)``; or a mask ``(*positions)``. Outputs and
             predictions then have one dimension of k positions. See also `at`.
-        memory_budget: bytes that one temporary may take; by default a share of what is free, at most 256 MiB.
+        memory_budget: bytes that one temporary may take; by default 256 MiB.
         backpropagate: whether predictions, and the mean, the variance and the covariance of the outputs, can be
             differentiated by the inputs, where gradients are enabled: for acquisition functions. The Jacobian of a
             batch then exists as a tensor, (batch, outputs, weights), and all outputs are used. Novelty has no gradient.
@@ -1127,25 +1125,23 @@ class LinearizedPredictor(Linearizing):
         model: nn.Module,
         posterior: Posterior,
         *,
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
+        link: Link = "mc",
+        n_draws: Count = LINK_DRAWS,
         outputs: str | int = "auto",
         engine: EngineName = "auto",
-        n_probes: int = 32,
-        memory_budget: int | None = None,
+        n_probes: Count = 32,
+        memory_budget: Count | None = None,
         novelty: bool = True,
         backpropagate: bool = False,
         positions: Positions = None,
     ) -> None:
         super().__init__(model, posterior)
-        self._tells_novelty = flag("novelty", novelty)
+        self._tells_novelty = check_option("novelty", novelty, bool)
         self._link, self._n_draws = checked_link(link, n_draws)
-        self._engine = one_of("engine", engine, get_args(EngineName))
-        self._n_probes = COUNT("n_probes", n_probes)
+        self._engine = check_option("engine", engine, EngineName)
+        self._n_probes = check_option("n_probes", n_probes, Count)
         self._positions = checked_positions(positions)
-        self._budget = (
-            None if memory_budget is None else int(_LINEARIZED_BYTES("memory_budget", memory_budget))
-        )
+        self._budget: int | None = check_option("memory_budget", memory_budget, Count | None)
         likelihood = posterior.likelihood
         self._chosen = ChosenOutputs(checked_outputs(outputs), likelihood.softmax, likelihood.joint, link)
         if isinstance(self._chosen.top, int) and not likelihood.softmax:
@@ -1153,7 +1149,7 @@ class LinearizedPredictor(Linearizing):
                 f"outputs={outputs!r} picks classes by their logits; use outputs='all' for likelihood "
                 f"{likelihood.name!r}."
             )
-        self._backpropagate = flag("backpropagate", backpropagate)
+        self._backpropagate = check_option("backpropagate", backpropagate, bool)
         if backpropagate and (engine not in ("auto", "exact") or isinstance(self._chosen.top, int)):
             raise PosthocUQError(
                 f"backpropagate=True forms the Jacobian of all outputs, and engine={engine!r}, outputs={outputs!r} "

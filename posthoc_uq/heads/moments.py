@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import exp
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
-from posthoc_uq.core.devices import as_double, default_budget
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.model import model_device, replicate
-from posthoc_uq.core.options import UNIT, check_function, flag, one_of
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.options import Count, Options, Unit
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.frozen import Features, FixedPart, intercept, writable_copy
 from posthoc_uq.heads.predictor import (
@@ -31,10 +31,10 @@ from posthoc_uq.heads.predictor import (
 )
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, checked_link
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
-from posthoc_uq.moments.tensor import Rules
+from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
 from posthoc_uq.moments.unscented import unscented_map
 from posthoc_uq.posteriors.block import ROWS, VARIANCES
 from posthoc_uq.posteriors.covariance import IndependentRows, RowCovariance
@@ -43,8 +43,6 @@ from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
 # The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
 # shape, and the covariance of each row of weights where it is used.
-
-WEIGHTS = ("auto", "row", "marginal")
 
 
 class LayerPosterior(nn.Module):
@@ -283,45 +281,32 @@ def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibr
 
 _PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "weights": WEIGHTS,
-    "cov": ("diag", "full"),
-    "relu": ("unscented", "exact"),
-    "max_pool": ("clark", "argmax"),
-    "unknown": ("error", "mc", "delta"),
-}
+
+WeightsForm = Literal["auto", "row", "marginal"]
 
 
 @dataclass(frozen=True)
-class MomentsOptions:
+class MomentsOptions(Options):
     """The options of a moments head; each field is the argument of `MomentsPredictor` of the same name.
 
     Raises:
         PosthocUQError: an option has another value than those listed there.
     """
 
-    weights: str
-    cov: str
-    relu: str
-    max_pool: str
-    pool_rho: float
-    unknown: str
-    link: str
-    n_draws: int
+    weights: WeightsForm
+    cov: Covariances
+    relu: Relu
+    max_pool: MaxPool
+    pool_rho: Unit
+    unknown: Unknown
+    link: Link
+    n_draws: Count
     output_map: Callable[[Tensor], Tensor] | None
     novelty: bool
 
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            one_of(name, getattr(self, name), choices)
-        check_function("output_map", self.output_map, "of the outputs")
-        object.__setattr__(self, "pool_rho", UNIT("pool_rho", self.pool_rho))
-        object.__setattr__(self, "novelty", flag("novelty", self.novelty))
-        object.__setattr__(self, "n_draws", checked_link(self.link, self.n_draws)[1])
-
     def rules(self) -> Rules:
         """The options of the rules."""
-        return Rules(self.relu, self.max_pool, float(self.pool_rho), self.cov, self.unknown)  # type: ignore[arg-type]
+        return Rules(self.relu, self.max_pool, self.pool_rho, self.cov, self.unknown)
 
 
 @dataclass(frozen=True)
@@ -391,14 +376,14 @@ class MomentsPredictor(Predictor):
         model: nn.Module,
         posterior: Posterior,
         *,
-        weights: str = "auto",
-        cov: str = "diag",
-        relu: str = "unscented",
-        max_pool: str = "clark",
-        pool_rho: float = 0.0,
-        unknown: str = "error",
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
+        weights: WeightsForm = "auto",
+        cov: Covariances = "diag",
+        relu: Relu = "unscented",
+        max_pool: MaxPool = "clark",
+        pool_rho: Unit = 0.0,
+        unknown: Unknown = "error",
+        link: Link = "mc",
+        n_draws: Count = LINK_DRAWS,
         output_map: Callable[[Tensor], Tensor] | None = None,
         novelty: bool = True,
     ) -> None:
@@ -531,7 +516,7 @@ class MomentsPredictor(Predictor):
         """The number of samples whose covariances fit the memory budget together."""
         widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
         numbers = 4 * max(widths, default=1) ** 2
-        return max(1, min(samples, default_budget(model_device(self.network)) // (8 * numbers)))
+        return max(1, min(samples, TEMPORARY_BYTES // (8 * numbers)))
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import statistics_dtype
 from posthoc_uq.core.randomness import isolated_random_state
@@ -134,7 +134,7 @@ class PosteriorRatio:
         smoothed.weight_prior = WeightPrior()  # the novelty's own is the same for all weights
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype = statistics_dtype(network, None)
-        self._budget = default_budget(device)
+        self._budget = TEMPORARY_BYTES
         self._posterior = WeightCovariance(
             smoothed, self._dtype, device, temporary_limit(self._budget, device)
         )

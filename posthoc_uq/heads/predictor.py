@@ -25,8 +25,8 @@ from posthoc_uq.core.batches import (
 )
 from posthoc_uq.core.devices import on_host
 from posthoc_uq.core.errors import NonFiniteError, NotAnsweredError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import apart, model_device, model_dtype, replicate, statistics_of, unwrap
-from posthoc_uq.core.options import COUNT
+from posthoc_uq.core.model import model_device, model_dtype, replicate, statistics_of, unshared_copy, unwrap
+from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
 from posthoc_uq.files.schema import fingerprint
@@ -274,7 +274,7 @@ class DrawnFunctions(ABC):
         )
 
     def _checked_draws(self, batch: Batch, n_samples: int, generator: torch.Generator) -> Tensor:
-        count, posterior = COUNT("n_samples", n_samples), self._snapshot()
+        count, posterior = check_option("n_samples", n_samples, Count), self._snapshot()
         with self.explaining(batch):
             functions = at_least_float32(self._functions(posterior, batch, count, generator))
         check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
@@ -537,7 +537,7 @@ class GaussianOutputs(NamedTuple):
 
 def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     """The model as the posterior's fit took its outputs and its layers."""
-    model = apart(model, posterior.original)
+    model = unshared_copy(model, posterior.original)
     known = None if posterior.model is None else chosen_in(posterior.model)
     choice = known or choice_of(posterior.history.output)
     return model if choice is None else with_choice(unwrap(model), choice)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import Batch, Inputs
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import model_device, model_dtype, replicate
-from posthoc_uq.core.options import COUNT, SEED, flag, one_of, shown
+from posthoc_uq.core.options import Count, Seed, check_option, shown
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.progress import tell
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
@@ -597,8 +597,8 @@ class SamplingPredictor(Predictor):
         self,
         model: nn.Module,
         posterior: Posterior,
-        n_samples: int = 30,
-        seed: int | None = 0,
+        n_samples: Count = 30,
+        seed: Seed | None = 0,
         generator: torch.Generator | None = None,
         *,
         keep: Keep = "weights",
@@ -609,21 +609,21 @@ class SamplingPredictor(Predictor):
         drawn: Drawn = "weights",
     ) -> None:
         super().__init__(model, posterior)
-        self._tells_novelty = flag("novelty", novelty)
+        self._tells_novelty = check_option("novelty", novelty, bool)
         if antithetic:
             posterior.require([SYMMETRY], "antithetic=True", "leave it out")
-        one_of("keep", keep, ("weights", "seeds"))
+        check_option("keep", keep, Keep)
         if not (dtype is None or isinstance(cast(Any, dtype), torch.dtype)) or dtype not in DTYPES:
             raise PosthocUQError(f"dtype must be one of {DTYPES}, not {shown(dtype)}.")
         if not isinstance(batched, (bool, str)) or batched not in (True, False, "auto"):
             raise PosthocUQError(f"batched must be True, False or 'auto', not {shown(batched)}.")
-        if one_of("drawn", drawn, get_args(Drawn)) == "outputs":
+        if check_option("drawn", drawn, Drawn) == "outputs":
             posterior.require([INDEPENDENT], "drawn='outputs'", "take drawn='weights'")
             _check_outputs(keep, antithetic, dtype, batched)
         self._drawn_outputs = drawn == "outputs"
-        self.n_samples: int = COUNT("n_samples", n_samples)
+        self.n_samples: int = check_option("n_samples", n_samples, Count)
         self._keep: Keep = keep
-        self._antithetic = flag("antithetic", antithetic)
+        self._antithetic = check_option("antithetic", antithetic, bool)
         self._dtype = dtype
         self._batched: Batched = batched
         self.redraw(seed, generator)
@@ -637,7 +637,7 @@ class SamplingPredictor(Predictor):
             generator: in place of a seed.
         """
         if generator is None and seed is not None:
-            generator = torch.Generator().manual_seed(SEED("seed", seed))
+            generator = torch.Generator().manual_seed(check_option("seed", seed, Seed))
         pairs = (self.n_samples + 1) // 2 if self._antithetic else self.n_samples
         posterior = self._snapshot()
         seeds, signs = posterior.draw_seeds(pairs, generator), None

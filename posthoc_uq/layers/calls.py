@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from posthoc_uq.core.numerics import CONVOLUTIONS
+
 # Calls that apply a weight to an input (``linear``, convolutions, matrix products), recognised by their
 # arguments.
 #
@@ -27,9 +29,7 @@ _ADDMM = {"input": "bias", "mat1": "input", "mat2": "weight"}
 # For every function: the names of its parameters in order, each with its role in an affine map.
 _CALLS: dict[Any, tuple[str, dict[str, str]]] = {
     F.linear: ("linear", _LINEAR),
-    F.conv1d: ("conv1d", _CONVOLUTION),
-    F.conv2d: ("conv2d", _CONVOLUTION),
-    F.conv3d: ("conv3d", _CONVOLUTION),
+    **{function: (f"conv{dims}d", _CONVOLUTION) for dims, function in CONVOLUTIONS.items()},
     torch.matmul: ("product", _MATMUL),
     Tensor.matmul: ("product", _MATMUL),
     Tensor.__matmul__: ("product", _MATMUL),
@@ -142,7 +142,7 @@ open_attention: Callable[..., Any] = _opened()
 LEAST_VARIANCE = 1e-16
 """Below it the variance of an output is not taken to its root, whose gradient is infinite at 0."""
 
-_CONVOLUTIONS = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
+_BY_KIND = {f"conv{dims}d": function for dims, function in CONVOLUTIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,6 @@ def normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _applied(call: AffineCall, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The call with another input, weight and bias."""
-    if call.kind in _CONVOLUTIONS:
-        return _CONVOLUTIONS[call.kind](input, weight, bias, **call.options)
+    if call.kind in _BY_KIND:
+        return _BY_KIND[call.kind](input, weight, bias, **call.options)
     return F.linear(input, weight.t() if call.kind == "matmul" else weight, bias)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 import torch.nn.grad as convolution_gradients
 from torch import Tensor
 
+from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.layers.layer import Geometry, Layer, pad_input
 
 # Products with a layer's activations, without forming the activations where that is expensive.
@@ -363,10 +364,10 @@ def _add_blocks(total: Tensor, gram: Tensor, part: slice) -> None:
 # could be unfolded in the same time; measured on two x86 cores.
 _CALL_COST, _WEIGHT_COST = 800_000, 5
 
-_CONVOLUTIONS: dict[int, tuple[Any, Any]] = {
-    1: (F.conv1d, convolution_gradients.conv1d_weight),
-    2: (F.conv2d, convolution_gradients.conv2d_weight),
-    3: (F.conv3d, convolution_gradients.conv3d_weight),
+_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
+    1: convolution_gradients.conv1d_weight,
+    2: convolution_gradients.conv2d_weight,
+    3: convolution_gradients.conv3d_weight,
 }
 
 
@@ -388,7 +389,8 @@ class Patches:
         self._padding = padding
         self._stride, self._dilation = geometry.stride, geometry.dilation
         self._kernel = layer.weight_shape[2:]
-        self._convolve, self._weight_gradient = _CONVOLUTIONS[len(self._kernel)]
+        self._convolve = CONVOLUTIONS[len(self._kernel)]
+        self._weight_gradient = _WEIGHT_GRADIENTS[len(self._kernel)]
         reach = [d * (k - 1) + 1 for d, k in zip(self._dilation, self._kernel, strict=True)]
         padded = [size + 2 * p for size, p in zip(x.shape[2:], padding, strict=True)]
         self._grid = [(size - r) // s + 1 for size, r, s in zip(padded, reach, self._stride, strict=True)]

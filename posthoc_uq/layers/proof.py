@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, check_refused
-from posthoc_uq.core.model import apart, parameter_names, replicate
-from posthoc_uq.core.options import meant, shown
+from posthoc_uq.core.model import parameter_names, replicate, unshared_copy
+from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.capture import Capture, LayerGradients, Owner, TrackedLayer, owners
 from posthoc_uq.layers.layer import BATCH_AXES, WEIGHTED_MODULES, Layer
@@ -153,7 +153,7 @@ def asked_by_name(wanted: Iterable[str], names: Iterable[str]) -> bool:
 def no_such_layer(want: str, names: list[str]) -> PosthocUQError:
     """The error for a name or pattern that fits no layer."""
     more = ", ..." if len(names) > 5 else ""
-    close = meant(want, [*names, "last", "all"])
+    close = did_you_mean(want, [*names, "last", "all"])
     return PosthocUQError(
         f"There is no weighted layer '{want}' in the forward pass; there are {names[:5]}{more}.{close}"
     )
@@ -380,7 +380,7 @@ def prepare(
         raise PosthocUQError(_NO_LAYER)
     chosen = select(discovered, selection, reference)
     if tied := [t for t in chosen if t.embeddings]:
-        own = apart(model, [t.own_weight for t in tied])
+        own = unshared_copy(model, [t.own_weight for t in tied])
         prepared = prepare(own, batch, selection, unsupported=unsupported, autocast=autocast, prove=prove)
         prepared.deterministic |= {f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name) for t in tied}
         return prepared

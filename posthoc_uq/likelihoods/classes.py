@@ -6,16 +6,16 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from math import pi
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Flag, NumberField, Whole, flag, shown
-from posthoc_uq.core.options import Number as Setting
+from posthoc_uq.core.options import Field, Flag, NumberField, Whole, check_option
 from posthoc_uq.likelihoods import positions
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, classes_of_draws, classes_of_gaussian
@@ -40,8 +40,6 @@ from posthoc_uq.likelihoods.positions import PositionPrediction, positions_of_dr
 # Classification: logits of several classes.
 
 AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
-_LABEL = Setting("a whole number from -2^31 to 2^31 - 1", least=-(2**31), most=2**31 - 1, whole=True)
-_SMOOTHING = Setting("a number in [0, 1)", least=0, most=1 - 2**-53)
 _TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
 
 
@@ -89,14 +87,12 @@ class Categorical(Likelihood):
         next_token: bool = False,
         label_smoothing: float = 0.0,
     ) -> None:
-        if isinstance(class_dim, bool) or class_dim not in (1, -1):
-            raise PosthocUQError(
-                f"class_dim must be 1, for outputs (samples, classes, *positions), or -1, for (samples, *positions, "
-                f"classes), not {shown(class_dim)}."
-            )
-        ignored = _LABEL("ignore_index", ignore_index)
-        self.layout = Layout(class_dim, ignored, flag("next_token", next_token))
-        self.label_smoothing = float(_SMOOTHING("label_smoothing", label_smoothing))
+        class_dim = check_option("class_dim", class_dim, Literal[1, -1])
+        ignored = check_option("ignore_index", ignore_index, Annotated[int, Ge(-(2**31)), Lt(2**31)])
+        self.layout = Layout(class_dim, ignored, check_option("next_token", next_token, bool))
+        self.label_smoothing = check_option(
+            "label_smoothing", label_smoothing, Annotated[float, Ge(0), Lt(1)]
+        )
 
     def attributes(self) -> dict[str, Any]:
         return {"name": self.name, **self._options()}
@@ -139,7 +135,7 @@ class Categorical(Likelihood):
             classes = outputs.shape[1]
             raise PosthocUQError(
                 f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} "
-                f"outputs; labels must lie in 0..{classes - 1}. Leave samples without a label out of the loader: "
+                f"outputs; they must lie in 0..{classes - 1}. Leave samples without a label out of the loader: "
                 f"ignore_index= is for outputs with positions."
             )
 

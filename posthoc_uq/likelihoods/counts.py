@@ -6,15 +6,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import lgamma, log
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Number, NumberField
+from posthoc_uq.core.options import Field, NumberField, check_option
 from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread
 from posthoc_uq.likelihoods.likelihood import SeparateOutputs, wide
@@ -226,7 +227,6 @@ def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
 # Counts that vary more than those of a Poisson distribution: logarithms of means, one dispersion.
 
 _SMALLEST_DISPERSION, _LARGEST_DISPERSION = 1e-6, 1e6
-_DISPERSION = Number("a number between 1e-6 and 1e6", least=_SMALLEST_DISPERSION, most=_LARGEST_DISPERSION)
 
 
 class NegativeBinomial(LogMean):
@@ -244,7 +244,9 @@ class NegativeBinomial(LogMean):
     }
 
     def __init__(self, dispersion: float = 1.0) -> None:
-        self.dispersion = float(_DISPERSION("dispersion", dispersion))
+        self.dispersion = check_option(
+            "dispersion", dispersion, Annotated[float, Ge(_SMALLEST_DISPERSION), Le(_LARGEST_DISPERSION)]
+        )
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any]) -> NegativeBinomial:
@@ -305,7 +307,6 @@ class NegativeBinomial(LogMean):
 # Positive values whose deviation grows with their mean: logarithms of means, one shape.
 
 _SMALLEST_SHAPE, _LARGEST_SHAPE = 1e-6, 1e6
-_SHAPE = Number("a number between 1e-6 and 1e6", least=_SMALLEST_SHAPE, most=_LARGEST_SHAPE)
 
 
 class Gamma(LogMean):
@@ -322,7 +323,7 @@ class Gamma(LogMean):
     fields: ClassVar[Mapping[str, Field]] = {"shape": NumberField(_SMALLEST_SHAPE, _LARGEST_SHAPE)}
 
     def __init__(self, shape: float = 1.0) -> None:
-        self.shape = float(_SHAPE("shape", shape))
+        self.shape = check_option("shape", shape, Annotated[float, Ge(_SMALLEST_SHAPE), Le(_LARGEST_SHAPE)])
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any]) -> Gamma:

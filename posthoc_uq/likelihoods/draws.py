@@ -16,7 +16,7 @@ from torch.quasirandom import SobolEngine
 
 from posthoc_uq.core.devices import as_double, widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, one_of
+from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.prediction import (
     at_least_float32,
@@ -329,7 +329,7 @@ def checked_link(link: str, n_draws: int) -> tuple[str, int]:
     Raises:
         PosthocUQError: the link is none of `LINKS`, or there would be no draw.
     """
-    return one_of("link", link, LINKS), COUNT("n_draws", n_draws)
+    return one_of("link", link, LINKS), check_option("n_draws", n_draws, Count)
 
 
 def classes_of_gaussian(

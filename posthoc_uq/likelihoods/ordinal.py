@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Flag, Items, NumberField, flag
+from posthoc_uq.core.options import Field, Flag, Items, NumberField, check_option
 from posthoc_uq.likelihoods.class_prediction import OrdinalPrediction
 from posthoc_uq.likelihoods.classes import AGREEMENT
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, output_draws
@@ -53,7 +53,7 @@ class Ordinal(Likelihood):
     }
 
     def __init__(self, thresholds: Sequence[float] | Tensor | None = None, cumulative: bool = False) -> None:
-        self.cumulative = flag("cumulative", cumulative)
+        self.cumulative = check_option("cumulative", cumulative, bool)
         self.thresholds = () if thresholds is None else _increasing(thresholds)
         if self.thresholds and self.cumulative:
             raise PosthocUQError(

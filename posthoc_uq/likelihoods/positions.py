@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, TopK
 from posthoc_uq.likelihoods.draws import ClassStatistics, Spread, classes_of_gaussian
@@ -159,7 +159,7 @@ class PositionPrediction(Prediction):
             known = self.scores_by_position()
             if score not in known:
                 raise PosthocUQError(
-                    f"The scores of positions are {tuple(known)}, not {score!r}.{meant(score, known)}"
+                    f"The scores of positions are {tuple(known)}, not {score!r}.{did_you_mean(score, known)}"
                 )
             values = known[score]
         else:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NotAnsweredError, PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods import metrics
 
 # What the predictions share: moments, entropies and votes over weight samples.
@@ -353,7 +353,7 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
     if name in known:
         return known[name]
     if name not in SCORES:
-        raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.{meant(name, SCORES)}")
+        raise PosthocUQError(f"A score is one of {SCORES}, not {name!r}.{did_you_mean(name, SCORES)}")
     raise PosthocUQError(
         f"This prediction does not know the score {name!r}; it knows {tuple(known)}. Mutual information and the "
         f"variation ratio need head='sampling' or link='mc', novelty a posterior that keeps what it takes, and a head "

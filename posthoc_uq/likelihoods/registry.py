@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import meant
+from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.classes import Bernoulli, Categorical, Multilabel
 from posthoc_uq.likelihoods.counts import Gamma, NegativeBinomial, Poisson
 from posthoc_uq.likelihoods.gaussian import Gaussian, Heteroscedastic
@@ -49,7 +49,7 @@ def resolve_likelihood(
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
         raise PosthocUQError(
             f"likelihood must be one of {sorted(LIKELIHOODS)} or a Likelihood object, not {likelihood!r}."
-            f"{meant(likelihood, LIKELIHOODS)}"
+            f"{did_you_mean(likelihood, LIKELIHOODS)}"
         )
     if likelihood == Gaussian.name:
         return Gaussian(1.0 if noise_variance is None else noise_variance)

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import meant, shown
+from posthoc_uq.core.options import check_names, did_you_mean, shown
 from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Dense, Diagonal
@@ -73,7 +73,7 @@ for _kind in (INF, EFB, KFAC, Diagonal, Dense, Subnetwork, FunctionSpace, Latent
 def _meant(method: object) -> str:
     """`` Did you mean 'inf'?`` for a name in other letters, that of a class, or a mistyped one; or nothing."""
     known = {name: name for name in METHODS} | {kind.__name__.lower(): name for name, kind in METHODS.items()}
-    return meant(known.get(method.lower(), method) if isinstance(method, str) else method, METHODS)
+    return did_you_mean(known.get(method.lower(), method) if isinstance(method, str) else method, METHODS)
 
 
 def method_of(
@@ -104,9 +104,5 @@ def method_of(
             f"method must be one of {sorted(METHODS)} or a Method object, not {shown(method)}.{_meant(method)}"
         )
     kind = METHODS[method]
-    names = sorted(f.name for f in fields(kind))
-    stray = [name for name in chosen if name not in names]
-    if stray:
-        close = meant(stray, [*names, *others])
-        raise PosthocUQError(f"method={method!r} does not take {stray}; it takes {names}.{close}")
+    check_names(f"method={method!r}", chosen, (f.name for f in fields(kind)), others)
     return kind(**chosen)

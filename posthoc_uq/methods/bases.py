@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending, nystrom
-from posthoc_uq.core.options import Number
+from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch
 from posthoc_uq.layers.layer import Layer
@@ -22,21 +23,8 @@ from posthoc_uq.posteriors.posterior import Posterior
 # Spectral sparsification (Lee et al. 2020, algorithm 1): keep the directions of the largest eigenvalues, as
 # a grid.
 
-_RANK = Number("a positive integer or a share in (0, 1)", above=0)
-
-
-def checked_rank(rank: int | float) -> int | float:
-    """A rank as a plain number: an int, or a share.
-
-    Raises:
-        PosthocUQError: it is neither a positive whole number nor a share.
-    """
-    number: float = _RANK("rank", rank)
-    if number < 1:
-        return number
-    if not number.is_integer():
-        raise PosthocUQError(f"rank must be {_RANK.text}, not {rank}.")
-    return int(number)
+Rank = Count | Annotated[float, Gt(0), Lt(1)]
+"""Eigenvalues that are kept of a layer: their number, or a share of the layer's weights."""
 
 
 def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
@@ -46,7 +34,7 @@ def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
     Raises:
         PosthocUQError: the rank is neither a positive whole number nor a share.
     """
-    size, number = prod(shape), checked_rank(rank)
+    size, number = prod(shape), check_option("rank", rank, Rank)
     return max(1, ceil(number * size)) if number < 1 else min(int(number), size)
 
 

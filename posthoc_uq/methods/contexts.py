@@ -18,7 +18,7 @@ from torch import Tensor
 from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
 from posthoc_uq.core.devices import host_double, sent
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, SEED, UNIT, meant
+from posthoc_uq.core.options import Count, Natural, Positive, Seed, Unit, check_option, did_you_mean
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 
 __all__ = [
@@ -120,7 +120,7 @@ class Monochrome(Context):
     needs_data = True
 
     def __init__(self, kept: int = PIXELS) -> None:
-        self._kept, self._seen = COUNT("kept", kept), 0
+        self._kept, self._seen = check_option("kept", kept, Count), 0
         self.values = torch.empty(0, 0, device="cpu")
 
     def fresh(self) -> Context:
@@ -195,8 +195,8 @@ class Pool(Context):
         seed: int = 0,
     ) -> None:
         check_loader(loader)
-        self._loader, self._kept = loader, COUNT("kept", kept)
-        self._seed: int = SEED("seed", seed)
+        self._loader, self._kept = loader, check_option("kept", kept, Count)
+        self._seed: int = check_option("seed", seed, Seed)
         self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
         self._inputs: Tensor | None = None
 
@@ -265,10 +265,10 @@ class Corrupted(Context):
         brightness: float = 0.5,
         contrast: float = 0.5,
     ) -> None:
-        self._padding: int = NATURAL("padding", padding)
-        self._solarised: float = UNIT("solarised", solarised)
-        self._brightness: float = UNIT("brightness", brightness)
-        self._contrast: float = UNIT("contrast", contrast)
+        self._padding: int = check_option("padding", padding, Natural)
+        self._solarised: float = check_option("solarised", solarised, Unit)
+        self._brightness: float = check_option("brightness", brightness, Unit)
+        self._contrast: float = check_option("contrast", contrast, Unit)
         self._range: tuple[Tensor, Tensor] | None = None
 
     def fresh(self) -> Context:
@@ -350,7 +350,7 @@ class UniformBox(Context):
         if (low is None) != (high is None):
             raise PosthocUQError("A uniform context needs both bounds, or none: low=... and high=....")
         self.needs_data = low is None
-        self._expand: float = POSITIVE("expand", expand)
+        self._expand: float = check_option("expand", expand, Positive)
         self._bounds: tuple[Tensor, Tensor] | None = None
         if low is not None and high is not None:
             self._bounds = host_double(low), host_double(high)
@@ -503,7 +503,7 @@ def resolve_context(context: Any) -> Context:
             raise PosthocUQError(
                 f"context must be one of {sorted(named)}, a loader or tensor of inputs, a callable (n, generator), a "
                 f"list of pairs (share, context), or a Context, not {context!r}."
-                f"{meant(context, named)}"
+                f"{did_you_mean(context, named)}"
             )
         return named[context]()
     if isinstance(context, (list, tuple)) and context and all(_is_share(part) for part in cast(Any, context)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from posthoc_uq.core.distributed import gather, together
+from posthoc_uq.core.distributed import gather, run_on_all_ranks
 from posthoc_uq.core.errors import warn_user
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
@@ -134,4 +134,4 @@ def _show(task: Task, grams: ClassGrams, network: nn.Module) -> None:
         with isolated_random_state(task.settings.seed):
             show(capture, task.loader, task.settings, [grams])
 
-    together(work, "the novelty's statistics")
+    run_on_all_ranks(work, "the novelty's statistics")

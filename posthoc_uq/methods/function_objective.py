@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, as_double, host_double
+from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import jvp
-from posthoc_uq.core.options import COUNT, NOT_NEGATIVE, POSITIVE, Number, flag, one_of, put_numbers
+from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.layers.capture import PlainAttention
 from posthoc_uq.layers.proof import count_samples
@@ -34,18 +34,6 @@ Body = Literal["linearized", "sample", "certain"]
 FUNCTION_NOISE = 1e-6  # where none is given
 VALUE_VARIANCE = 10.0  # of a function value in an independent prior, where none is given
 BODY_LOG_VARIANCE = -20.0
-
-_LOG_VARIANCE = Number("the logarithm of a variance, in [-80, 20]", least=-80, most=20)
-_NUMBERS = {
-    "n_context": COUNT,
-    "n_sets": COUNT,
-    "n_draws": COUNT,
-    "initial_log_variance": _LOG_VARIANCE,
-    "initial_body_log_variance": _LOG_VARIANCE,
-    "prior_variance": POSITIVE,
-    "prior_body_variance": NOT_NEGATIVE,
-    "function_noise": POSITIVE,  # without it, equal context points have no density
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,38 +72,24 @@ class FunctionSpaceOptions(TrainingOptions):
     """
 
     context: Any = None
-    n_context: int | None = None
-    n_sets: int = 1
-    n_draws: int = 1
+    n_context: Count | None = None
+    n_sets: Count = 1
+    n_draws: Count = 1
     train_mean: bool = True
     initial: str | Posterior | None = None
     learn_noise: bool = False
-    initial_log_variance: float = -5.0
-    initial_body_log_variance: float = BODY_LOG_VARIANCE
+    initial_log_variance: LogVariance = -5.0
+    initial_body_log_variance: LogVariance = BODY_LOG_VARIANCE
     prior: Prior = "features"
-    prior_variance: float | None = None
-    divergence_weight: float | Literal["minibatch"] | None = None
+    prior_variance: Positive | None = None
+    divergence_weight: Positive | Literal["minibatch"] | None = None
     prior_mean: PriorMean = "zero"
-    prior_body_variance: float = 0.0
-    function_noise: float | None = None
+    prior_body_variance: NotNegative = 0.0
+    function_noise: Positive | None = None
     body: Body = "linearized"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        put_numbers(self, _NUMBERS)
-        for name in ("train_mean", "learn_noise"):
-            object.__setattr__(self, name, flag(name, getattr(self, name)))
-        one_of("prior", self.prior, get_args(Prior))
-        one_of("prior_mean", self.prior_mean, get_args(PriorMean))
-        one_of("body", self.body, get_args(Body))
-        if isinstance(self.divergence_weight, str):
-            one_of("divergence_weight", self.divergence_weight, ("minibatch",))
-        elif self.divergence_weight is not None:
-            put_numbers(self, {"divergence_weight": POSITIVE})
-        self._refuse_without_effect()
-
-    def _refuse_without_effect(self) -> None:
-        """An error for options that do nothing beside others."""
         if self.prior == "features" and self.prior_variance is not None:
             raise PosthocUQError(
                 "prior_variance is of prior='independent'; a prior by features has prior_precision."
@@ -583,7 +557,7 @@ class FunctionSpaceObjective(Objective):
         device = next(iter(self._field.means.values())).device
         return torch.Generator(device).manual_seed(mixed_seed(*words))
 
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         seed = step.seed
         generator, shares = self._generator(seed, _WEIGHTS), list[Tensor]()
         deviations: dict[str, Tensor] = {}
@@ -616,7 +590,7 @@ class FunctionSpaceObjective(Objective):
             "KL covariance part": covariance_part.detach(),
         }
 
-    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor], checks: Checks | None) -> Tensor:
+    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor], checks: DeferredChecks | None) -> Tensor:
         """One draw's share of the mean log likelihood; adds its gradients."""
         targets = cast(Tensor, batch.targets)
         weights = {
@@ -633,10 +607,10 @@ class FunctionSpaceObjective(Objective):
         weights.clear()
         return share.detach()
 
-    def _check(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
+    def _check(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
         fault = self._likelihood.fault(outputs, targets)
         if fault is not None:
-            checks.later(
+            checks.add(
                 fault, lambda faulty: self._likelihood.check(outputs, targets) if bool(faulty) else None
             )
 

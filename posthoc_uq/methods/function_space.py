@@ -14,7 +14,7 @@ from torch import Tensor
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import COUNT, POSITIVE, one_of, put_numbers
+from posthoc_uq.core.options import Count, Positive, one_of
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.labels import FisherChoice
 from posthoc_uq.curvature.sweep import Content
@@ -345,14 +345,12 @@ class FunctionSpace(FunctionSpaceOptions, Method):
         name: stage for kind in _STARTS.values() for name, stage in kind.stages.items()
     }  # of the curvature that the training begins with
 
-    prior_precision: float | None = None
+    prior_precision: Positive | None = None
     fisher: FisherChoice = "auto"
-    n_samples: int = 1
+    n_samples: Count = 1
 
     def __post_init__(self) -> None:
-        Method.__post_init__(self)  # first: the other checks compare values of the right types
-        FunctionSpaceOptions.__post_init__(self)
-        put_numbers(self, {"prior_precision": POSITIVE, "n_samples": COUNT})
+        super().__post_init__()
         if self.prior == "independent" and self.prior_precision is not None:
             raise PosthocUQError(
                 "prior_precision is of prior='features'; with prior='independent' give prior_variance, that of a "

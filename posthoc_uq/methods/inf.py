@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from posthoc_uq.core.errors import warn_user
-from posthoc_uq.core.options import SHARE_OR_AUTO, UNIT, put_numbers
+from posthoc_uq.core.options import Share, Unit
 from posthoc_uq.methods.bases import (
     BasisChoice,
+    Rank,
     basis_share,
-    checked_rank,
     earlier_bases,
     kept_bases,
     kept_entries,
@@ -74,19 +74,12 @@ class INF(Curvature):
         ),
     }
 
-    rank: int | float = 100
+    rank: Rank = 100
     basis: BasisChoice = "auto"
-    basis_fraction: float | Literal["auto"] = "auto"
+    basis_fraction: Share | Literal["auto"] = "auto"
     bases: Posterior | None = None
     correction: Correction = "rescale"
-    residual_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "rank", checked_rank(self.rank))
-        put_numbers(self, {"residual_weight": UNIT})
-        if not (isinstance(self.basis_fraction, str) and self.basis_fraction == "auto"):
-            put_numbers(self, {"basis_fraction": SHARE_OR_AUTO})
+    residual_weight: Unit = 1.0
 
     def passes(self) -> int:
         return 2 if self.bases is None else 1

@@ -16,7 +16,7 @@ from posthoc_uq.core.devices import as_double, placed
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending
-from posthoc_uq.core.options import COUNT, put_numbers
+from posthoc_uq.core.options import Count
 from posthoc_uq.curvature.labels import FisherChoice
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, JointFisher, SquaredGradients
 from posthoc_uq.curvature.sweep import Summary
@@ -198,11 +198,10 @@ class Curvature(Method):
     """Whether the Fisher is that of all layers together."""
 
     fisher: FisherChoice = "auto"
-    n_samples: int = 1
+    n_samples: Count = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        put_numbers(self, {"n_samples": COUNT})
         if self.n_samples > 1 and self.fisher not in ("auto", "mc"):
             raise PosthocUQError(
                 f"n_samples is the number of labels drawn with fisher='mc', and with fisher={self.fisher!r} none are; "

@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import log
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, as_double, host_double, widest
+from posthoc_uq.core.devices import DeferredChecks, as_double, host_double, widest
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import COUNT, NOT_NEGATIVE, POSITIVE, UNIT, Number, flag, one_of, put_numbers
+from posthoc_uq.core.options import Count, NotNegative, Positive, Unit
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
@@ -382,9 +383,7 @@ PRESETS = {
 
 HIGH, BY_SIZE = "high", "snr"
 
-_INSIDE = Number("above 0 and below 1", above=0, most=1 - 1e-9)
-_UNITS = Number(f"a whole number from 1 to {MOST_UNITS}", least=1, most=MOST_UNITS, whole=True)
-_STEPS = Number(f"a whole number from 1 to {MOST_STEPS}", least=1, most=MOST_STEPS, whole=True)
+Inclusion = Literal["high", "snr", "polarised", "mild", "sparse", "dense", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,35 +416,22 @@ class LatentBinaryOptions(TrainingOptions):
 
     flow: bool = False
     start: Start = "trained"
-    prior_inclusion: float = 0.1
-    initial_inclusion: str | None = None
-    initial_deviation: float = 0.05
-    lr: float = 1e-3
-    inclusion_lr: float = 2e-2
-    flow_lr: float = 1e-3
-    kl_weight: float | None = None
-    warm_up: float = 0.2
-    flow_steps: int = 2
-    flow_units: int = 100
+    epochs: Count | None = None
+    prior_inclusion: Annotated[float, Gt(0), Lt(1)] = 0.1
+    initial_inclusion: Inclusion | None = None
+    initial_deviation: Positive = 0.05
+    lr: Positive = 1e-3
+    inclusion_lr: NotNegative = 2e-2
+    flow_lr: NotNegative = 1e-3
+    kl_weight: NotNegative | None = None
+    warm_up: Unit = 0.2
+    flow_steps: Annotated[int, Ge(1), Le(MOST_STEPS)] = 2
+    flow_units: Annotated[int, Ge(1), Le(MOST_UNITS)] = 100
     flow_form: Form = "autoregressive"
     learn_noise: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds = {
-            "epochs": COUNT,
-            "prior_inclusion": _INSIDE,
-            "initial_deviation": POSITIVE,
-            "inclusion_lr": NOT_NEGATIVE,
-        }
-        kinds |= {"flow_lr": NOT_NEGATIVE, "kl_weight": NOT_NEGATIVE, "warm_up": UNIT}
-        put_numbers(self, kinds | {"flow_steps": _STEPS, "flow_units": _UNITS})
-        for name in ("flow", "learn_noise"):
-            object.__setattr__(self, name, flag(name, getattr(self, name)))
-        one_of("start", self.start, get_args(Start))
-        one_of("flow_form", self.flow_form, get_args(Form))
-        if self.initial_inclusion is not None:
-            one_of("initial_inclusion", self.initial_inclusion, (HIGH, BY_SIZE, *PRESETS))
         if self.start == "random" and self.initial_inclusion in (HIGH, BY_SIZE):
             raise PosthocUQError(
                 f"initial_inclusion={self.initial_inclusion!r} goes by trained weights, and start='random' has none; "
@@ -544,7 +530,7 @@ class LatentObjective(Objective):
         warm_up = self._options.warm_up
         return self._options.divergence_weight * (min(1.0, step.progress / warm_up) if warm_up else 1.0)
 
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         targets, generator = cast(Tensor, batch.targets), self._generator(step.seed, _NOISE)
         draws = {key: layer.draw(generator) for key, layer in self._by_weight.items()}
         copied = batch.copied()
@@ -558,7 +544,7 @@ class LatentObjective(Objective):
         fault = self._likelihood.fault(outputs.detach(), targets)
         if fault is not None:
             detached = outputs.detach()
-            checks.later(
+            checks.add(
                 fault, lambda broken: self._likelihood.check(detached, targets) if bool(broken) else None
             )
         likelihood = self._noisy()
@@ -921,12 +907,7 @@ class LatentBinary(LatentBinaryOptions, Method):
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
     weighs_samples: ClassVar[bool] = True
 
-    prior_precision: float | None = None
-
-    def __post_init__(self) -> None:
-        Method.__post_init__(self)  # first, so that what follows compares values of the right types
-        LatentBinaryOptions.__post_init__(self)
-        put_numbers(self, {"prior_precision": POSITIVE})
+    prior_precision: Positive | None = None
 
     @property
     def trains(self) -> bool:

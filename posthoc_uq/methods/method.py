@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Lt
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, Number, check_types, put_numbers
+from posthoc_uq.core.options import Count, Options
 from posthoc_uq.layers.proof import Selection
 from posthoc_uq.methods.resume import Stages, as_plain
 from posthoc_uq.methods.task import Task
@@ -26,19 +27,18 @@ WITHOUT_EFFECT = {"without effect": True}
 Unsupported = Literal["raise", "skip"]
 Change = Literal["update", "forget"]
 
-_BUDGET = Number(f"a whole number of bytes, at least {2**20}", least=2**20, most=2**63 - 1, whole=True)
+Bytes = Annotated[int, Ge(2**20), Lt(2**63)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method(Options, ABC):
     """A way to fit a posterior, with the fields that all methods have.
 
     Attributes:
         unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them, which leaves
             them deterministic.
         dtype: of the statistics: `torch.float32` or `torch.float64`; by default float32, or wider where the model is.
-        memory_budget: bytes that one temporary of the statistics may take; by default a share of what is free, at most
-            256 MiB.
+        memory_budget: bytes that one temporary of the statistics may take; by default 256 MiB.
         checkpoint_every: batches between two writes of the checkpoint, where the fit has one.
     """
 
@@ -59,12 +59,8 @@ class Method(ABC):
 
     unsupported: Unsupported = "raise"
     dtype: torch.dtype | None = None
-    memory_budget: int | None = field(default=None, metadata=WITHOUT_EFFECT)
-    checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        put_numbers(self, {"memory_budget": _BUDGET, "checkpoint_every": COUNT})
+    memory_budget: Bytes | None = field(default=None, metadata=WITHOUT_EFFECT)
+    checkpoint_every: Count = field(default=100, metadata=WITHOUT_EFFECT)
 
     @property
     def trains(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import parameter_names, replicate, unwrap
-from posthoc_uq.core.options import flag, one_of
+from posthoc_uq.core.options import check_option, one_of
 from posthoc_uq.core.tables import text_table
 from posthoc_uq.files.model_checks import check_match
 from posthoc_uq.layers.layer import Layer
@@ -229,7 +229,7 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
     Raises:
         PosthocUQError: the posterior is of another method.
     """
-    blocks, certain = _latent_blocks(posterior, "median"), flag("certain", certain)
+    blocks, certain = _latent_blocks(posterior, "median"), check_option("certain", certain, bool)
     history = copy.deepcopy(posterior.history)
     history.calibration, history.referral, history.faithful = {}, {}, {}
     point = certain or str(history.fit.get(MEDIAN, "")).endswith("certain")

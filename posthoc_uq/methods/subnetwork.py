@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, meant, put_numbers
+from posthoc_uq.core.options import Count, did_you_mean
 from posthoc_uq.curvature.statistics import ChosenFisher
 from posthoc_uq.methods.laplace import Curvature, squares_of
 from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
@@ -50,13 +50,9 @@ class Subnetwork(Curvature):
         "chosen Fisher": StageSpec({"fisher": StageTensor("kk", symmetric=True, wide=True)}, owner=_JOINT),
     }
 
-    n: int = 1000
+    n: Count = 1000
     by: Literal["magnitude", "variance"] = "magnitude"
     mask: Mapping[str, Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        put_numbers(self, {"n": COUNT})
 
     def passes(self) -> int:
         return 2 if self.by == "variance" and self.mask is None else 1
@@ -116,7 +112,7 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
         if name not in shapes:
             raise PosthocUQError(
                 f"The mask names '{name}', no parameter of the layers; those are {list(shapes)[:6]}."
-                f"{meant(name, shapes)}"
+                f"{did_you_mean(name, shapes)}"
             )
         if not isinstance(own, Tensor) or own.dtype != torch.bool or tuple(own.shape) != shapes[name]:
             raise PosthocUQError(f"The mask of '{name}' must be a bool tensor of shape {shapes[name]}.")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import placed, return_freed_memory
-from posthoc_uq.core.distributed import add_up, gather, hand_out, rank, together, world
+from posthoc_uq.core.devices import placed
+from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
@@ -101,7 +101,7 @@ class Task:
         """How many samples the loaders of all processes hold; None where one of them does not say."""
         reader, batch = self.settings.reader, self.batch
         return samples_in_all(
-            together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
+            run_on_all_ranks(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
         )
 
     def _positions_apart(self) -> int:
@@ -116,7 +116,7 @@ class Task:
         summaries = gather(None if saved is None else saved.summary, f"looking for a checkpoint of {name}")
         ranks = [number for number, summary in enumerate(summaries) if summary is not None]
         if ranks:
-            tensors = hand_out(
+            tensors = broadcast(
                 None if saved is None else saved.tensors, ranks[0], torch.device("cpu"), f"handing out {name}"
             )
             tensors = {
@@ -126,13 +126,13 @@ class Task:
             self.resumed_content = self.summary.content or self.resumed_content
         else:
             # The order in memory decides how products are rounded, so it must be that of tensors from a file.
-            computed = together(lambda: _finite(work(), name), name)
+            computed = run_on_all_ranks(lambda: _finite(work(), name), name)
             tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in computed.items()}
         if self.checkpoint is not None and None in summaries:
             # every rank takes part, with or without something to write
             checkpoint, stage = self.checkpoint, Stage(tensors, self.summary)
             write = (lambda: checkpoint.finish(name, stage)) if saved is None else (lambda: None)
-            together(write, f"writing the checkpoint after {name}")
+            run_on_all_ranks(write, f"writing the checkpoint after {name}")
         return tensors
 
     def sweep(
@@ -158,11 +158,10 @@ class Task:
         }
         if joint is not None:
             sums["joint/0"] = joint.state()
-        return_freed_memory()  # of the dry run or the last sweep
-        summary = together(
+        summary = run_on_all_ranks(
             lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
         )
-        add_up(
+        all_reduce_sum(
             {(a, b): tensor for a, group in sums.items() for b, tensor in group.items()},
             f"the sum for {description}",
         )
@@ -251,7 +250,7 @@ class Task:
             with isolated_random_state(self.settings.seed):
                 show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
 
-        together(work, "looking at the data")
+        run_on_all_ranks(work, "looking at the data")
         self.check_content(sum(gather(content.total, "comparing the data")) % WORD)
         self.observed = True
 
@@ -267,11 +266,11 @@ class Task:
 
         def compute() -> Tensors:
             own_names = [name for index, name in enumerate(work) if index % world() == rank()]
-            results = together(lambda: {name: work[name]() for name in own_names}, description)
+            results = run_on_all_ranks(lambda: {name: work[name]() for name in own_names}, description)
             for index, name in enumerate(work):
                 source = index % world()
                 own_result = {name: results[name]} if name in results else None
-                results[name] = hand_out(own_result, source, self.device, description)[name]
+                results[name] = broadcast(own_result, source, self.device, description)[name]
             return {name: results[name] for name in work}
 
         return self.timed(description, compute)

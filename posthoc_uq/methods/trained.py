@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from posthoc_uq.core.batches import Bar, Batch, BatchReader, known_length
-from posthoc_uq.core.devices import Checks
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
@@ -58,14 +58,14 @@ def show_to_context(
         Bar(loader, "counting" if context is None else "context", progress) as bar,
     ):
         for index, (batch, count) in enumerate(own_batches(loader, reader)):
-            checks = Checks()
+            checks = DeferredChecks()
             if context is not None and context.needs_data:
                 shown = single_input(batch)
-                checks.later(torch.isfinite(shown).all(), partial(_require_finite, index))
+                checks.add(torch.isfinite(shown).all(), partial(_require_finite, index))
                 context.observe(shown, generator)
             if content is not None:
                 content.see(batch, sample_keys(batch.tensors(), count, seed), checks=checks)
-            checks.look()
+            checks.run()
             samples += count
             counted = counted or batch.weights is None or bool((batch.weights > 0).any())
             bar.advance(count)

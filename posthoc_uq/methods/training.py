@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import LOADER, Batch, BatchReader, batches, explained, known_length
-from posthoc_uq.core.devices import Checks, as_double
+from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, check_function, put_numbers
+from posthoc_uq.core.options import Count, Natural, Options, Positive
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import Content, batch_hash
@@ -172,15 +172,6 @@ def _value(name: str, entry: Mapping[str, Any], tensor: Tensor | None, like: Any
 # the order of the data from the seed and the number of the epoch, so that a run that was killed goes on to
 # the same result.
 
-_NUMBERS = {
-    "epochs": NATURAL,
-    "lr": POSITIVE,
-    "log_variance_lr": POSITIVE,
-    "clip": POSITIVE,
-    "patience": COUNT,
-    "val_draws": COUNT,
-}
-
 Group = dict[str, Any]
 OptimizerFactory = Callable[[list[Group]], Optimizer]
 
@@ -192,7 +183,7 @@ _DATA, _STEP = 101, 102  # streams of random numbers from the seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
+class TrainingOptions(Options):
     """The options that all training methods have in common.
 
     Attributes:
@@ -207,19 +198,14 @@ class TrainingOptions:
         val_draws: draws of the weights for that NLL.
     """
 
-    epochs: int | None = None
-    lr: float = 1e-4
-    log_variance_lr: float = 1e-3
+    epochs: Natural | None = None
+    lr: Positive = 1e-4
+    log_variance_lr: Positive = 1e-3
     optimizer: OptimizerFactory | None = None
     schedule: Callable[[float], float] | None = None
-    clip: float | None = 1.0
-    patience: int | None = None
-    val_draws: int = 10
-
-    def __post_init__(self) -> None:
-        put_numbers(self, _NUMBERS)
-        check_function("optimizer", self.optimizer, "from parameter groups to a torch optimiser")
-        check_function("schedule", self.schedule, "from the progress in [0, 1) to a factor on the rates")
+    clip: Positive | None = 1.0
+    patience: Count | None = None
+    val_draws: Count = 10
 
     @property
     def least_epochs(self) -> int:
@@ -277,7 +263,7 @@ class Objective(ABC):
         """Every tensor that is trained, by name."""
 
     @abstractmethod
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         """Add the gradients of one step's loss to the tensors' ``grad``; return the loss (``"loss"``) and its parts,
         scalars, for the record. Values that the host must see go to `checks`, which are looked at afterwards.
         """
@@ -460,7 +446,7 @@ class _Run:
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
-        checks, values = Checks(), dict[str, float]()
+        checks, values = DeferredChecks(), dict[str, float]()
         with self._explained(batch, f"batch {state.batch} of the loader"):
             terms = self._objective.backward(batch, self._present_step(), checks)
         gradients = [
@@ -468,8 +454,8 @@ class _Run:
         ]
         terms = terms | {"gradient": torch.stack([g.sum() for g in gradients]).sum()}
         for name, term in terms.items():
-            checks.later(term, lambda value, name=name: values.update({name: float(value)}))
-        checks.look()
+            checks.add(term, lambda value, name=name: values.update({name: float(value)}))
+        checks.run()
         broken = [name for name, value in values.items() if not isfinite(value)]
         del values["gradient"]
         if len(broken) > 1 and "gradient" in broken:

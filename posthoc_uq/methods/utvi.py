@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, host_double
+from posthoc_uq.core.devices import DeferredChecks, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import NOT_NEGATIVE, POSITIVE, UNIT, Number, flag, one_of, put_numbers
+from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
@@ -37,7 +37,7 @@ from posthoc_uq.methods.trained import (
 )
 from posthoc_uq.methods.training import EPOCHS, Group, Objective, Step, TrainingOptions, best_epoch
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
-from posthoc_uq.moments.tensor import Rules
+from posthoc_uq.moments.tensor import MaxPool, Relu, Rules, Unknown
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
 
@@ -47,26 +47,6 @@ Start = Literal["trained", "random"]
 ObjectiveName = Literal["expected", "predictive"]
 Noise = Literal["fixed", "learned", "none"]
 PriorMean = Literal["zero", "trained"]
-Relu = Literal["unscented", "exact"]
-MaxPool = Literal["clark", "argmax"]
-Unknown = Literal["error", "mc", "delta"]
-
-_NUMBERS = {
-    "initial_log_variance": Number("the logarithm of a variance, in [-80, 20]", least=-80, most=20),
-    "weight_decay": NOT_NEGATIVE,
-    "kl_weight": NOT_NEGATIVE,
-    "kl_floor": UNIT,
-    "pool_rho": UNIT,
-}
-_CHOICES = {
-    "start": Start,
-    "objective": ObjectiveName,
-    "noise": Noise,
-    "prior_mean": PriorMean,
-    "relu": Relu,
-    "max_pool": MaxPool,
-    "unknown": Unknown,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,31 +86,27 @@ class MomentOptions(TrainingOptions):
             `MomentsPredictor`.
     """
 
-    lr: float = 1e-3
-    log_variance_lr: float = 3e-2
+    epochs: Count | None = None
+    lr: Positive = 1e-3
+    log_variance_lr: Positive = 3e-2
     start: Start = "trained"
     initial: Posterior | None = None
-    initial_log_variance: float = -10.0
+    initial_log_variance: LogVariance = -10.0
     train_mean: bool = True
     train_rest: bool = True
     objective: ObjectiveName = "expected"
     noise: Noise = "fixed"
-    kl_weight: float | None = None
-    kl_floor: float = 0.0
+    kl_weight: NotNegative | None = None
+    kl_floor: Unit = 0.0
     prior_mean: PriorMean = "zero"
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     relu: Relu = "unscented"
     max_pool: MaxPool = "clark"
-    pool_rho: float = 0.0
+    pool_rho: Unit = 0.0
     unknown: Unknown = "error"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        put_numbers(self, _NUMBERS)
-        for name in ("train_mean", "train_rest"):
-            object.__setattr__(self, name, flag(name, getattr(self, name)))
-        for name, choices in _CHOICES.items():
-            one_of(name, getattr(self, name), get_args(choices))
         if self.noise == "none" and self.objective != "predictive":
             raise PosthocUQError(
                 "noise='none' leaves the expected log-likelihood without a bound; it goes with objective='predictive'."
@@ -311,7 +287,7 @@ class MomentObjective(Objective):
             return likelihood.expected_log_prob(mean, variance, targets, DRAWS)
         return likelihood.predictive_log_prob(mean, variance, targets, DRAWS)
 
-    def backward(self, batch: Batch, step: Step, checks: Checks) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         targets, field = cast(Tensor, batch.targets), self._field
         variances = {name: value.exp() for name, value in field.log_variances.items()}
         mean, variance = self.moments(batch, variances)
@@ -348,10 +324,10 @@ class MomentObjective(Objective):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient, most=most: gradient.clamp(-most, most))
 
-    def _check(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
+    def _check(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
         fault = self._likelihood.fault(outputs, targets)
         if fault is not None:
-            checks.later(
+            checks.add(
                 fault, lambda broken: self._likelihood.check(outputs, targets) if bool(broken) else None
             )
 
@@ -512,8 +488,6 @@ def _fit_notes(
 
 # Unscented-transform variational inference, begun at the trained network.
 
-_EPOCHS = Number("a whole number, at least 1", least=1, most=2**63 - 1, whole=True)
-
 
 @dataclass(frozen=True, kw_only=True)
 class UTVI(MomentOptions, Method):
@@ -538,12 +512,7 @@ class UTVI(MomentOptions, Method):
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
     weighs_samples: ClassVar[bool] = True
 
-    prior_precision: float | None = None
-
-    def __post_init__(self) -> None:
-        Method.__post_init__(self)  # first, so that what follows compares values of the right types
-        MomentOptions.__post_init__(self)
-        put_numbers(self, {"prior_precision": POSITIVE, "epochs": _EPOCHS})
+    prior_precision: Positive | None = None
 
     @property
     def trains(self) -> bool:

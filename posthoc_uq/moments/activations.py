@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import POSITIVE, check_function, one_of
+from posthoc_uq.core.options import Positive, check_option, one_of
 
 PROBIT_SCALE = 1 / 1.702
 """At this scale the inverse of a normal distribution function after a sigmoid is almost the identity."""
@@ -115,13 +115,17 @@ class InverseCDF(nn.Module):
         scale: float = PROBIT_SCALE,
     ) -> None:
         super().__init__()
-        check_function("quantile", quantile, "from probabilities to values")
+        check_option("quantile", quantile, Callable[..., Any] | None)
         if quantile is not None and (mean, deviation) != (0.0, 1.0):
             raise PosthocUQError(
                 "mean and deviation are those of the normal prior; leave them out with quantile=."
             )
-        self.mean, self.deviation, self.quantile = float(mean), POSITIVE("deviation", deviation), quantile
-        self._start = log(POSITIVE("scale", scale))
+        self.mean, self.deviation, self.quantile = (
+            float(mean),
+            check_option("deviation", deviation, Positive),
+            quantile,
+        )
+        self._start = log(check_option("scale", scale, Positive))
         self.log_scale = nn.Parameter(torch.tensor(self._start, device=torch.get_default_device()))
 
     def reset_parameters(self) -> None:
@@ -175,7 +179,7 @@ class ConditionalInverseCDF(nn.Module):
                 "prior must be a function of the other outputs that gives a mean and a deviation."
             )
         self.prior, self.given = prior, one_of("given", given, ("unscented", "mean"))
-        self._start = log(POSITIVE("scale", scale))
+        self._start = log(check_option("scale", scale, Positive))
         self.log_scale = nn.Parameter(torch.tensor(self._start, device=torch.get_default_device()))
 
     def reset_parameters(self) -> None:

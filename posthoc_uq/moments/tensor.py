@@ -21,6 +21,9 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.calls import affine_call, open_attention
 from posthoc_uq.moments.unscented import Moments
 
+Relu = Literal["unscented", "exact"]
+MaxPool = Literal["clark", "argmax"]
+Covariances = Literal["diag", "full"]
 Unknown = Literal["error", "mc", "delta"]
 
 
@@ -67,10 +70,10 @@ class Rules:
             a linearisation by random probes.
     """
 
-    relu: str = "unscented"
-    max_pool: str = "clark"
+    relu: Relu = "unscented"
+    max_pool: MaxPool = "clark"
     pool_rho: float = 0.0
-    cov: str = "diag"
+    cov: Covariances = "diag"
     unknown: Unknown = "error"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posthoc_uq.core.devices import default_budget
+from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import check
 from posthoc_uq.core.progress import Progress
@@ -197,7 +197,7 @@ def maximise_evidence(
 @contextmanager
 def _kept_parts(posterior: Posterior) -> Generator[None]:
     """Blocks keep what no setting changes, as many of them as memory allows."""
-    left = _BUDGETS * default_budget(posterior.device)
+    left = _BUDGETS * TEMPORARY_BYTES
     with ExitStack() as stack:
         for block in posterior.blocks.values():
             needed = block.kept_bytes()

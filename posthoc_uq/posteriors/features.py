@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, as_double, placed
-from posthoc_uq.core.distributed import add_up
+from posthoc_uq.core.devices import DeferredChecks, as_double, placed
+from posthoc_uq.core.distributed import all_reduce_sum
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending, nystrom, positive_part
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
@@ -295,7 +295,7 @@ class ClassGrams:
             self.sums["traces"] = zero.new_zeros(classes)
             self.sums["total"] = zero.new_zeros(size, size)
 
-    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: Checks) -> None:
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
         """Add a batch; see `Observer`."""
         by_position = self.source.source == "positions"
         rows = feature_rows(recording.watched, self.source.layer, keys.shape[0], by_position)
@@ -312,9 +312,9 @@ class ClassGrams:
 
     def add(self, features: Tensor, outputs: Tensor) -> None:
         """Add features ``(samples, features)`` of samples with these outputs."""
-        checks = Checks()
+        checks = DeferredChecks()
         self._add(features, self._labels(outputs), None, checks)
-        checks.look()
+        checks.run()
 
     def _of_positions(
         self,
@@ -339,7 +339,7 @@ class ClassGrams:
         labels, counts = maps.reshape(2, -1)
         return labels.long(), counts
 
-    def _add(self, features: Tensor, labels: Tensor, weights: Tensor | None, checks: Checks) -> None:
+    def _add(self, features: Tensor, labels: Tensor, weights: Tensor | None, checks: DeferredChecks) -> None:
         """Add features of these classes, each as often as its weight says."""
         phi, sums = as_double(features), self.sums
         labels = labels.to(phi.device)
@@ -349,7 +349,7 @@ class ClassGrams:
         if self._test is None:
             ordered = phi[labels.argsort(stable=True)]
             rows = torch.zeros_like(sums["counts"]).index_add_(0, labels, ones)
-            checks.later(rows, lambda host_rows: self._add_classes(ordered, host_rows))
+            checks.add(rows, lambda host_rows: self._add_classes(ordered, host_rows))
             return
         products = phi.unsqueeze(2) * (phi @ self._test).unsqueeze(1)
         sums["sketches"].index_add_(0, labels, products)
@@ -376,7 +376,7 @@ class ClassGrams:
             own: classes that have a Gram of their own whatever their number of samples.
             least: samples (the sum of their weights) from which on every other class has one, too; None for never.
         """
-        add_up(self.sums, "the sum for the novelty")
+        all_reduce_sum(self.sums, "the sum for the novelty")
         counts: list[float] = self.sums["counts"].tolist()
         if not any(counts):
             raise nothing_counts()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import log
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import as_double, host_double, kept_budget
+from posthoc_uq.core.devices import KEPT_BYTES, as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import COUNT, shown
+from posthoc_uq.core.options import Count, check_option, shown
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
@@ -165,19 +165,14 @@ Value = TypeVar("Value")
 FACTOR_BYTES = 16 * 2**20  # the most that all kept factors of a posterior take
 
 
-def factor_bytes() -> int:
-    """The most that kept factors take."""
-    return FACTOR_BYTES
-
-
 class Cache(Generic[Value]):
     """The last value of each name, while memory allows; safe for several threads. A copy of it begins empty.
 
     Args:
-        most: gives the bytes that all values may take.
+        most: bytes that all values may take.
     """
 
-    def __init__(self, most: Callable[[], int]) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
         self._entries: dict[str, tuple[Any, Value, int]] = {}
         self._lock = threading.Lock()
@@ -195,7 +190,7 @@ class Cache(Generic[Value]):
         """Keep a value of so many bytes in place of the name's last one, where there is room."""
         with self._lock:
             self._entries.pop(name, None)
-            if size + sum(other for _, _, other in self._entries.values()) <= self._most():
+            if size + sum(other for _, _, other in self._entries.values()) <= self._most:
                 self._entries[name] = key, value, size
 
 
@@ -275,9 +270,9 @@ class Posterior(Adjustable):
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
         self._begin(settings or Hyperparameters(evidence.total))
-        self._cache = Cache[Factor](factor_bytes)
-        self._variances = Cache[Tensor](kept_budget)
-        self._rows = Cache[RowCovariance](kept_budget)
+        self._cache = Cache[Factor](FACTOR_BYTES)
+        self._variances = Cache[Tensor](KEPT_BYTES)
+        self._rows = Cache[RowCovariance](KEPT_BYTES)
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
         """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.block.required`."""
@@ -351,7 +346,7 @@ class Posterior(Adjustable):
         Raises:
             PosthocUQError: `n` is not positive.
         """
-        n = COUNT("The number of draws", n)
+        n = check_option("The number of draws", n, Count)
         if generator is None:
             generator = torch.Generator()
             generator.seed()

@@ -8,15 +8,16 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from math import log
-from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.options import POSITIVE, UNIT, Number, NumberField
+from posthoc_uq.core.options import NumberField, Positive, Unit, check_option, did_you_mean
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import LARGEST
 from posthoc_uq.posteriors.referral import rule_of
@@ -457,16 +458,19 @@ class Adjustable:
         about = ABOUT[name]
         if about.by_layer and isinstance(value, Mapping):
             return self._by_layer(name, cast(Mapping[str, Any], value))
-        return (POSITIVE if about.bounds.low > 0 else UNIT)(name, value)
+        return check_option(name, value, Positive if about.bounds.low > 0 else Unit)
 
     def _by_layer(self, name: str, value: Mapping[str, Any]) -> LayerPriors:
         priors = {
-            str(layer): POSITIVE(f"{name} of layer '{layer}'", number) for layer, number in value.items()
+            str(layer): check_option(f"{name} of layer '{layer}'", number, Positive)
+            for layer, number in value.items()
         }
         if priors.keys() != self.layers.keys():
+            stray = [layer for layer in priors if layer not in self.layers]
             missing = sorted(self.layers.keys() ^ priors.keys())
             raise PosthocUQError(
                 f"{name} per layer must name every layer once; these do not match: {missing[:5]}."
+                f"{did_you_mean(stray, self.layers)}"
             )
         return LayerPriors(priors)
 
@@ -475,8 +479,6 @@ class Adjustable:
 #
 # ``r`` is 1 and ``mu`` is 0 unless a fit was given others. The covariance of a Laplace posterior depends on
 # ``tau r`` alone, and its log marginal likelihood on ``mu``, too (MacKay 1992).
-
-_MEAN = Number("a finite number", least=-LARGEST, most=LARGEST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -571,7 +573,7 @@ def checked_prior(
             for name, own in shapes.items()
         }
     elif mean is not None:
-        means = float(_MEAN("prior_mean", mean))
+        means = check_option("prior_mean", mean, Annotated[float, Ge(-LARGEST), Le(LARGEST)])
     return WeightPrior(precisions, means)
 
 
@@ -606,4 +608,5 @@ def _check_names(what: str, given: Collection[str], known: Collection[str]) -> N
     if odd:
         raise PosthocUQError(
             f"{what} names {odd[:5]}, no parameters of the posterior's layers; those are {list(known)[:6]}."
+            f"{did_you_mean(odd, known)}"
         )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.cli.models import Source
-from posthoc_uq.core.distributed import agree, rank, together, world
+from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
 from posthoc_uq.evaluation.evaluate import Evaluation
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.files.atomic import checked_target, write
@@ -49,11 +49,11 @@ def evaluate_all(
     for row in (NETWORK, *options.methods):
         key, path = key_of(row, len(indices), foreign, options), options.evaluations / f"{row}.pt"
         found = result(path)
-        agree(None, "looking for results")  # nobody writes before all have looked
+        raise_on_any_error(None, "looking for results")  # nobody writes before all have looked
         if found is not None and found["key"] == key:
             say(f"{METHODS.get(row, row)}: found again in {path}")
             continue
-        together(partial(_predict, source, row, val, indices, foreign, options), "the evaluation")
+        run_on_all_ranks(partial(_predict, source, row, val, indices, foreign, options), "the evaluation")
         if rank() == 0:
             assert val.labels is not None
             targets = torch.tensor([val.labels[index] for index in indices])

@@ -9,7 +9,7 @@ from pathlib import Path
 import posthoc_uq as uq
 from posthoc_uq.cli.images import ImageLoader
 from posthoc_uq.cli.models import Source
-from posthoc_uq.core.distributed import gather, rank, together
+from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
 
 METHODS = {"diag": "Diag", "kfac": "KFAC", "efb": "EFB", "inf": "INF"}
@@ -42,7 +42,7 @@ def fit_all(source: Source, loader: ImageLoader, options: argparse.Namespace) ->
             progress=options.progress,
         )
         posterior.history.fit |= {"model": source.spec, "images": source.transform.text}
-        together(partial(uq.save, posterior, path), f"writing {path}")
+        run_on_all_ranks(partial(uq.save, posterior, path), f"writing {path}")
         say(f"{METHODS[method]}: {path.stat().st_size / 2**20:.1f} MiB")
 
 

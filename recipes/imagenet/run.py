@@ -28,7 +28,7 @@ import torch
 
 from posthoc_uq.cli.fitting import process_group
 from posthoc_uq.cli.models import Source, source_of
-from posthoc_uq.core.distributed import agree, rank, together
+from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
 
 OUTPUT = Path(__file__).resolve().parents[1] / "output" / "imagenet"
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with process_group(given):
             options.device = given["device"]
-            together(lambda: work(options), "the recipe")
+            run_on_all_ranks(lambda: work(options), "the recipe")
     except PosthocUQError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -164,7 +164,7 @@ def prepare(options: argparse.Namespace) -> None:
             check_settings(options)
     except (PosthocUQError, OSError) as caught:
         error = PosthocUQError(str(caught))
-    agree(error, "preparing the output folder")
+    raise_on_any_error(error, "preparing the output folder")
 
 
 def check_settings(options: argparse.Namespace) -> None:
@@ -220,7 +220,7 @@ def class_map(options: argparse.Namespace, source: Source, folder: Path) -> Path
     if options.class_map is not None:
         return options.class_map
     found = folders.imagenet_map(folder, options.output / "class_map.txt")
-    agree(None, "writing the class map")
+    raise_on_any_error(None, "writing the class map")
     return found
 
 

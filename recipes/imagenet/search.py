@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 import posthoc_uq as uq
 from posthoc_uq.cli.images import ImageLoader
 from posthoc_uq.cli.models import Source
-from posthoc_uq.core.distributed import gather, rank, together, world
+from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.files.atomic import checked_target, write
 from posthoc_uq.likelihoods import metrics
@@ -68,9 +68,9 @@ def search_all(source: Source, loader: ImageLoader, labels: Tensor, options: arg
         )[0]
         say(f"{METHODS[method]}: {options.budget - len(missing)} of {options.budget} trials found again")
         own = missing[rank() :: world()]
-        together(partial(_search, source, method, own, loader, labels, folder, options), "the search")
+        run_on_all_ranks(partial(_search, source, method, own, loader, labels, folder, options), "the search")
         chosen = best(options.trials, method, options)
-        together(partial(keep, source, method, chosen, options), "keeping the best trial")
+        run_on_all_ranks(partial(keep, source, method, chosen, options), "keeping the best trial")
         say(f"{METHODS[method]}: {described(chosen, options)}")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import Checks, as_double, has_double, host_double
+from posthoc_uq.core.devices import DeferredChecks, as_double, has_double, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
 from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.core.randomness import isolated_random_state
@@ -51,7 +51,7 @@ class _Kept:
         self.targets: list[Tensor] = []
         self.outputs = 0
 
-    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: Checks) -> None:
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
         """Keep a batch; see `posthoc_uq.curvature.sweep.Observer`."""
         index, outputs = len(self.inputs), recording.outputs.detach()
         if batch.targets is None:
@@ -60,7 +60,7 @@ class _Kept:
                 "(inputs, targets)."
             )
         targets = batch.targets
-        checks.later(torch.isfinite(outputs).all(), lambda finite: _require(finite, index))
+        checks.add(torch.isfinite(outputs).all(), lambda finite: _require(finite, index))
         try:
             fault = self._likelihood.fault(outputs, targets)
         except PosthocUQError as error:
@@ -71,7 +71,7 @@ class _Kept:
                 f"of shape {tuple(targets.shape)}; take a Laplace method for them."
             )
         if fault is not None:
-            checks.later(fault, lambda faulty: self._refuse(faulty, outputs, targets, index))
+            checks.add(fault, lambda faulty: self._refuse(faulty, outputs, targets, index))
         samples, layer = keys.shape[0], self._layer
         if layer is None:
             rows = single_input(batch).detach().clone()

@@ -18,7 +18,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, placed
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, warn_user
-from posthoc_uq.core.options import COUNT, POSITIVE, SHARE, put_numbers
+from posthoc_uq.core.options import Count, Options, Positive, Share
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.layers.layer import Layer
@@ -74,7 +74,7 @@ _GROUP_ITERATIONS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessagePassingOptions:
+class MessagePassingOptions(Options):
     """What message passing can be told; `posthoc_uq.MessagePassing` is the method.
 
     Attributes:
@@ -110,21 +110,20 @@ class MessagePassingOptions:
     posterior: Literal["diagonal", "full"] = "diagonal"
     signal: Literal["auto", "softargmax", "argmax"] = "auto"
     prior: Literal["zero", "spectral", "pretrained"] | None = None
-    prior_factor: float = 0.1
+    prior_factor: Positive = 0.1
     consistent_prior: bool = False
-    epochs: int | None = None
-    iterations: int | None = None
-    group_size: int = 64
-    batch_size: int = 320
-    chunk_size: int = 1
-    message_damping: float | None = None
+    epochs: Count | None = None
+    iterations: Count | None = None
+    group_size: Count = 64
+    batch_size: Count = 320
+    chunk_size: Count = 1
+    message_damping: Share | None = None
     regularize: bool = False
     matmul: bool = False
     matched_temperature: bool = True
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("epochs", "iterations", "group_size", "batch_size", "chunk_size"), COUNT)
-        put_numbers(self, {**counts, "message_damping": SHARE, "prior_factor": POSITIVE})
+        super().__post_init__()
         if self.layers == ALL and self.posterior == FULL:
             raise PosthocUQError("posterior='full' is for the last layer; take layers='last'.")
         if self.layers == ALL and self.prior == "zero":
@@ -919,12 +918,7 @@ class MessagePassing(MessagePassingOptions, Method):
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
     likelihoods: ClassVar[tuple[str, ...] | None] = LIKELIHOODS
 
-    prior_precision: float | None = None
-
-    def __post_init__(self) -> None:
-        Method.__post_init__(self)  # first, so that what follows compares values of the right types
-        MessagePassingOptions.__post_init__(self)
-        put_numbers(self, {"prior_precision": POSITIVE})
+    prior_precision: Positive | None = None
 
     @property
     def trains(self) -> bool:

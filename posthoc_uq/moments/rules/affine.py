@@ -13,14 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.moments.tensor import MomentTensor, Pass, WeightPosterior, full_precision, moments_of, rule
 from posthoc_uq.moments.unscented import is_recorded
 
-_CONVOLUTIONS = {
-    1: F.conv1d,
-    2: F.conv2d,
-    3: F.conv3d,
-}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -111,7 +107,7 @@ def _convolution(
             return MomentTensor(
                 mean, function(wide.square(), posterior.variances, posterior.bias_variances, **args)
             )
-        if args["groups"] == 1 and function in _CONVOLUTIONS.values():
+        if args["groups"] == 1 and function in CONVOLUTIONS.values():
             variance = function(
                 _beside(v, wide), _joined(posterior, weight), posterior.bias_variances, **args
             )
@@ -142,7 +138,7 @@ def _joined(posterior: WeightPosterior, weight: Tensor) -> Tensor:
 
 
 def _register(dims: int) -> None:
-    @rule(_CONVOLUTIONS[dims])
+    @rule(CONVOLUTIONS[dims])
     def convolution(
         state: Pass,
         input: Any,
@@ -161,7 +157,7 @@ def _register(dims: int) -> None:
         if lacks_batch:
             raise state.refusal("a convolution was called on an input without a batch dimension", "add one")
         args = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        return _convolution(state, _CONVOLUTIONS[dims], input, weight, bias, args)
+        return _convolution(state, CONVOLUTIONS[dims], input, weight, bias, args)
 
     @rule(_TRANSPOSED[dims])
     def transposed(

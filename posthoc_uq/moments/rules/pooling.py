@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.moments import maximum
 from posthoc_uq.moments.tensor import MomentTensor, Pass, full_precision, moments_of, named, rule
 from posthoc_uq.moments.unscented import root
@@ -68,8 +69,7 @@ def _divisors(
     """The divisor of each window's average: the sum of ones in the window, divided by their average."""
     kernel = torch.ones((1, 1, *window), dtype=ones.dtype, device=ones.device)
     sides = [side for pad, width in zip(pads, window, strict=True) for side in (pad + width, pad)]
-    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(window)]
-    counted = convolve(F.pad(ones, sides[::-1]), kernel, stride=strides)
+    counted = CONVOLUTIONS[len(window)](F.pad(ones, sides[::-1]), kernel, stride=strides)
     counted = counted[(..., *[slice(0, size) for size in averaged.shape[2:]])]
     return (counted / averaged).reshape(averaged.shape[2:])
 
