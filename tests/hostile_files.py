@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import methods
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.files import userblock
+from posthoc_uq.files import header
 
 LIKELIHOODS = {"diag": "binary", "efb": "regression"}  # of all others classification
 METHODS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.files import userblock
+from posthoc_uq.files import header
 from posthoc_uq.files.state import posterior_state
 from posthoc_uq.layers.layer import Layer, describe
 from posthoc_uq.likelihoods import Categorical, Gaussian, Likelihood

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.files import userblock
+from posthoc_uq.files import header
 from posthoc_uq.methods.contexts import UniformBox
 from posthoc_uq.methods.trained import initialised
 from posthoc_uq.methods.training import best_epoch

@@ -1,6 +1,6 @@
-"""A posterior's state as an HDF5 image, and back; the only module that imports h5py.
+"""The HDF5 part of a file, written and read with checks; the only module that imports h5py.
 
-``sandbox`` runs it as a script in a child process, so it imports neither torch nor anything of this package.
+``untrusted`` runs it as a script in a child process, so it imports neither torch nor anything of this package.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 STATE = "state"
 STATE_BYTES = 16 * 2**20  # most that the JSON description may have
+_MOST_VALUES = 500_000  # keys and values of the description; a layer takes about twenty
 _OBJECTS = 200_000  # most groups and datasets of a file
 _CHUNK_BYTES = 4 * 2**20  # most of a compressed chunk, inflated; h5py chooses at most 1 MiB
 _ATTRIBUTE_BYTES = 32 * 1024  # HDF5 allows 64 KiB
@@ -60,6 +61,53 @@ def link_name(name: str) -> str:
     if not encoded.strip("."):
         encoded = encoded.replace(".", "%2E")
     return encoded or "%"
+
+
+def state_text(values: Mapping[str, Any]) -> bytes:
+    """A description as JSON.
+
+    Raises:
+        FormatError: it is too long, or has too many values, to be read again.
+        TypeError, ValueError: JSON cannot hold it.
+    """
+    text = json.dumps(values, ensure_ascii=True).encode()
+    if len(text) > STATE_BYTES or _count_values(text) > _MOST_VALUES:
+        raise FormatError(
+            f"its description takes {len(text)} bytes and {_count_values(text)} values, and a file holds at most "
+            f"{STATE_BYTES} and {_MOST_VALUES}"
+        )
+    return text
+
+
+def state_values(text: bytes) -> dict[str, Any]:
+    """The object that a description holds.
+
+    Raises:
+        FormatError: it is no JSON object, has too many values, or a key twice.
+    """
+    if _count_values(text) > _MOST_VALUES:
+        raise FormatError(f"its description has more than {_MOST_VALUES} values")
+    try:
+        values = json.loads(text, object_pairs_hook=_distinct)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError):
+        raise FormatError("its description is not valid JSON") from None
+    if not isinstance(values, dict):
+        raise FormatError("its description is no JSON object")
+    return values  # pyright: ignore[reportUnknownVariableType]
+
+
+def _count_values(text: bytes) -> int:
+    """An upper bound on the number of keys and values, by their separators, without parsing."""
+    return sum(text.count(mark) for mark in (b",", b":", b"[", b"{")) + 1
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise FormatError("its description has a key twice")
+    return values
 
 
 def build_image(

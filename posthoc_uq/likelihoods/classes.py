@@ -6,16 +6,18 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from math import pi
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Flag, NumberField, Whole, flag, shown
 from posthoc_uq.core.options import Number as Setting
+from posthoc_uq.core.options import flag, shown
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import positions
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, classes_of_draws, classes_of_gaussian
@@ -43,6 +45,15 @@ AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models
 _LABEL = Setting("a whole number from -2^31 to 2^31 - 1", least=-(2**31), most=2**31 - 1, whole=True)
 _SMOOTHING = Setting("a number in [0, 1)", least=0, most=1 - 2**-53)
 _TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
+
+
+class CategoricalFields(Record):
+    """The options; a file holds those that are not the default."""
+
+    class_dim: Literal[1, -1] = 1
+    ignore_index: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -100
+    next_token: bool = False
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class Categorical(Likelihood):
@@ -73,12 +84,7 @@ class Categorical(Likelihood):
     name = "classification"
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
-    optional_fields: ClassVar[Mapping[str, Field]] = {
-        "class_dim": Whole(-1, -1),  # files hold what is not the default
-        "ignore_index": Whole(-(2**31), 2**31 - 1),
-        "next_token": Flag(),
-        "label_smoothing": NumberField(0.0, 1.0),
-    }
+    fields: ClassVar[type[Record]] = CategoricalFields
     label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
     layout: Layout = Layout()
 
@@ -116,7 +122,7 @@ class Categorical(Likelihood):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any]) -> Categorical:
-        return cls(**{name: attributes[name] for name in cls.optional_fields if name in attributes})
+        return cls(**{name: attributes[name] for name in cls.fields.model_fields if name in attributes})
 
     def of_targets(self) -> Categorical:
         """Without the smoothing of labels."""

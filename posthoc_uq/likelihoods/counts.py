@@ -6,15 +6,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import lgamma, log
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Number, NumberField
+from posthoc_uq.core.options import Number
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread
 from posthoc_uq.likelihoods.likelihood import SeparateOutputs, wide
@@ -229,6 +231,12 @@ _SMALLEST_DISPERSION, _LARGEST_DISPERSION = 1e-6, 1e6
 _DISPERSION = Number("a number between 1e-6 and 1e6", least=_SMALLEST_DISPERSION, most=_LARGEST_DISPERSION)
 
 
+class NegativeBinomialFields(Record):
+    """The dispersion."""
+
+    dispersion: Annotated[float, Field(ge=_SMALLEST_DISPERSION, le=_LARGEST_DISPERSION)]
+
+
 class NegativeBinomial(LogMean):
     """Counts: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of means ``mu``, targets of the same
     shape are whole numbers from 0 on, with the variance ``mu + dispersion mu^2`` (NB2 of Cameron, Trivedi, "Regression
@@ -239,9 +247,7 @@ class NegativeBinomial(LogMean):
     """
 
     name = "negative_binomial"
-    fields: ClassVar[Mapping[str, Field]] = {
-        "dispersion": NumberField(_SMALLEST_DISPERSION, _LARGEST_DISPERSION)
-    }
+    fields: ClassVar[type[Record]] = NegativeBinomialFields
 
     def __init__(self, dispersion: float = 1.0) -> None:
         self.dispersion = float(_DISPERSION("dispersion", dispersion))
@@ -308,6 +314,12 @@ _SMALLEST_SHAPE, _LARGEST_SHAPE = 1e-6, 1e6
 _SHAPE = Number("a number between 1e-6 and 1e6", least=_SMALLEST_SHAPE, most=_LARGEST_SHAPE)
 
 
+class GammaFields(Record):
+    """The shape."""
+
+    shape: Annotated[float, Field(ge=_SMALLEST_SHAPE, le=_LARGEST_SHAPE)]
+
+
 class Gamma(LogMean):
     """Positive values: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of means ``mu``, targets of the
     same shape are above 0, with the variance ``mu^2 / shape``.
@@ -319,7 +331,7 @@ class Gamma(LogMean):
 
     name = "gamma"
     counts: ClassVar[bool] = False
-    fields: ClassVar[Mapping[str, Field]] = {"shape": NumberField(_SMALLEST_SHAPE, _LARGEST_SHAPE)}
+    fields: ClassVar[type[Record]] = GammaFields
 
     def __init__(self, shape: float = 1.0) -> None:
         self.shape = float(_SHAPE("shape", shape))

@@ -25,7 +25,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.numerics import CHUNK, cholesky, contracted_pairs, pair_index, pairs, solved_plus_one
-from posthoc_uq.core.options import Field, Text, Whole
+from posthoc_uq.core.records import Natural, Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,
@@ -214,6 +214,14 @@ class InformationFactor(Factor):
         return sum(t.numel() * t.element_size() for t in (self._inverse, self._root))
 
 
+class InformationFields(Record):
+    """The correction, and how many directions are kept on each side."""
+
+    correction: Correction
+    input_directions: Natural
+    output_directions: Natural
+
+
 class InformationBlock(Block):
     """What INF stores of one layer.
 
@@ -229,11 +237,7 @@ class InformationBlock(Block):
     makes = InformationFactor
     own_priors = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
-    fields: ClassVar[Mapping[str, Field]] = {
-        "correction": Text(CORRECTIONS),
-        "input_directions": Whole(0, 2**40),
-        "output_directions": Whole(0, 2**31),
-    }
+    fields: ClassVar[type[Record]] = InformationFields
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError
 from posthoc_uq.core.numerics import cholesky
-from posthoc_uq.core.options import Field, Flag, Whole
+from posthoc_uq.core.records import Count, Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,
@@ -154,6 +154,13 @@ class JointFactor(Factor):
         return MovedRows(self.variance(), self._shift, inner)
 
 
+class MessagesFields(Record):
+    """The number of training samples, and whether the block keeps a Gram."""
+
+    samples: Count
+    gram: bool = False
+
+
 class MessagesBlock(Block):
     """Independent weights: all tensors ``(G, m, n)``, but for `shift`.
 
@@ -172,8 +179,7 @@ class MessagesBlock(Block):
 
     kind = "messages"
     makes = MessageFactor
-    fields: ClassVar[Mapping[str, Field]] = {"samples": Whole(1)}
-    optional_fields: ClassVar[Mapping[str, Field]] = {"gram": Flag()}
+    fields: ClassVar[type[Record]] = MessagesFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
