@@ -67,7 +67,7 @@ def sentence(error: ValidationError, where: str) -> str:
     """The first fault that pydantic found, in the words of this package: ``its description, scale must be ...``."""
     fault: Any = error.errors(include_url=False)[0]
     # parts in angle brackets are the names of alternatives, not of fields
-    parts = [part for part in fault["loc"] if not str(part).startswith("<")]
+    parts = [part for part in fault["loc"] if not str(part).startswith("<") and part != "[key]"]
     kind, context, value = fault["type"], fault.get("ctx", {}), _short(fault["input"])
     if kind in ("missing", "extra_forbidden"):
         *parts, name = parts

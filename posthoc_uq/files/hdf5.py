@@ -57,7 +57,7 @@ class Structure:
 
 def link_name(name: str) -> str:
     """The name of a group: percent-encoded where HDF5 would nest or refuse it."""
-    encoded = quote(name, safe=_NAME_CHARACTERS, errors="surrogatepass")
+    encoded = quote(name, safe=_NAME_CHARACTERS)
     if not encoded.strip("."):
         encoded = encoded.replace(".", "%2E")
     return encoded or "%"

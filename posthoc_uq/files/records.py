@@ -12,17 +12,27 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.records import LARGEST, Count, Name, Natural, Positive, Record, Share, among, checked
 from posthoc_uq.files.hdf5 import state_text, state_values
 from posthoc_uq.files.match import fingerprint
-from posthoc_uq.files.tensors import stored_mean
+from posthoc_uq.files.tensors import (
+    FEATURES,
+    MEAN,
+    PRIOR_MEAN,
+    PRIOR_PRECISION,
+    Slot,
+    block_group,
+    parameter_shapes,
+    slots,
+    stored_mean,
+)
 from posthoc_uq.layers.layer import KINDS, Layer, matrix_sides
 from posthoc_uq.likelihoods import LIKELIHOODS, described, likelihood_from_attributes
 from posthoc_uq.likelihoods.metrics import QUANTILES
 from posthoc_uq.likelihoods.prediction import SCORES
-from posthoc_uq.posteriors.block import BLOCKS, FAMILIES
-from posthoc_uq.posteriors.features import SOURCES
+from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
+from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import (
     ABOUT,
@@ -336,11 +346,16 @@ class ReferralRecord(_Thresholds):
         return self
 
 
+def _referral_kind(value: Any) -> str:
+    several = (
+        "scores" in cast("dict[str, Any]", value) if isinstance(value, dict) else hasattr(value, "scores")
+    )
+    return "<several>" if several else "<one>"
+
+
 AnyReferralRecord = Annotated[
     Annotated[ReferralRecord, Tag("<several>")] | Annotated[SingleReferralRecord, Tag("<one>")],
-    Discriminator(
-        lambda value: "<several>" if "scores" in (value if isinstance(value, dict) else ()) else "<one>"
-    ),
+    Discriminator(_referral_kind),
 ]
 
 
@@ -550,3 +565,50 @@ def _plain_prior(prior: WeightPrior) -> dict[str, Any]:
     by_weight = isinstance(prior.mean, Mapping)
     mean: dict[str, Any] = {"means": True} if by_weight else {"mean": prior.mean} if prior.mean else {}
     return mean | ({"precisions": True} if prior.precision else {})
+
+
+def described_slots(description: Description) -> list[Slot]:
+    """Every tensor that a file of this description must have; needs no tensor, so a file is checked before its numbers
+    are read.
+
+    Raises:
+        CorruptPosteriorError: blocks, trained mean or prior do not fit the layers.
+    """
+    layers = description.layers_by_name()
+    found: list[Slot] = []
+    placed: list[str] = []
+    for name, block in description.blocks.items():
+        kind, members = BLOCKS[block.kind], block.members
+        if any(member not in layers for member in members):
+            raise CorruptPosteriorError(f"block '{name}' has layers that are not described: {members[:5]}")
+        if kind.joint:
+            shape = (1, 1, sum(layers[member].parameters for member in members))
+        elif members == [name]:
+            shape = layers[name].matrix_shape
+        else:
+            raise CorruptPosteriorError(
+                f"block '{name}' must hold the layer of that name alone, not {members[:5]}"
+            )
+        placed += members
+        found += slots(block_group(name), f"block '{name}'", kind.specs(shape, block.attributes))
+    if sorted(placed) != sorted(layers):
+        raise CorruptPosteriorError("its blocks do not hold every layer once")
+    shapes = parameter_shapes(layers.values())
+    of_layers = {name: TensorSpec(shape) for name, shape in shapes.items()}
+    certain = {name: TensorSpec(tuple(shape)) for name, shape in description.certain.items()}
+    if certain.keys() & shapes.keys() or not certain.keys() <= set(description.trained_mean):
+        raise CorruptPosteriorError("its certain parameters must be of the trained mean and of no layer")
+    stray = [name for name in description.trained_mean if name not in shapes and name not in certain]
+    if stray:
+        raise CorruptPosteriorError(f"its trained mean has parameters that no layer has: {stray[:5]}")
+    mean = {name: (of_layers | certain)[name] for name in description.trained_mean}
+    found += slots(MEAN, "the trained mean", mean)
+    for group, given in (
+        (PRIOR_MEAN, description.prior.means),
+        (PRIOR_PRECISION, description.prior.precisions),
+    ):
+        found += slots(group, "the prior", of_layers if given else {})
+    if description.features is not None:
+        specs = FeatureGrams.specs(description.features.model_dump(exclude_unset=True))
+        found += slots(FEATURES, "the features", specs)
+    return found

@@ -37,7 +37,14 @@ from posthoc_uq.files.match import (
     fingerprint,
     parameters_of,
 )
-from posthoc_uq.files.records import Description, EvidenceRecord, Settings, description_of, parsed
+from posthoc_uq.files.records import (
+    Description,
+    EvidenceRecord,
+    Settings,
+    described_slots,
+    description_of,
+    parsed,
+)
 from posthoc_uq.files.summary import Inspection
 from posthoc_uq.files.tensors import (
     BLOCKS_GROUP,
@@ -54,7 +61,6 @@ from posthoc_uq.files.tensors import (
     check_features,
     check_reach,
     complaint,
-    described_slots,
     dtype_name,
     parameter_shapes,
     size_limit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,10 @@ from posthoc_uq.files.hdf5 import link_name
 from posthoc_uq.files.header import CHECKPOINT
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
-from posthoc_uq.posteriors.features import ALL, FeatureGrams
+from posthoc_uq.posteriors.features import ALL
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters, WeightPrior
-
-if TYPE_CHECKING:
-    from posthoc_uq.files.records import Description
 
 # Number formats: how torch holds them, and how the file does (bfloat16 as its bits).
 STORED = {
@@ -87,7 +84,8 @@ def block_group(block: str) -> str:
     return f"{BLOCKS_GROUP}/{link_name(block)}"
 
 
-def _slots(group: str, owner: str, specs: Mapping[str, TensorSpec]) -> Iterator[Slot]:
+def slots(group: str, owner: str, specs: Mapping[str, TensorSpec]) -> Iterator[Slot]:
+    """The slots of one group."""
     return (Slot(group, owner, name, spec) for name, spec in specs.items())
 
 
@@ -96,7 +94,7 @@ def tensors_of(posterior: Posterior) -> list[tuple[Slot, Tensor]]:
     found: list[tuple[Slot, Tensor]] = []
 
     def add(group: str, owner: str, specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> None:
-        found.extend((slot, tensors[slot.name]) for slot in _slots(group, owner, specs))
+        found.extend((slot, tensors[slot.name]) for slot in slots(group, owner, specs))
 
     for name, block in posterior.blocks.items():
         specs = block.specs(posterior.block_shape(name), block.attributes())
@@ -127,53 +125,6 @@ def stored_mean(posterior: Posterior) -> dict[str, Tensor]:
         for parameter in posterior.layers[layer].parameter_names
     }
     return {name: tensor for name, tensor in posterior.centre.items() if name not in in_blocks}
-
-
-def described_slots(description: Description) -> list[Slot]:
-    """Every tensor that a file of this description must have; needs no tensor, so a file is checked before its numbers
-    are read.
-
-    Raises:
-        CorruptPosteriorError: blocks, trained mean or prior do not fit the layers.
-    """
-    layers = description.layers_by_name()
-    slots: list[Slot] = []
-    placed: list[str] = []
-    for name, block in description.blocks.items():
-        kind, members = BLOCKS[block.kind], block.members
-        if any(member not in layers for member in members):
-            raise CorruptPosteriorError(f"block '{name}' has layers that are not described: {members[:5]}")
-        if kind.joint:
-            shape = (1, 1, sum(layers[member].parameters for member in members))
-        elif members == [name]:
-            shape = layers[name].matrix_shape
-        else:
-            raise CorruptPosteriorError(
-                f"block '{name}' must hold the layer of that name alone, not {members[:5]}"
-            )
-        placed += members
-        slots += _slots(block_group(name), f"block '{name}'", kind.specs(shape, block.attributes))
-    if sorted(placed) != sorted(layers):
-        raise CorruptPosteriorError("its blocks do not hold every layer once")
-    shapes = parameter_shapes(layers.values())
-    of_layers = {name: TensorSpec(shape) for name, shape in shapes.items()}
-    certain = {name: TensorSpec(tuple(shape)) for name, shape in description.certain.items()}
-    if certain.keys() & shapes.keys() or not certain.keys() <= set(description.trained_mean):
-        raise CorruptPosteriorError("its certain parameters must be of the trained mean and of no layer")
-    stray = [name for name in description.trained_mean if name not in shapes and name not in certain]
-    if stray:
-        raise CorruptPosteriorError(f"its trained mean has parameters that no layer has: {stray[:5]}")
-    mean = {name: (of_layers | certain)[name] for name in description.trained_mean}
-    slots += _slots(MEAN, "the trained mean", mean)
-    for group, given in (
-        (PRIOR_MEAN, description.prior.means),
-        (PRIOR_PRECISION, description.prior.precisions),
-    ):
-        slots += _slots(group, "the prior", of_layers if given else {})
-    if description.features is not None:
-        specs = FeatureGrams.specs(description.features.model_dump(exclude_unset=True))
-        slots += _slots(FEATURES, "the features", specs)
-    return slots
 
 
 def parameter_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
@@ -233,7 +184,7 @@ def _skew(basis: Tensor, padded: bool) -> float:
     else:
         # Drawn from the basis's own numbers: the same file always passes or never, and none can be made to pass.
         numbers = basis.detach().cpu().contiguous().view(torch.uint8).numpy()
-        source = torch.Generator().manual_seed(int.from_bytes(sha256(numbers).digest()[:7], "big"))
+        source = torch.Generator().manual_seed(int.from_bytes(sha256(numbers.data).digest()[:7], "big"))
         probes = torch.randn(width, _PROBES, generator=source, dtype=wide.dtype, device="cpu").to(wide.device)
         probes = probes / _PROBES**0.5
     identity = probes * (wide != 0).any(-2).unsqueeze(-1) if padded else probes
