@@ -230,12 +230,7 @@ def test_inspect_and_h5py_show_what_is_in_it(saved: Saved) -> None:
     assert block["tensors"]["input_basis"] == {"shape": [2, 5, 2], "dtype": "float32"}
     assert block["bytes"] == posterior.blocks["body.a/b"].bytes()
     with h5py.File(path) as file:
-        assert file.attrs["method"] == "inf" and file.attrs["likelihood"] == "classification"
-        assert file.attrs["scale"] == posterior.scale and file.attrs["fit.seconds.sweep"] == 0.25
-        assert list(file["layers/body.a%2Fb"].attrs["weight_shape"]) == [4, 1, 2, 2]
-        prior = file["layers/body.50%252F"].attrs["prior_precision"]
-        assert prior == posterior.prior_precision["body.50%2F"]
-        assert file["blocks/body.a%2Fb"].attrs["correction"] == "rescale"
+        assert file.attrs["method"] == "inf" and file.attrs["library_version"] == uq.__version__
 
 
 # The format's document

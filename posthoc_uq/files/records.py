@@ -162,7 +162,6 @@ class FeaturesRecord(Record):
     classes: Side
     width: Side
     rank: Natural
-    totals: bool = False
 
 
 # The posterior as a whole

@@ -29,7 +29,7 @@ from posthoc_uq.core.model import apart, check_not_meta, model_device, unwrap
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.core.records import checked
 from posthoc_uq.files import atomic, hdf5, header
-from posthoc_uq.files.hdf5 import ImageReader, Stored, Structure, link_name, stored_attributes
+from posthoc_uq.files.hdf5 import ImageReader, Stored, Structure
 from posthoc_uq.files.match import (
     check_buffers,
     check_shapes,
@@ -50,7 +50,6 @@ from posthoc_uq.files.tensors import (
     BLOCKS_GROUP,
     FEATURES,
     FORMATS,
-    LAYERS,
     MEAN,
     PRIOR_MEAN,
     PRIOR_PRECISION,
@@ -127,16 +126,13 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
     """The whole file in memory; `posterior` is a snapshot, which no other thread changes."""
     try:
         description = description_of(posterior)
-        tensors = tensors_of(posterior)
-        attributes = _attributes(description, [slot for slot, _ in tensors], __version__)
         arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
-        for slot, tensor in tensors:
+        for slot, tensor in tensors_of(posterior):
             wanted = tensor.dtype if slot.own_format else dtype or tensor.dtype
             _check_storable(slot, tensor, wanted)
-            attributes[slot.path]["dtype"] = dtype_name(wanted)
             arrays[slot.path] = partial(as_array, tensor, wanted)
         _check_together(posterior)
-        text = hdf5.state_text(description.plain())
+        text, attributes = hdf5.state_text(description.plain()), _attributes(description, __version__)
         image = hdf5.build_image(text, attributes, arrays, header.SIZE, compression)
     except (CorruptPosteriorError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}.") from error
@@ -215,45 +211,15 @@ def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
         ) from error
 
 
-def _attributes(description: Description, slots: list[Slot], release: str) -> dict[str, dict[str, Any]]:
-    """The attributes of every group and dataset by its path, ``"/"`` for the root: the main facts of the description,
-    which any HDF5 tool shows.
-    """
-    prior = description.settings.prior_precision
-    by_layer = isinstance(prior, dict)
-    history, likelihood = description.history, description.likelihood
-    by_path: dict[str, dict[str, Any]] = {
-        "/": {
-            "format": "posthoc_uq posterior",
-            "format_version": header.FORMAT,
-            "library_version": release,
-            "fingerprint": description.fingerprint,
-            "buffers_fingerprint": description.buffers_fingerprint,
-            "method": description.method,
-            **description.settings.model_dump(),
-            **({"prior_precision": "per layer"} if by_layer else {}),
-            "likelihood": likelihood["name"],
-            "likelihood_class": likelihood.get("class"),
-            "noise_variance": likelihood.get("noise_variance"),
-            "evidence": description.evidence.model_dump(),
-            "fit": history.fit,
-            "tuning": history.tuning,
-        },
-        LAYERS: {},
-        BLOCKS_GROUP: {},
+def _attributes(description: Description, release: str) -> dict[str, str | int]:
+    """What any HDF5 tool shows of the file as a whole."""
+    return {
+        "format": "posthoc_uq posterior",
+        "format_version": header.FORMAT,
+        "library_version": release,
+        "method": description.method,
+        "fingerprint": description.fingerprint,
     }
-    for name, layer in description.layers.items():
-        own_prior = {"prior_precision": prior[name]} if isinstance(prior, dict) else {}
-        by_path[f"{LAYERS}/{link_name(name)}"] = {"name": name, **layer.model_dump(), **own_prior}
-    for name, block in description.blocks.items():
-        facts = {"name": name, "kind": block.kind, "members": block.members}
-        by_path[block_group(name)] = {**facts, **block.attributes}
-    for slot in slots:
-        by_path.setdefault(slot.group, {})
-        by_path[slot.path] = {"name": slot.name, "dtype": ""}
-    if description.features is not None:
-        by_path[FEATURES] = description.features.model_dump()
-    return by_path
 
 
 # Loading
@@ -416,9 +382,9 @@ def _described(structure: Structure, head: header.Header) -> tuple[Description, 
             f"its header says method={head.kind!r}, and its description {description.method!r}"
         )
     slots = described_slots(description)
-    known = _attributes(description, slots, head.release)
     wanted = {slot.path: slot for slot in slots}
-    stray = sorted(set(structure.groups) ^ (known.keys() - wanted.keys() - {"/"}))
+    groups = {slot.group for slot in slots} | {BLOCKS_GROUP}
+    stray = sorted(groups ^ set(structure.groups))
     if stray:
         raise CorruptPosteriorError(f"its groups are not those described: {stray[:3]}")
     for dataset, slot in wanted.items():
@@ -433,10 +399,9 @@ def _described(structure: Structure, head: header.Header) -> tuple[Description, 
     stray = sorted(structure.datasets.keys() - wanted.keys())
     if stray:
         raise CorruptPosteriorError(f"it holds datasets that no posterior has: {stray[:3]}")
-    for owner, names in structure.attributes.items():
-        stray = sorted(set(names) - stored_attributes(known.get(owner, {})).keys())
-        if stray:
-            raise CorruptPosteriorError(f"'{owner}' has attributes that no posterior has: {stray[:3]}")
+    stray = sorted(set(structure.attributes) - _attributes(description, head.release).keys())
+    if stray:
+        raise CorruptPosteriorError(f"it has attributes that no posterior has: {stray[:3]}")
     return description, slots
 
 

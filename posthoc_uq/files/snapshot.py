@@ -105,7 +105,7 @@ def write_snapshot(target: Path, description: Mapping[str, Any], groups: Groups)
             index.append([group, name])
             arrays[f"{CHECKPOINT}/{number}/{hdf5.link_name(name)}"] = partial(as_array, tensor, tensor.dtype)
     state = {"kind": CHECKPOINT, "description": description, "index": index}
-    image = hdf5.build_image(hdf5.state_text(state), {"/": _ATTRIBUTES}, arrays, header.SIZE, None)
+    image = hdf5.build_image(hdf5.state_text(state), _ATTRIBUTES, arrays, header.SIZE, None)
     atomic.write(target, header.seal(image, CHECKPOINT))
 
 
@@ -151,7 +151,7 @@ def _read_tensors(
         for group, name in index
     ]
     groups = {CHECKPOINT, *(f"{CHECKPOINT}/{number}" for number in order.values())} if paths else set[str]()
-    extra = set(structure.attributes) - {"/"} or set(structure.attributes.get("/", [])) - _ATTRIBUTES.keys()
+    extra = set(structure.attributes) - _ATTRIBUTES.keys()
     if set(structure.groups) != groups or extra:
         raise CorruptPosteriorError("it has other groups or attributes than a checkpoint has")
     if len(set(paths)) < len(paths) or {path for *_, path in paths} != structure.datasets.keys():

@@ -48,7 +48,7 @@ def as_array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
 
 # Where tensors stand
 
-LAYERS, BLOCKS_GROUP, MEAN, FEATURES = "layers", "blocks", "trained_mean", "features"
+BLOCKS_GROUP, MEAN, FEATURES = "blocks", "trained_mean", "features"
 PRIOR_MEAN, PRIOR_PRECISION = "prior_mean", "prior_precision"  # of single weights
 
 
@@ -233,11 +233,10 @@ def check_features(tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CorruptPosteriorError: they are.
     """
-    if "totals" in tensors:
-        labels, samples, traces = as_double(tensors["totals"]).unbind(1)
-        whole = bool((labels == labels.round()).all()) and len(set(labels.tolist())) == len(labels)
-        if not whole or bool((labels < ALL).any()) or bool((samples <= 0).any()) or bool((traces < 0).any()):
-            raise CorruptPosteriorError("its features are not of different classes with samples in each")
+    labels, samples, traces = as_double(tensors["totals"]).unbind(1)
+    whole = bool((labels == labels.round()).all()) and len(set(labels.tolist())) == len(labels)
+    if not whole or bool((labels < ALL).any()) or bool((samples <= 0).any()) or bool((traces < 0).any()):
+        raise CorruptPosteriorError("its features are not of different classes with samples in each")
     most = 1.5 * tensors["basis"].shape[0]
     traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
     if float(traces.max()) > most or largest_of(tensors["residual"]) > most:

@@ -131,8 +131,8 @@ class ChildReader:
         self._arrays = {
             path: prod(stored.shape) * np.dtype(stored.dtype).itemsize for path, stored in datasets.items()
         }
-        attributes = {path: [str(name) for name in names] for path, names in outline["attributes"].items()}
-        return Structure(state, [str(group) for group in outline["groups"]], datasets, attributes)
+        groups, attributes = ([str(name) for name in outline[key]] for key in ("groups", "attributes"))
+        return Structure(state, groups, datasets, attributes)
 
     def array(self, path: str, stored: Stored) -> np.ndarray[Any, Any]:
         """The numbers of the next dataset."""

@@ -52,8 +52,7 @@ class FeatureGrams:
         factors: F, ``(classes, width, rank)``.
         residual: rho, ``(classes,)``.
         totals: of each Gram before it was scaled, the number of its class (or `RARE`, `ALL`), its samples and its
-            trace, ``(classes, 3)`` in float64; None in files of earlier releases. With them, data can come in and go
-            out.
+            trace, ``(classes, 3)`` in float64. With them, data can come in and go out.
         smoothing: r, the ridge on every Gram as a share of its mean eigenvalue; may be set at any time.
     """
 
@@ -68,7 +67,7 @@ class FeatureGrams:
         self.layer, self.source, self.samples = layer, source, samples
         self.basis, self.diagonal = tensors["basis"], tensors["diagonal"]
         self.factors, self.residual = tensors["factors"], tensors["residual"]
-        self.totals = tensors.get("totals")
+        self.totals = tensors["totals"]
         self.smoothing = smoothing
         self._ready: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -146,8 +145,7 @@ class FeatureGrams:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
-        tensors = {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
-        return tensors | ({} if self.totals is None else {"totals": self.totals})
+        return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual", "totals")}
 
     def numbers(self) -> int:
         """Numbers stored."""
@@ -167,7 +165,6 @@ class FeatureGrams:
             "classes": self.classes,
             "width": self.basis.shape[1],
             "rank": self.factors.shape[2],
-            **({} if self.totals is None else {"totals": True}),
         }
 
     @staticmethod
@@ -187,7 +184,7 @@ class FeatureGrams:
             "diagonal": TensorSpec((classes, width), non_negative=True),
             "factors": TensorSpec((classes, width, rank)),
             "residual": TensorSpec((classes,), non_negative=True),
-            **({"totals": TensorSpec((classes, 3), exact=True)} if attributes.get("totals") else {}),
+            "totals": TensorSpec((classes, 3), exact=True),
         }
 
     @classmethod
@@ -636,8 +633,7 @@ def _rescale(features: FeatureGrams) -> None:
 
 
 def _labels(features: FeatureGrams) -> list[int]:
-    totals = features.totals
-    return [] if totals is None else [int(label) for label in totals[:, 0].tolist()]
+    return [int(label) for label in features.totals[:, 0].tolist()]
 
 
 def _spread(numbers: Tensor, places: Sequence[int]) -> Tensor:
@@ -652,7 +648,6 @@ class _Kept(Grams):
     def __init__(self, features: FeatureGrams, device: torch.device) -> None:
         basis, triangle = torch.linalg.qr(as_double(features.basis).to(device))
         self._basis = basis * triangle.diagonal().sign()
-        assert features.totals is not None
         totals = as_double(features.totals).to(device)
         self.counts, self.traces = totals[:, 1], totals[:, 2]
         scale = (self.traces / basis.shape[0]).unsqueeze(1)
