@@ -290,12 +290,8 @@ def read_exactly(stream: IO[bytes], size: int) -> bytearray:
         EOFError: the stream ended before that.
     """
     data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        count = stream.readinto(view[done:])  # pyright: ignore[reportAttributeAccessIssue]
-        if not count:
-            raise EOFError
-        done += count
+    if stream.readinto(data) < size:  # pyright: ignore[reportAttributeAccessIssue]
+        raise EOFError
     return data
 
 
