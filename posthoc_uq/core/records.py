@@ -31,6 +31,10 @@ class Record(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    def plain(self) -> dict[str, Any]:
+        """The values that it was made of, for JSON; an optional field that is None is left out."""
+        return self.model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
+
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 

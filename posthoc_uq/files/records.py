@@ -213,7 +213,7 @@ def _check_likelihood(values: dict[str, Any]) -> dict[str, Any]:
         OwnLikelihoodRecord.model_validate(values)
         return values
     name = values.get("name")
-    if name not in LIKELIHOODS:
+    if not isinstance(name, str) or name not in LIKELIHOODS:
         raise ValueError(f"has the name {name!r:.60}, which is none of {tuple(LIKELIHOODS)}")
     LIKELIHOODS[name].fields.model_validate({key: value for key, value in values.items() if key != "name"})
     try:
@@ -234,15 +234,15 @@ class FitFacts(Record):
 
     model_config = ConfigDict(extra="ignore", alias_generator=lambda name: name.replace("_", " "))
 
-    images: Name | None = None
-    image_size: Annotated[int, Field(ge=1, le=2**14)] | None = None
-    image_mean: Colour | None = None
-    image_std: Colour | None = None
-    class_names: list[Name] | None = None
-    table_classes: list[Name] | None = None
-    last_layer: Name | None = None
-    novelty: Name | None = None
-    prior_body_variance: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
+    images: Name = ""
+    image_size: Annotated[int, Field(ge=1, le=2**14)] = 1
+    image_mean: Colour = Field(default_factory=list[float])
+    image_std: Colour = Field(default_factory=list[float])
+    class_names: list[Name] = Field(default_factory=list[str])
+    table_classes: list[Name] = Field(default_factory=list[str])
+    last_layer: Name = ""
+    novelty: Name = ""
+    prior_body_variance: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
 
 
 def _check_fit(values: dict[str, Any]) -> dict[str, Any]:
@@ -403,11 +403,10 @@ class HistoryRecord(Record):
 
     def history(self) -> History:
         """The history of a posterior."""
-        values = self.model_dump(exclude_unset=True, by_alias=True)
+        values = self.plain()
         if self.faithful is not None:
-            values["faithful"] = self.faithful.model_dump(exclude={"settings"})
-            values["faithful"]["settings"] = self.faithful.settings.model_dump(exclude_unset=True)
-        return History(**{name: value for name, value in values.items() if value is not None})
+            values["faithful"]["divergence"] = self.faithful.divergence
+        return History(**values)
 
 
 def _plain_history(history: History) -> dict[str, Any]:
@@ -442,10 +441,6 @@ class Description(Record):
     def layers_by_name(self) -> dict[str, Layer]:
         """The layers as objects."""
         return {name: Layer.from_attributes(name, layer.model_dump()) for name, layer in self.layers.items()}
-
-    def plain(self) -> dict[str, Any]:
-        """As a file keeps it."""
-        return self.model_dump(exclude_unset=True, by_alias=True)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Description:
@@ -608,6 +603,6 @@ def described_slots(description: Description) -> list[Slot]:
     ):
         found += slots(group, "the prior", of_layers if given else {})
     if description.features is not None:
-        specs = FeatureGrams.specs(description.features.model_dump(exclude_unset=True))
+        specs = FeatureGrams.specs(description.features.plain())
         found += slots(FEATURES, "the features", specs)
     return found

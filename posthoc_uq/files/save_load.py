@@ -351,7 +351,7 @@ def posterior_from(
     )
     posterior.weight_prior = prior
     if features is not None:
-        posterior.features = FeatureGrams.restore(features.model_dump(exclude_unset=True), by_group[FEATURES])
+        posterior.features = FeatureGrams.restore(features.plain(), by_group[FEATURES])
     posterior.fingerprint = description.fingerprint
     posterior.buffers_fingerprint = description.buffers_fingerprint
     return posterior
@@ -483,9 +483,9 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         "method": description.method,
         **plain["settings"],
         "likelihood": description.likelihood,
-        "evidence": description.evidence.model_dump(exclude_none=True),
+        "evidence": plain["evidence"],
         **{name: history[name] for name in ("fit", "tuning", "deterministic")},
-        **{name: history.get(name) or {} for name in optional},
+        **{name: history.get(name, {}) for name in optional},
         "parameters": sum(layer.parameters for layer in description.layers_by_name().values()),
         "trained_mean": description.trained_mean,
         "features": plain.get("features"),
