@@ -48,13 +48,13 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return parameters
 
 
-def check_shapes(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor], path: str) -> None:
-    """Refuse a model without the parameters that a file names.
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor], which: str) -> None:
+    """Refuse a model without certain parameters.
 
     Args:
-        shapes: of the file's parameters, by name.
+        shapes: of the parameters that it must have, by name.
         parameters: of the model, by name.
-        path: of the file.
+        which: file or posterior it is that must fit, to begin a sentence.
 
     Raises:
         PosteriorMismatchError: one is missing or has another shape.
@@ -63,20 +63,16 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str,
         own = parameters.get(name)
         called = other_name(name, parameters) if own is None else None
         if called is not None:
-            raise _wrapped(f"'{path}' names", name, called)
+            raise PosteriorMismatchError(
+                f"{which} covers a parameter '{name}', which the model calls '{called}': a part is wrapped in one of "
+                f"them, as torch.compile does it, and not in the other. Pass the model as it was when it was fitted."
+            )
         if own is None or tuple(own.shape) != shape:
             found = "lacks" if own is None else f"has in shape {tuple(own.shape)}"
             raise PosteriorMismatchError(
-                f"'{path}' does not belong to this model: it is about a parameter '{name}' of shape {shape}, which the "
-                f"model {found}. Load it with the model that it was fitted on."
+                f"{which} does not belong to this model: it covers a parameter '{name}' of shape {shape}, which the "
+                f"model {found}. Pass the model that it was fitted on."
             )
-
-
-def _wrapped(which: str, name: str, called: str) -> PosteriorMismatchError:
-    return PosteriorMismatchError(
-        f"{which} a parameter '{name}' that the model calls '{called}': a part is wrapped in one of them, as "
-        f"torch.compile does it, and not in the other. Pass the model as it was when the posterior was fitted."
-    )
 
 
 def check_unchanged(posterior: Posterior) -> None:
@@ -124,21 +120,10 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
     check_unchanged(posterior)
     check_not_meta(unwrap(model))
     parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
+    shapes = {name: tuple(mean.shape) for name, mean in posterior.original.items()}
+    check_shapes(shapes, parameters, "The posterior")
     for name, mean in posterior.original.items():
-        parameter = parameters.get(name)
-        if parameter is None:
-            called = other_name(name, parameters)
-            if called is not None:
-                raise _wrapped("The posterior covers", name, called)
-            raise PosteriorMismatchError(
-                f"The posterior covers parameter '{name}', which the model does not have; pass the model it was fitted "
-                f"on."
-            )
-        if parameter.shape != mean.shape:
-            raise PosteriorMismatchError(
-                f"Parameter '{name}' has shape {tuple(parameter.shape)}, and the posterior was fitted on "
-                f"{tuple(mean.shape)}; pass the model it was fitted on."
-            )
+        parameter = parameters[name]
         same = parameter.data_ptr() == mean.data_ptr() and parameter.device == mean.device
         if not same and not torch.equal(parameter.detach().to(mean), mean):
             if parameter.dtype != mean.dtype:

@@ -414,7 +414,7 @@ def _check_model(
     """Refuse a model that the file does not belong to."""
     shapes = parameter_shapes(description.layers_by_name().values())
     shapes |= {name: tuple(shape) for name, shape in description.certain.items()}
-    check_shapes(shapes, parameters, os.fsdecode(path))
+    check_shapes(shapes, parameters, f"'{os.fsdecode(path)}'")
     if fingerprint({name: parameters[name] for name in shapes}) != description.fingerprint:
         raise PosteriorMismatchError(
             f"The model's parameters are not those that the posterior in '{path}' was fitted on: names and shapes "

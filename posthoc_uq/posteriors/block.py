@@ -524,17 +524,14 @@ def reached(settings: Settings, information: float) -> float:
 
 
 def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """An integer attribute that must lie in a range.
+    """A whole number among the attributes that must lie in a range which depends on the layer.
 
     Raises:
-        CorruptPosteriorError: it is missing, no integer, or out of range.
+        CorruptPosteriorError: it is out of range.
     """
-    try:
-        value = int(attributes[name])
-    except (KeyError, TypeError, ValueError):
-        raise CorruptPosteriorError(f"A block has no valid attribute '{name}'.") from None
+    value: int = attributes[name]
     if not low <= value <= high:
-        raise CorruptPosteriorError(f"A block's attribute '{name}' is {value}, outside {low}..{high}.")
+        raise CorruptPosteriorError(f"the attribute '{name}' is {value}, outside {low}..{high}")
     return value
 
 

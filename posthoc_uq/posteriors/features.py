@@ -13,7 +13,7 @@ from torch import Tensor
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import Checks, as_double, placed
 from posthoc_uq.core.distributed import add_up
-from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending, nystrom, positive_part
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
 from posthoc_uq.layers.capture import Recording
@@ -172,11 +172,11 @@ class FeatureGrams:
         """What each tensor must be, by the attributes alone.
 
         Raises:
-            CorruptPosteriorError: an attribute is missing or out of range.
+            CorruptPosteriorError: an attribute is out of range.
         """
         layer = _layer(attributes)
         features = layer.groups * layer.inputs
-        classes = bounded(attributes, "classes", 1, 2**31)
+        classes = attributes["classes"]
         width = bounded(attributes, "width", 1, features)
         rank = bounded(attributes, "rank", 0, width)
         return {
@@ -189,24 +189,9 @@ class FeatureGrams:
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FeatureGrams:
-        """The statistics that these attributes and tensors describe.
-
-        Raises:
-            CorruptPosteriorError: they do not fit each other.
-        """
-        for name, spec in cls.specs(attributes).items():
-            if name not in tensors or not spec.fits(tensors[name].shape):
-                raise CorruptPosteriorError(f"The features' '{name}' must be a tensor of shape {spec.shape}.")
-        source, smoothing = attributes.get("source"), attributes.get("smoothing")
-        if source not in SOURCES or not isinstance(smoothing, float):
-            raise CorruptPosteriorError(
-                f"The features' source {source!r} or smoothing {smoothing!r} is none."
-            )
-        samples = bounded(attributes, "samples", 1, 2**62)
-        try:
-            return cls(_layer(attributes), source, samples, tensors, smoothing)
-        except PosthocUQError as error:
-            raise CorruptPosteriorError(f"The features' attributes are out of range: {error}") from None
+        """The statistics that these attributes and tensors describe."""
+        source, samples, smoothing = (attributes[name] for name in ("source", "samples", "smoothing"))
+        return cls(_layer(attributes), source, samples, tensors, smoothing)
 
     def to(self, device: torch.device) -> FeatureGrams:
         """The same on another device."""
@@ -215,14 +200,7 @@ class FeatureGrams:
 
 
 def _layer(attributes: Mapping[str, Any]) -> Layer:
-    try:
-        described = attributes["layer"]
-        layer = Layer.from_attributes(str(described["name"]), described)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptPosteriorError(f"The features' layer is incomplete: {error!r}.") from None
-    if layer.groups < 1 or layer.inputs < 1:
-        raise CorruptPosteriorError(f"The features' layer '{layer.name}' has no inputs.")
-    return layer
+    return Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
 
 
 def _checked_smoothing(value: Any) -> float:

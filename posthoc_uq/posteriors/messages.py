@@ -24,7 +24,6 @@ from posthoc_uq.posteriors.block import (
     Settings,
     Shape,
     TensorSpec,
-    bounded,
     largest_of,
     log_sum,
 )
@@ -254,7 +253,7 @@ class MessagesBlock(Block):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MessagesBlock:
-        return cls(**tensors, samples=bounded(attributes, "samples", 1, 2**62))
+        return cls(**tensors, samples=attributes["samples"])
 
     def reach(self, settings: Settings) -> float:
         total = self.total()

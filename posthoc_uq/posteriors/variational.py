@@ -114,7 +114,7 @@ class MeanFieldBlock(Block):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MeanFieldBlock:
-        return cls(tensors["variances"], bounded(attributes, "samples", 1, 2**62))
+        return cls(tensors["variances"], attributes["samples"])
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         raise PosthocUQError(
